@@ -279,11 +279,12 @@ class Recipe(ABC):
         """
 
     @abstractmethod
-    def measure(self, outputs: Any, batch: Batch, loss: Any) -> Tensor:
+    def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
         """Additive metric state, shape (M,): [0] the sum of weights, [i] the weighted sum of `train_metrics[i - 1]`.
         See `dtf.weighted_sums`.
 
-        `loss` is `self.loss(outputs, batch.targets)`, detached; a scalar mean as (B,). No host synchronisation.
+        `loss` (B,) is `self.loss(outputs, batch.targets)`, detached: the sums, where it has counts; a scalar mean once
+        for each row. No host synchronisation.
         """
 
     def eval_outputs(self, outputs: Any, batch: Batch) -> Tensor | None:

@@ -25,7 +25,7 @@ class Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
+        self._modules = [(name, module, dict(vars(module))) for name, module in _modules(model)]
         self._restorers: list[Callable[[], Any]] = []
         seen: set[int] = {id(module) for module in model.modules()}
         for _, _, values in self._modules:
@@ -102,10 +102,15 @@ def digests(model: nn.Module) -> dict[str, str]:
     modules = {id(module) for module in model.modules()}
     return {
         f"{prefix}.{key}" if prefix else key: text
-        for prefix, module in model.named_modules()
+        for prefix, module in _modules(model)
         for key, value in _own(vars(module))
         if (text := _digest(value, modules, DEPTH))
     }
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All but those of TorchScript, whose attributes are its own."""
+    return ((name, module) for name, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule))
 
 
 def _own(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -60,7 +60,7 @@ class ForwardPass:
     @torch.no_grad()
     def measure(self, outputs: Any, batch: Batch, loss: LossTerms) -> Tensor:
         """Metric sums (M,), see `Recipe.measure`."""
-        return self._recipe.measure(_detach(outputs), batch, _detach(loss.value))
+        return self._recipe.measure(_detach(outputs), batch, loss.value.detach())
 
     @torch.no_grad()
     def evaluated(self, outputs: Any, batch: Batch, loss: LossTerms) -> Evaluated:
@@ -76,9 +76,17 @@ def merge_evaluated(parts: Sequence[Evaluated], device: torch.device) -> Evaluat
 
 def rows_of(batch: Batch, first: int, last: int) -> Batch:
     """Rows [first, last) of a batch, as views."""
-    inputs = batch.inputs
-    inputs = {k: v[first:last] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[first:last]
-    return Batch(inputs, batch.targets[first:last], batch.weight[first:last], batch.ids[first:last])
+    return Batch(
+        rows_of_inputs(batch.inputs, first, last),
+        batch.targets[first:last],
+        batch.weight[first:last],
+        batch.ids[first:last],
+    )
+
+
+def rows_of_inputs(inputs: Any, first: int, last: int) -> Any:
+    """Rows [first, last) of inputs, a tensor or a dict of tensors, as views."""
+    return {k: v[first:last] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[first:last]
 
 
 def with_leaves(batch: Batch, names: Iterable[str]) -> Batch:

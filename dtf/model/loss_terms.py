@@ -33,8 +33,8 @@ class Mean(Enum):
 class LossTerms(NamedTuple):
     """The loss of one micro-batch."""
 
-    value: Any
-    """For `Recipe.measure`: as the recipe returned it, but a scalar mean as (B,)."""
+    value: Tensor
+    """(B,), for `Recipe.measure`: the loss of each row, its sum where there are counts; a mean once for each row."""
 
     total: Tensor
     """(), to be summed over the global batch."""
@@ -91,7 +91,8 @@ class Losses:
                 f"both are {shapes[1]}, one for each row, or both ()"
             )
         weight = batch.weight if sums.shape else batch.weight.amax()
-        return LossTerms((sums, counts), (sums * weight).sum(), (counts.to(weight) * weight).sum())
+        value = sums if sums.shape else (sums / len(batch.weight)).expand(len(batch.weight))
+        return LossTerms(value, (sums * weight).sum(), (counts.to(weight) * weight).sum())
 
     def _scalar(self, loss: Tensor, outputs: Any, batch: Batch) -> LossTerms:
         rows = len(batch.weight)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.api.layout import Layout
+from dtf.api.options import Remat
 from dtf.api.strategy import Update
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
@@ -33,15 +35,77 @@ from dtf.model.forward import (
     rows_of,
     with_leaves,
 )
-from dtf.model.init import layout_of
+from dtf.model.init import init_model, layout_of
 from dtf.model.memory import Footprint, activations
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
-from dtf.strategies.start_check import Gather, Numbers, Trials, check_passes
+from dtf.strategies.start_check import Gather, Numbers, Trials, check_passes, not_linear
 
 if TYPE_CHECKING:
     pass
+
+
+class _Reached(torch.autograd.Function):
+    """The first argument. Backward comes to all others too, without a gradient for them."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, *others: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.others = len(others)
+        return total.view_as(total)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return gradient, *([None] * ctx.others)
+
+
+def _recomputes_inside(total: Tensor) -> bool:
+    """Whether a part of a graph is computed again by a backward pass of its own (reentrant checkpointing), which comes
+    to parameters by itself.
+    """
+    waiting, seen = [total.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def refuse_hooks_on_sums(model: nn.Module, instead: str) -> None:
+    """Raise ConfigError for a parameter with a hook that runs when a gradient was added. `instead`: what to use."""
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"{name} has a hook of register_post_accumulate_grad_hook, which runs on the sum of what this rank has "
+                f"computed so far, before ranks add up; use register_hook, or {instead}"
+            )
+
+
+@contextmanager
+def count_calls(layers: Mapping[str, nn.Module], masks: SeededDropout) -> Iterator[dict[str, int]]:
+    """A context. Yields how often each layer is called in it, without what dtf itself computes again."""
+    calls = dict.fromkeys(layers, 0)
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: object) -> None:
+            calls[name] += not masks.computes_again
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+LARGE = 2.0**12
+"""By how much a loss is multiplied to find gradients that do not grow with it. fp16 holds such gradients."""
 
 
 class Replica:
@@ -50,7 +114,8 @@ class Replica:
     `forward`, for the last micro-batch of a step, may sum gradients over ranks in its backward pass; the others
     accumulate on the bare model. `sync`: for a model that talks to other ranks in every pass; called before each with
     whether gradients are to be summed. Then all ranks make the same number of passes. `layout`: the recipe's, of a
-    model that a strategy has changed since.
+    model that a strategy has changed since. `reach`: let the backward pass that sums gradients come to all parameters,
+    those that the rows of this rank do not use too: others wait for their sums.
 
     Without sparse tables the replica calls `Recipe.receive`, just before each pass. With them, who looks up rows has
     called it.
@@ -64,6 +129,7 @@ class Replica:
         forward: Callable[..., Any] | None = None,
         sync: Callable[[bool], None] | None = None,
         layout: Layout | None = None,
+        reach: bool = False,
     ) -> None:
         layout = layout or layout_of(task.recipe, model)
         self.instead = "launcher.processes=1"
@@ -76,11 +142,15 @@ class Replica:
         self._passes = ForwardPass(task, device)
         self.statistics = BatchNormStatistics(model, task.step.ema)
         self.changing = ChangingBuffers(model, layout.buffers, {*self.statistics.names(), *self.statistics.counters()})
+        self.changing.watches_parameters = sync is None
+        uneven = [name for name in self.statistics.layers() if self.changing.ruled(f"{name}.running_mean")]
+        self.changing.take(self.statistics.release(uneven))
         self.masks = SeededDropout(model, task.seed, device)
         apply_activation_checkpointing(
             model, modules_to_checkpoint(task.recipe, model, layout, task.step.remat), task.step.remat, self.masks
         )
         self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._reach = reach
         self._looked_up = tuple(task.recipe.tables())
         self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=device, dtype=loss_dtype(task))
         self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
@@ -88,6 +158,10 @@ class Replica:
         self.undivided: dict[str, Tensor] = {}  # norms of its gradients of parameters that this rank holds in whole
         self._compute = task.precision.compute
         self._cuts = 0 < task.step.micro_batch_rows < task.step.batch_size
+        self._recomputes = task.step.remat is not Remat.none
+        self._task = task
+        self.clipped = ""
+        """A gradient that does not grow with the loss, as `warmup` found; empty: all do."""
         self.counts: Tensor | None = None
         """Of this replica's micro-batches: what the sum of losses is divided by in place of rows, ()."""
         model.train()
@@ -142,6 +216,8 @@ class Replica:
                 self.changing.begin_micro_batch()
                 sums.append(self._pass(ready, factor, last=j == len(parts) - 1))
                 self.changing.end_micro_batch()
+        if self.divided and not self._recomputes and first < last:
+            self.statistics.check_calls(self.instead)
         self.statistics.end()
         if self.divided:
             self.changing.check(self.instead)
@@ -181,6 +257,10 @@ class Replica:
                 self._passes.forward(self._forward if last else self.model, batch.inputs), batch
             )
             total, seed = self._passes.seeded(loss, factor)
+            if not last and self._reach:
+                self._reach = not _recomputes_inside(total)
+            if last and self._reach:
+                total = _Reached.apply(total, *self._trained)
         with section("backward"):
             total.backward(seed)
         if loss.counts is not None:
@@ -203,13 +283,18 @@ class Replica:
         attributes, places = Attributes(self.model), parameter_places(self.model)
         try:
             with buffers_restored(self.model) as changed:
-                with self.masks.find_other_generators():
+                with self.masks.find_other_generators(), count_calls(self.statistics.layers(), self.masks) as calls:
+                    self._trial(rows[0], 0, last=not self._reach)
+                self._release_uneven(calls)
+                if self._reach:
+                    self._trials.clear()
                     self._trial(rows[0], 0)
                 self._begin_random(0, 0)
                 seeded = self.masks.rng_state()
                 self._trial(rows[1], 0)
                 drew = self.masks.draws_elsewhere or self.masks.drew(seeded)
                 if self.divided:
+                    refuse_hooks_on_sums(self.model, self.instead)
                     refuse_changed_parameters(self.model, places, self.instead)
                     self.changing.refuse(changed(), self.instead)
                     trials = Trials(
@@ -217,21 +302,45 @@ class Replica:
                         lambda: self._trial(rows[2], 1, last=False),
                         lambda: dict(self.model.named_modules()),
                     )
-                    check_passes(trials, self._compute, peers, attributes.changed, self.instead)
+                    once = check_passes(trials, self._compute, peers, attributes.changed, self.instead)
+                    more = self._trial(rows[1], 0, last=False, factor=LARGE)
+                    self.clipped = not_linear(once, more, LARGE, self._compute)
                     self.changing.refuse(changed(), self.instead)
         except ValueError as error:
             raise batch_norm_error(error, len(batch.ids)) from error
         except RuntimeError as error:
-            if "find_unused_parameters" not in str(error):
+            if "find_unused_parameters" in str(error):
+                raise ConfigError(
+                    "some parameters got no gradient in a step; set strategy.find_unused_parameters=true"
+                ) from error
+            if "setStorage" not in str(error):
                 raise
             raise ConfigError(
-                "some parameters got no gradient in a step; set strategy.find_unused_parameters=true"
+                "a parameter is used after its module has given it back, as by gradients of gradients in the loss; the "
+                "parts of a model are divided too finely for that: use strategy=ddp"
             ) from error
         finally:
             attributes.restore()
+            self._restore_parameters(places)
         return drew
 
-    def _trial(self, rows: Batch, micro_batch: int, last: bool = True) -> Numbers:
+    @torch.no_grad()
+    def _restore_parameters(self, places: Mapping[str, tuple[int, int]]) -> None:
+        """Give parameters that trial passes have changed since `places` the values they start from."""
+        now = parameter_places(self.model)
+        changed = [name for name, place in places.items() if now.get(name) != place]
+        if changed:
+            start = dict(init_model(self._task.recipe, self._task.seed, self._task.weights).named_parameters())
+            for name, parameter in self.model.named_parameters():
+                if name in changed:
+                    parameter.data.copy_(start[name].data)
+
+    def _release_uneven(self, calls: Mapping[str, int]) -> None:
+        """Keep the averages of normalisations that a pass does not call exactly once by the rule for buffers."""
+        uneven = [name for name, layer in self.statistics.layers().items() if layer.training and calls[name] != 1]
+        self.changing.take(self.statistics.release(uneven))
+
+    def _trial(self, rows: Batch, micro_batch: int, last: bool = True, factor: float = 1.0) -> Numbers:
         """Forward and backward over some rows as a micro-batch of step 0, in memory's measure. Returns their sums and
         the norms of the gradients, which are dropped.
         """
@@ -240,7 +349,8 @@ class Replica:
         self._begin_random(0, micro_batch)
         with Footprint() as footprint:
             # a model that talks to others would keep gradients that are not summed
-            sums = self._pass(part, torch.ones((), device=self._device), last or self._sync is not None)
+            start = torch.full((), factor, device=self._device)
+            sums = self._pass(part, start, last or self._sync is not None)
         self.changing.begin_micro_batch()
         self._trials = [*self._trials, (len(part.ids), footprint)][:2]
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}

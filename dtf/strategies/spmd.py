@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program, Update
 from dtf.api.task import Source, Task
+from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.device_mesh import ParallelDims
@@ -39,7 +41,7 @@ class Spmd(Program):
 
     `dims`: given where several ranks compute one replica. Then gradients arrive summed over replicas, otherwise
     averaged over ranks, as torch's wrappers do. `exchange`: bytes in flight between ranks, see Memory. `tables`: the
-    sparse tables that the update holds.
+    sparse tables that the update holds. `to_sum`: makes the wrapper sum gradients in place of averaging them.
     """
 
     def __init__(
@@ -51,8 +53,9 @@ class Spmd(Program):
         dims: ParallelDims | None = None,
         exchange: int = 0,
         tables: ShardedTables | None = None,
+        to_sum: Callable[[], None] | None = None,
     ) -> None:
-        self._tables = tables
+        self._tables, self._to_sum = tables, to_sum
         self._share = dims.dp_shard if dims else Shard(world.rank, world.size)
         self._reads = dims is None or dims.broadcast.reads
         self.shard = self._share if self._reads else None
@@ -77,12 +80,26 @@ class Spmd(Program):
         peers = Gather(self._world.gather, self._world.broadcast)
         if self._dims is None:
             self._replica.warmup(batch, peers)
+            if self._replica.clipped:
+                self._sum_gradients()
             return
         with name_failing_module(self._replica.model), self._replica.masks.record_input_norms() as seen:
             drew = self._replica.warmup(batch, peers)
         if drew:
             raise global_rng_error("tensor", "and ranks that divide its channels would draw alike for different ones")
         self._dims.check_alike(seen | {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()})
+
+    def _sum_gradients(self) -> None:
+        """From now on sum gradients over ranks in place of averaging them: those that flow through the model are then
+        what they are in one process.
+        """
+        if self._to_sum is None:
+            raise ConfigError(
+                f"the {self._replica.clipped} does not grow with the loss: a hook or a function of the model clips or "
+                "rounds gradients, which are multiplied by the number of ranks here; use strategy=ddp"
+            )
+        self._to_sum()
+        self._factor = self._factor / self._world.size
 
     def memory(self) -> Memory:
         return self._replica.memory(self._update, *microbatch_load(self._task, self.shares))._replace(

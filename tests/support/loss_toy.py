@@ -60,11 +60,12 @@ class LossForms(Toy):
                 return losses.mean(), losses.square().mean()
         return losses.mean(1).mean()
 
-    def measure(self, outputs: Any, batch: Any, loss: Any) -> Tensor:
-        sums, counts = loss if isinstance(loss, tuple) else (loss, loss)
-        if not sums.dim():
-            sums, counts = sums / len(batch.weight) + 0 * batch.weight, counts / len(batch.weight) + 0 * batch.weight
-        return weighted_sums(batch.weight, sums, counts)
+    def measure(self, outputs: Any, batch: Any, loss: Tensor) -> Tensor:
+        return weighted_sums(batch.weight, loss, (batch.targets != -100).sum(1))
+
+    def summarise(self, sums: list[float]) -> dict[str, float]:
+        rows, loss, tokens = sums
+        return {"loss": loss / (tokens if self.form in ("pair", "single") else rows), "tokens": tokens / rows}
 
 
 class Tokens(Dataset):

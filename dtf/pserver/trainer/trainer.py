@@ -284,7 +284,9 @@ class Trainer:
 
     def warmup(self) -> None:
         """A pass whose results are dropped: a model that cannot run fails here, before servers are asked."""
-        batch = self._context.open("train", Shard(0, self._shares), self._micro_batch_rows).get(0, 0)
+        loader = self._context.open("train", Shard(0, self._shares), self._micro_batch_rows)
+        last = loader.batches - 1  # it may be a single row, which not every model can compute
+        batch = loader.get(0, last if loader.size(last) == 1 else 0)
         assert batch is not None
         self._model.warmup(to_device(batch, self._model.device, self._task))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.api.layout import BufferUpdate
+from dtf.api.options import Remat
 from dtf.api.strategy import Program, Update
 from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
@@ -242,6 +243,8 @@ class PipelineProgram(Program):
         if self._tables is not None:
             self._tables.backward(leaf_gradients(parts, self._looked_up) if 0 in self._stages else {})
         for stage in self._stages.values():
+            if self.shares > 1 and self._task.step.remat is Remat.none:
+                stage.statistics.check_calls(_INSTEAD)
             stage.statistics.end()
             if self.shares > 1:
                 stage.changing.check(_INSTEAD)
