@@ -77,7 +77,7 @@ def draw(seed: int, attempt: int) -> Chain:
         "plugin": PLUGIN,
         "recipe": {"name": name, "rows": rng.randint(28, 60)},
         "batch_size": rng.randint(8, 24),
-        "micro_batch_rows": rng.choice([2, 3, 4, 4, 5, 6, 8]),
+        "micro_batch_rows": rng.choice([3, 4, 5, 6, 8]),
         "precision": rng.choices(["fp64", "fp32", "bf16", "bf16_params", "bf16_master", "fp16"], [70, 15, 4, 3, 4, 4])[
             0
         ],
@@ -115,12 +115,12 @@ def _draw_recipe(rng: random.Random, name: str, case: dict[str, Any]) -> None:
     if name == "toy":
         recipe["batch_norm"] = rng.random() < 0.7
         if not recipe["batch_norm"] and rng.random() < 0.3:
-            case["micro_batch_rows"], case["freeze"] = 1, []
-        if not recipe["batch_norm"]:
-            case["freeze"] = []
+            case["micro_batch_rows"] = rng.choice([1, 2])
     if name == "chain_toy":
         samplers += ["weighted", "repeated", "repeated"]
         recipe |= {"noise": 0.3} | rng.choice([{}, {"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.2, "cutmix": 1.0}])
+        if "mixup" in recipe or "cutmix" in recipe:
+            case["micro_batch_rows"] += case["micro_batch_rows"] % 2
         recipe["functional"] = rng.random() < 0.15
     if name == "coupled_toy":
         recipe["received"] = rng.random() < 0.5

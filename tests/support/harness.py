@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from dtf.api.lr import Schedule
 from dtf.api.options import FineTuning, Remat, StepOptions
@@ -26,7 +24,7 @@ from dtf.api.strategy import Strategy
 from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.config.settings import load_parts
-from dtf.core.types import Box, Measured, Place, Saved, Shard, State
+from dtf.core.types import Measured, Place, Saved, Shard
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.splits import evaluation_loader
@@ -36,10 +34,12 @@ from dtf.engine.loop import Loop, fit
 from dtf.model.ema import with_ema
 from dtf.model.forward import zero_rows_for_tables
 from dtf.model.init import construct
+from dtf.model.perturb import perturb
 from dtf.model.pretrained import match_weights, open_weights
 from dtf.runs.recorded_run import in_order
 from dtf.strategies.buffers import SHARE
 from dtf.strategies.pipeline import cost_model
+from tests.support.checkpoints import boxes_of_others
 from tests.support.in_process_servers import HelperThreads, KillableTransport, ask_again_soon, connect
 from tests.support.lossy_network import LossyTransport
 from tests.support.ranks import ranks
@@ -84,6 +84,7 @@ class Case:
     log_every: int = 1
     recipe: dict[str, Any] = field(default_factory=dict)
     skip_nonfinite: int = 0
+    perturb: int = 0  # as `train.perturb`
     plugin: str = ""
     remat: str = "none"
     ema: float = 0.0
@@ -184,6 +185,8 @@ class _Run:
         self.loader = self._rows("train", self.program.shard, self.program.micro_batch_rows)
         self.program.warmup(self.program.prepare(self._first_rows()))
         self.clock_state, self.open_window = self._load()
+        for copy in self.program.replicated() if case.perturb else ():
+            perturb(copy, case.perturb)
         self.world.barrier()  # all servers can be found
         self.helpers = self.helpers or self._run_helpers()
         self.found: dict[str, Any] = {
@@ -278,7 +281,7 @@ class _Run:
         """What `train` returns. Collective."""
         self.program.sync()
         state = self.program.state()
-        for box in [*state.boxes, *_others(state)]:
+        for box in [*state.boxes, *boxes_of_others(state)]:
             tensor = box.tensor if box.name.endswith("/ids") else box.tensor.double()
             boxes = self.found["tensors"].setdefault(box.name, [])
             boxes.append([list(box.shape), list(box.offset), tensor.tolist()])
@@ -288,20 +291,6 @@ class _Run:
             met = sum((network.met for network in self.networks), Counter())
             self.found |= {"met": met, "died": self.helpers.died}
         return self.found
-
-
-def _others(state: State) -> list[Box]:
-    """What other processes write for this rank."""
-    found: list[Box] = []
-    if state.others:
-        with tempfile.TemporaryDirectory(prefix="dtf-others-") as folder:
-            for part in state.others(Path(folder)):
-                tensors = load_file(Path(folder, part["file"]))
-                found += [
-                    Box(name, tensors[key], tuple(shape), tuple(offset))
-                    for name, _, shape, key, offset, _ in part["boxes"]
-                ]
-    return found
 
 
 def _enums(cls: type, options: dict[str, Any]) -> dict[str, Any]:
