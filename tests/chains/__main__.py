@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -18,9 +19,9 @@ import torch
 from tests.chains.trial import Outcome, attempt
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 1 when a chain has failed."""
-    options = _options()
+    options = _options(arguments)
     if options.only is not None:
         outcomes = [_run(seed, options) for seed in options.only]
         return 0 if options.part else _report(outcomes)
@@ -36,7 +37,7 @@ def main() -> int:
     return _report([done[seed] for seed in seeds if seed in done])
 
 
-def _options() -> argparse.Namespace:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chains", description=__doc__)
     parser.add_argument("--count", type=int, default=300, help="chains: seeds from --seed on")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
@@ -45,7 +46,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="chains at once, each in a process of its own")
     parser.add_argument("--quiet", action="store_true", help="print the summary alone")
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)  # of a command that prints the summary
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     return options

@@ -38,7 +38,9 @@ class ChainToy(Residual):
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
-        model.get_submodule("stem").bias = None  # the norm cancels it: its gradient would be rounding alone
+        model.get_submodule("stem").register_parameter(
+            "bias", None
+        )  # the norm cancels it: its gradient would be rounding alone
         return model
 
     def open_data(self, split: str, seed: int) -> Dataset:
