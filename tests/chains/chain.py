@@ -94,7 +94,8 @@ def draw(seed: int, attempt: int) -> Chain:
     _draw_recipe(rng, name, case)
     case["recipe"] |= {"rows": max(case["recipe"]["rows"], case["batch_size"])}
     saves = sorted(rng.sample(range(1, steps), min(rng.choice([1, 1, 1, 2, 3]), steps - 1)))
-    return Chain(legs=[_leg(rng, until, "table" in name) for until in [*saves, steps]], case=case)
+    drawn = case["recipe"].get("functional", False)
+    return Chain(legs=[_leg(rng, until, "table" in name, drawn) for until in [*saves, steps]], case=case)
 
 
 def _schedule(rng: random.Random) -> dict[str, Any]:
@@ -134,12 +135,15 @@ def _draw_recipe(rng: random.Random, name: str, case: dict[str, Any]) -> None:
         case["sampler_options"] = {"balance": rng.choice([0.5, 1.0])}
 
 
-def _leg(rng: random.Random, until: int, tables: bool) -> Leg:
+def _leg(rng: random.Random, until: int, tables: bool, functional: bool) -> Leg:
+    """`functional`: the model draws from the global generator, which trainers in threads of a test would share."""
     way = rng.choice(list(dict.fromkeys(name for name, *_ in WAYS)))
     strategy, options = rng.choice([(strategy, options) for name, strategy, options in WAYS if name == way])
     options = dict(options)
     even = any(options.get(key) == 2 for key in ("replicate", "degree"))
     processes = rng.choice([2, 4] if even else [1, 2, 3, 4])
+    if strategy == "pserver" and functional:
+        processes = 1
     if tables and strategy != "dp":
         if strategy != "pserver":
             options["tables"] = rng.choice(TABLES)
