@@ -94,6 +94,8 @@ def draw(seed: int, attempt: int) -> Chain:
     _draw_recipe(rng, name, case)
     case["recipe"] |= {"rows": max(case["recipe"]["rows"], case["batch_size"])}
     saves = sorted(rng.sample(range(1, steps), min(rng.choice([1, 1, 1, 2, 3]), steps - 1)))
+    if case["precision"] == "fp16":  # gradients near the largest number overflow in one order of sums, not in another
+        case["lr_options"]["peak"] = 0.02
     drawn = case["recipe"].get("functional", False)
     return Chain(legs=[_leg(rng, until, "table" in name, drawn) for until in [*saves, steps]], case=case)
 
