@@ -48,6 +48,7 @@ from dtf.optim.update import update_applied
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.pipeline.messages import AHEAD, UNANSWERED, PipelineRanks, StageMessages
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
+from dtf.strategies.pipeline.shared_tensors import RenamedSource, SharedTensors
 from dtf.strategies.spmd import microbatch_load
 
 if TYPE_CHECKING:
@@ -121,7 +122,11 @@ class PipelineProgram(Program):
         micro_batch_rows: int,
         table: str,
         tables: ShardedTables | None,
+        shared: SharedTensors,
     ) -> None:
+        self._shared = shared
+        for stage in stages:
+            shared.refuse_changed(stage.index, stage.changing.names)
         self._tables, self._looked_up = tables, tuple(task.recipe.tables())
         self._stages = {stage.index: stage for stage in stages}
         self._pipeline, self._update, self._task, self._world, self._dims = pipeline, update, task, world, dims
@@ -199,7 +204,7 @@ class PipelineProgram(Program):
         parameters, gradients, optimizer, tables = self._update.bytes()
         sizes = (byte_count([parameter]) for stage in self._stages.values() for parameter in stage.model.parameters())
         gradients += max(sizes, default=0)  # of the one that is not yet added to those of earlier micro-batches
-        buffers = byte_count(buffer for stage in self._stages.values() for buffer in stage.model.buffers())
+        buffers = byte_count({id(b): b for stage in self._stages.values() for b in stage.model.buffers()}.values())
         micro_batches, rows = microbatch_load(self._task, self.shares, self.micro_batch_rows)
         # passes of one stage each
         held = accumulate(1 if action.forward else -1 for action in self._order(micro_batches))
@@ -352,14 +357,17 @@ class PipelineProgram(Program):
     def state(self) -> State:
         state = self._update.state()
         share = self._dims.dp_shard
-        common = [box for stage in self._stages.values() if share.index == 0 for box in buffers(stage)]
+        common, seen = [], set[str]()
+        for stage in self._stages.values() if share.index == 0 else ():
+            common += self._shared.once(stage.index, buffers(stage), seen)
         averages = [box for stage in self._stages.values() for box in own_averages(stage, share)]
         return State(state.boxes + common + averages, state.scalars)
 
     def load(self, source: Source) -> None:
         self._update.load(source)
         for stage in self._stages.values():
-            load_buffers(stage, source, self._dims.dp_shard)
+            names = self._shared.names[stage.index]
+            load_buffers(stage, RenamedSource(source, names), self._dims.dp_shard)
 
     def replicated(self) -> list[dict[str, Tensor]]:
         return [self._update.held()]
