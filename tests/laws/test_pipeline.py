@@ -371,13 +371,13 @@ def tied(kind: str) -> dict[str, Any]:
         ("function", 2, {"virtual": 2, **BLOCKS}, {"clip_norm": 0.01}),
         ("function", 4, {"degree": 2}, {"clip_norm": 0.01, "optimizer": "lars"}),
         ("function", 2, {}, {"freeze": ["embed"]}),
-        ("function", 2, {}, {"remat": "block"}),
+        ("function", 2, {}, {"remat": "blocks"}),
         ("modules", 2, {}, {}),
         ("modules", 4, BLOCKS, {"clip_norm": 0.01}),
         ("modules", 2, {"virtual": 2, **BLOCKS}, {"ema": 0.9}),
         ("modules", 4, {"degree": 2}, {}),
         ("again", 4, BLOCKS, {"optimizer": "adamw"}),
-        ("again", 2, {"virtual": 2, **BLOCKS}, {"remat": "block"}),
+        ("again", 2, {"virtual": 2, **BLOCKS}, {"remat": "blocks"}),
     ],
 )
 def test_what_several_stages_use_is_updated_alike(

@@ -59,7 +59,7 @@ class Again(Transformer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first.drop = self.second.drop = self.third.drop = nn.Identity()  # type: ignore[assignment]
+        self.first.drop = self.second.drop = self.third.drop = nn.Tanh()  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.second(self.first(self.begin(x)))

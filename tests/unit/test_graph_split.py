@@ -304,13 +304,17 @@ class Drawing(Made):
 
     def __init__(self, forward: Callable[[Any, Tensor], Any]) -> None:
         super().__init__(forward)
-        self.a = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))  # type: ignore[assignment]
+        self.a, self.b = (nn.Sequential(nn.Linear(3, 3), drop) for drop in [nn.Dropout(0.5)] * 2)  # type: ignore
 
 
 class Shifting(Made):
     def __init__(self, forward: Callable[[Any, Tensor], Any]) -> None:
         super().__init__(forward)
         self.register_buffer("shift", torch.zeros(3))
+
+
+def once_more(model: Any, x: Tensor) -> Tensor:
+    return model.b(model.a(x))
 
 
 def changed(model: Any, x: Tensor) -> Tensor:
@@ -336,6 +340,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Sequence[Sequence[str]], str]]
         [["a"]],
         "its forward does not use b.weight, b.bias; leave them out",
     ),
+    "one dropout": (lambda: Drawing(once_more), AB, "a Dropout of b is called in two blocks, and its masks depend on"),
     "changed": (lambda: Shifting(changed), AB, "shift changes in a pass and is used in two blocks, a and b"),
     "values": (lambda: Made(lambda m, x: m.b(m.a(x)) if x.sum() > 0 else x), AB, "its forward cannot be followed: "),
     "training": (

@@ -37,7 +37,7 @@ class GraphSplit:
 
     def __init__(self, model: nn.Module, blocks: Sequence[Sequence[str]], fine: bool = False) -> None:
         self._model = model
-        self._modules = dict(model.named_modules())
+        self._modules = dict(model.named_modules(remove_duplicate=False))
         if not blocks:
             raise _refusal(
                 model,
@@ -181,6 +181,7 @@ class GraphSplit:
         kept = {id(b) for m in self._modules.values() if isinstance(m, NORMS) for b in m.buffers(recurse=False)}
         uses: dict[str, set[int]] = {}
         changing: set[str] = set()
+        drawing: dict[nn.Module, int] = {}  # the block of each dropout
         for node in self._nodes:
             target = str(node.target)
             if node.op == "get_attr" and target not in tensors:
@@ -194,6 +195,13 @@ class GraphSplit:
                 changing |= {first[key] for key in used}
             if node.op == "call_module":
                 used = [id(tensor) for _, tensor in _tensors(self._modules[target])]
+                for part in self._modules[target].modules():
+                    if isinstance(part, DROPOUTS) and drawing.setdefault(part, self._place[node]) != self._place[node]:
+                        raise _refusal(
+                            self._model,
+                            f"a {type(part).__name__} of {target} is called in two blocks, and its masks depend on how "
+                            "often; use one for each block",
+                        )
             for key in used:
                 uses.setdefault(first[key], set()).update(self._blocks(node))
         for key in kept:
