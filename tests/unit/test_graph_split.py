@@ -20,7 +20,7 @@ from dtf.model.init import construct, init_model
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.recipes.resnet.options import Arch, ModelOptions, Stem
 from dtf.recipes.resnet.recipe import ResnetShapes
-from dtf.strategies.pipeline.graph_split import GraphSplit
+from dtf.strategies.pipeline.graph_split import GraphSplit, Weights
 from tests.support.toy import Toy
 
 
@@ -213,7 +213,7 @@ def test_segments_share_out_the_model(name: str, fine: bool) -> None:
     assert {key for segment in segments for key in segment.state_dict()} == model.state_dict().keys()
     modules = dict(model.named_modules())
     assert all(
-        part is modules[key] or type(part) is nn.Module  # it holds a weight that a block uses without its module
+        part is modules[key] or type(part) is Weights  # it holds a weight that a block uses without its module
         for segment in segments
         for key, part in segment.named_modules()
         if part._parameters and key

@@ -94,7 +94,10 @@ class GraphSplit:
             graph.output(tuple(copies[node] for node in self._live(last)))
         module = GraphModule(self._model, graph, "Segment")
         # GraphModule registers buffers that the forward itself reads as persistent
+        called = [f"{node.target}." for node in graph.nodes if node.op == "call_module"]
         for name, part in module.named_modules():
+            if type(part) is nn.Module and not any(target.startswith(f"{name}.") for target in called):
+                part.__class__ = Weights
             part._non_persistent_buffers_set |= self._modules[name]._non_persistent_buffers_set & part._buffers.keys()
         return module
 
@@ -236,6 +239,10 @@ class GraphSplit:
         name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
         flagged = user.kwargs.get("inplace") is True or any(value is True for value in user.args[1:])
         return flagged or name in inplace_methods or (name.endswith("_") and not name.endswith("__"))
+
+
+class Weights(nn.Module):
+    """Stands for a module of which a segment uses tensors, and which it does not call."""
 
 
 class _Tracer(Tracer):

@@ -170,6 +170,35 @@ class SharedTensors:
                 )
 
 
+class CopiedBuffers:
+    """The buffers of this rank of which other ranks have copies: a pass must not change them."""
+
+    def __init__(self, shared: SharedTensors, stages: Mapping[int, nn.Module]) -> None:
+        self._shared = shared
+        self._slots = [
+            (index, f"{prefix}.{key}" if prefix else key, module._buffers, key)
+            for index, stage in stages.items()
+            for prefix, module in stage.named_modules()
+            for key in module._buffers
+            if shared.names[index].get(f"{prefix}.{key}" if prefix else key) in shared.copied
+        ]
+        self._marks: list[tuple[int, int]] = []
+
+    def mark(self) -> None:
+        """From here on changes count."""
+        self._marks = [_mark(buffers[key]) for _, _, buffers, key in self._slots]
+
+    def check(self) -> None:
+        """ConfigError where one was changed since `mark`. Without host synchronisation."""
+        for (index, name, buffers, key), mark in zip(self._slots, self._marks, strict=True):
+            if _mark(buffers.get(key)) != mark:
+                self._shared.refuse_changed(index, [name])
+
+
+def _mark(tensor: Tensor | None) -> tuple[int, int]:
+    return id(tensor), 0 if tensor is None else tensor._version
+
+
 class RenamedSource:
     """A checkpoint in which a stage finds its buffers under their first names."""
 

@@ -130,8 +130,9 @@ class Pipeline(Strategy):
         from dtf.sparse.make_tables import tables_of
         from dtf.strategies.pipeline.messages import PipelineRanks, channels
         from dtf.strategies.pipeline.planner import broadcast_plan
-        from dtf.strategies.pipeline.program import PipelineProgram, Stage
+        from dtf.strategies.pipeline.program import PipelineProgram
         from dtf.strategies.pipeline.shared_tensors import SharedTensors, TiedGradients, holders
+        from dtf.strategies.pipeline.stage import Stage
         from dtf.strategies.sharded_init import cast_parts
 
         dims = ParallelDims(world, "pp", self.degree or world.size, inputs=False)

@@ -15,7 +15,7 @@ from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.world import World
 from dtf.model.attributes import Attributes
 from dtf.model.changing_buffers import buffers_restored, parameter_places, refuse_changed_parameters
-from dtf.model.forward import batch_norm_error, global_rng_error, rows_of
+from dtf.model.forward import batch_norm_error, global_rng_error
 from dtf.model.memory import Footprint
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
@@ -146,9 +146,7 @@ def _merged(answers: list[Any]) -> list[Any]:
         elif all(isinstance(item, str) for part in parts for item in part):
             merged.append(sorted({name for part in parts for name in part}))
         else:
-            staged = [
-                (order[item[0]], item) for part, (_, order) in zip(parts, answers, strict=True) for item in part
-            ]
+            staged = [(order[item[0]], item) for part, (_, order) in zip(parts, answers, strict=True) for item in part]
             merged.append([item for _, item in sorted(staged, key=lambda pair: pair[0])])
     return merged
 
