@@ -26,6 +26,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.table: Tensor
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.first, self.second, self.third = Block(), Block(), Block()
         self.norm = nn.LayerNorm(WIDTH)
