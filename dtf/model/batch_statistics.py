@@ -25,9 +25,9 @@ def _averages(layers: list[_Layer], suffix: str = "") -> list[Tensor]:
 class _Counted:
     """A normalisation that counts its calls."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         self.__dict__["_calls"] += 1
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return super().forward(input)  # type: ignore[misc]
 
 
 class BatchNormStatistics:

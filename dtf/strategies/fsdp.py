@@ -103,7 +103,8 @@ class Fsdp(Strategy):
         from dtf.strategies.fsdp_hooks import hook_gathered, parameter_hooks
         from dtf.strategies.fsdp_units import gathered_units
         from dtf.strategies.fsdp_waits import watch_collectives
-        from dtf.strategies.replica import Replica, refuse_hooks_on_sums
+        from dtf.strategies.pass_probes import refuse_hooks_on_sums
+        from dtf.strategies.replica import Replica
         from dtf.strategies.sharded_init import cast_parts
         from dtf.strategies.spmd import Spmd, microbatch_load, single_process
 

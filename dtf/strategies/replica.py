@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -40,68 +39,11 @@ from dtf.model.memory import Footprint, activations
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
+from dtf.strategies.pass_probes import Reached, count_calls, recomputes_inside, refuse_hooks_on_sums
 from dtf.strategies.start_check import Gather, Numbers, Trials, check_passes, not_linear
 
 if TYPE_CHECKING:
     pass
-
-
-class _Reached(torch.autograd.Function):
-    """The first argument. Backward comes to all others too, without a gradient for them."""
-
-    @staticmethod
-    def forward(ctx: Any, total: Tensor, *others: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.others = len(others)
-        return total.view_as(total)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return gradient, *([None] * ctx.others)
-
-
-def _recomputes_inside(total: Tensor) -> bool:
-    """Whether a part of a graph is computed again by a backward pass of its own (reentrant checkpointing), which comes
-    to parameters by itself.
-    """
-    waiting, seen = [total.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
-
-
-def refuse_hooks_on_sums(model: nn.Module, instead: str) -> None:
-    """Raise ConfigError for a parameter with a hook that runs when a gradient was added. `instead`: what to use."""
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigError(
-                f"{name} has a hook of register_post_accumulate_grad_hook, which runs on the sum of what this rank has "
-                f"computed so far, before ranks add up; use register_hook, or {instead}"
-            )
-
-
-@contextmanager
-def count_calls(layers: Mapping[str, nn.Module], masks: SeededDropout) -> Iterator[dict[str, int]]:
-    """A context. Yields how often each layer is called in it, without what dtf itself computes again."""
-    calls = dict.fromkeys(layers, 0)
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: object) -> None:
-            calls[name] += not masks.computes_again
-
-        return hook
-
-    hooks = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
-    try:
-        yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 LARGE = 2.0**12
@@ -258,9 +200,9 @@ class Replica:
             )
             total, seed = self._passes.seeded(loss, factor)
             if not last and self._reach:
-                self._reach = not _recomputes_inside(total)
+                self._reach = not recomputes_inside(total)
             if last and self._reach:
-                total = _Reached.apply(total, *self._trained)
+                total = Reached.apply(total, *self._trained)
         with section("backward"):
             total.backward(seed)
         if loss.counts is not None:
