@@ -43,12 +43,14 @@ class TiedByName(Tied):
 
 @register("recipe", "remembering")
 class Remembering(Toy):
-    """A block that keeps a tensor in a plain attribute from pass to pass."""
+    """A block that keeps a tensor in a plain attribute from pass to pass, or draws from Python's generator."""
+
+    python_random: bool = option(default=False, doc="draw instead")
 
     def build_model(self) -> nn.Module:
         from tests.support.tied_models import Remembers
 
-        return Remembers()
+        return Remembers(self.python_random)
 
     def layout(self, model: nn.Module) -> Layout:
         return Layout((("first",), ("memory",), ("last",)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from torch import Tensor, nn
 
@@ -68,8 +70,27 @@ class Again(Transformer):
         return self.end(self.first(h) + nn.functional.linear(h, self.second.mlp.weight))
 
 
+class Shifting(nn.LayerNorm):
+    """A norm that changes a buffer of the whole model."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__(WIDTH)
+        self.table: Tensor
+        self.register_buffer("table", table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.table.add_(0.01)
+        return super().forward(input)
+
+
+class Changing(Transformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Shifting(self.table)
+
+
 def build(kind: str) -> nn.Module:
-    return {"function": Transformer, "modules": Modules, "again": Again}[kind]()
+    return {"function": Transformer, "modules": Modules, "again": Again, "changing": Changing}[kind]()
 
 
 class Memory(nn.Linear):
@@ -85,10 +106,20 @@ class Memory(nn.Linear):
         return y
 
 
-class Remembers(nn.Module):
+class Draws(nn.Linear):
+    """Is scaled by a number of Python's generator."""
+
     def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * random.uniform(0.5, 1.5)
+
+
+class Remembers(nn.Module):
+    def __init__(self, draws: bool) -> None:
         super().__init__()
-        self.first, self.memory, self.last = nn.Linear(8, 8), Memory(), nn.Linear(8, 4)
+        self.first, self.memory, self.last = nn.Linear(8, 8), Draws() if draws else Memory(), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.memory(torch.tanh(self.first(x)))))

@@ -181,7 +181,7 @@ class GraphSplit:
         """See `uses`. ConfigError for tensors that are not the model's, are not used or change in several blocks."""
         tensors = {name: id(tensor) for name, tensor in _tensors(self._model)}
         first = {key: name for name, key in reversed(tensors.items())}
-        kept = {id(b) for m in self._modules.values() if isinstance(m, NORMS) for b in m.buffers(recurse=False)}
+        running = {id(b) for m in self._modules.values() if isinstance(m, NORMS[0]) for b in m.buffers(recurse=False)}
         uses: dict[str, set[int]] = {}
         changing: set[str] = set()
         drawing: dict[nn.Module, int] = {}  # the block of each dropout
@@ -207,7 +207,7 @@ class GraphSplit:
                         )
             for key in used:
                 uses.setdefault(first[key], set()).update(self._blocks(node))
-        for key in kept:
+        for key in running:
             changing.add(first[key])
         for name, blocks in uses.items():
             if len(blocks) > 1 and name in changing:
@@ -274,13 +274,13 @@ def _constructors_followed() -> Iterator[None]:
     plain = {name: getattr(torch, name) for name in ("arange", "zeros", "ones", "full", "empty")}
 
     def following(function: Any) -> Any:
-        def make(*args: Any, **kwargs: Any) -> Any:
+        def _make(*args: Any, **kwargs: Any) -> Any:
             proxies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Proxy)]
             if proxies:
                 return proxies[0].tracer.create_proxy("call_function", function, args, kwargs)
             return function(*args, **kwargs)
 
-        return make
+        return _make
 
     try:
         for name, function in plain.items():

@@ -59,7 +59,9 @@ class StartTrials:
                     if self._divided:
                         stage.changing.refuse(names(), INSTEAD)
 
-            self._refuse_draws(few, a, world)
+            everyone = world.gather(self._drew(few, a))
+            if world.broadcast(any(everyone) if everyone is not None else None):
+                raise global_rng_error("pipeline", "the stages before and after do not draw on")
             for stage, place in zip(self._stages, places, strict=True) if self._divided else ():
                 refuse_changed_parameters(stage.model, place, INSTEAD)
             check_buffers()
@@ -70,8 +72,8 @@ class StartTrials:
                 check_passes(trials, compute, peers, lambda: _changed(attributes, found), INSTEAD)
                 check_buffers()
 
-    def _refuse_draws(self, few: Batch, a: Callable[[], Batch], world: World) -> None:
-        """The passes that are measured. ConfigError on all ranks for a model that draws from a global generator."""
+    def _drew(self, few: Batch, a: Callable[[], Batch]) -> bool:
+        """The passes that are measured. Returns whether a stage here drew from a global generator."""
         drew: list[bool] = []
         seeded: list[Tensor] = []  # the generator's state after the last seeding
         first = self._stages[0].masks
@@ -85,9 +87,7 @@ class StartTrials:
         with first.find_other_generators():
             self._trial(few, 0, enter)
         self._trial(a(), 0, enter)
-        draws = any(drew) or first.draws_elsewhere or not torch.equal(seeded[0], first.rng_state())
-        if world.reduce(torch.tensor([float(draws)])).item():
-            raise global_rng_error("pipeline", "the stages before and after do not draw on")
+        return any(drew) or first.draws_elsewhere or not torch.equal(seeded[0], first.rng_state())
 
     def _trial(self, rows: Batch, micro_batch: int, enter: Callable[[Stage, int], None] | None = None) -> Numbers:
         """Forward and backward over some rows as a micro-batch of step 0. Returns their sums, the same on all ranks of
