@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
+GENERATOR = " (a generator)"
+"""Ends the name of an attribute that is a generator of random numbers, in `Attributes.changed`."""
 DEPTH = 4
 """How deep containers and objects in attributes are followed."""
 
@@ -46,7 +48,8 @@ class Attributes:
     def changed(self) -> list[str]:
         """Names of attributes that are not as they were."""
         now = digests(self._model)
-        return [name for name in {**self._digests, **now} if self._digests.get(name) != now.get(name)]
+        names = [name for name in {**self._digests, **now} if self._digests.get(name) != now.get(name)]
+        return [name + GENERATOR * now.get(name, "").startswith(("generator", "random")) for name in names]
 
     def _keep(self, value: Any, seen: set[int], depth: int) -> None:
         """Note how to restore the content of a value that may change."""

@@ -161,8 +161,8 @@ class BatchNormStatistics:
             calls = vars(layer)["_calls"] - before
             if calls != self._passes:
                 raise ConfigError(
-                    f"the normalisation {name} was called {calls} times in {self._passes} passes, and once in each at "
-                    "the start; ranks would average its statistics wrongly; let the recipe's layout say "
+                    f"the normalisation {name} is called unevenly: {calls} times in {self._passes} passes, and once in "
+                    "each at the start; ranks would average its statistics wrongly; let the recipe's layout say "
                     f"Layout(buffers={{{name!r}: BufferUpdate.mean}}), or use {instead}"
                 )
 

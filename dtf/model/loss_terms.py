@@ -20,6 +20,8 @@ from dtf.core.types import Batch
 
 IGNORED = -100
 """The label that torch's losses leave out, `ignore_index`."""
+ENOUGH = 4
+"""Rows that prove of what a scalar is the mean, for all micro-batches to come."""
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
@@ -97,8 +99,11 @@ class Losses:
     def _scalar(self, loss: Tensor, outputs: Any, batch: Batch) -> LossTerms:
         rows = len(batch.weight)
         if self._mean is None:
-            self._mean = Mean.rows if self.undivided else self._proved(loss, outputs, batch)
-        if self._mean is Mean.rows or self._mean is None:
+            mean = Mean.rows if self.undivided else self._proved(loss, outputs, batch)
+            self._mean = mean if rows >= ENOUGH else None
+        else:
+            mean = self._mean
+        if mean is Mean.rows or mean is None:
             each = loss.expand(rows)
             return LossTerms(each, (each * batch.weight).sum(), None)
         counts = _labels(batch.targets).to(batch.weight)
@@ -115,11 +120,14 @@ class Losses:
         if rows < 2:
             return None
         with torch.no_grad():
-            targets, some = batch.targets, _with_ignored(batch.targets)
-            if some is not None and self._splits(outputs, some, Mean.labels):
+            some = _with_ignored(batch.targets)
+            labels = False if some is None else self._splits(outputs, some, Mean.labels)
+            if labels:
                 return Mean.labels
-            if self._splits(outputs, targets, Mean.rows):
+            if self._splits(outputs, batch.targets, Mean.rows):
                 return Mean.rows
+        if labels is None and batch.targets.dim() > 1 and rows < ENOUGH:  # all labels of a part are ignored
+            return None
         raise ConfigError(
             f"{self._who} returned a scalar that is no mean over rows: the losses of two parts of a micro-batch do not "
             "make that of the whole, so that gradients cannot be added up over ranks. Return instead the loss of each "
@@ -129,8 +137,10 @@ class Losses:
             "    return losses.sum(1), (targets != -100).sum(1)                              # (B,), (B,)"
         )
 
-    def _splits(self, outputs: Any, targets: Tensor, mean: Mean) -> bool:
-        """Whether the loss of some rows is the mean of those of its parts, weighted with their rows or labels."""
+    def _splits(self, outputs: Any, targets: Tensor, mean: Mean) -> bool | None:
+        """Whether the loss of some rows is the mean of those of its parts, weighted with their rows or labels. None
+        where a part has none.
+        """
         rows = len(targets)
         cut = max(1, rows // 3)
         total = weights = 0.0
@@ -139,9 +149,10 @@ class Losses:
             for first, last in ((0, cut), (cut, rows)):
                 part = targets[first:last]
                 weight = float(last - first if mean is Mean.rows else _labels(part))
-                if weight:
-                    total += weight * float(self._recipe.loss(_rows(outputs, rows, first, last), part))
-                    weights += weight
+                if not weight:
+                    return None  # the other part is the whole
+                total += weight * float(self._recipe.loss(_rows(outputs, rows, first, last), part))
+                weights += weight
         except (RuntimeError, IndexError, ValueError, TypeError):
             return False
         close = _CLOSE.get(torch.get_default_dtype(), 1e-4)
@@ -161,11 +172,12 @@ def _with_ignored(targets: Tensor) -> Tensor | None:
     if targets.dim() == 1:
         some[len(some) // 3] = IGNORED
         return some
-    flat = some.view(len(some), -1)
-    if flat.shape[1] < 2:
-        return None
-    flat[: max(1, len(some) // 3), : flat.shape[1] // 2] = IGNORED
-    return some
+    flat = some.reshape(len(some), -1)
+    counted = flat != IGNORED
+    several = [row for row in range(max(1, len(some) // 3)) if int(counted[row].sum()) > 1]
+    for row in several:
+        flat[row, int(counted[row].int().argmax())] = IGNORED
+    return flat.view(some.shape)
 
 
 def _rows(outputs: Any, rows: int, first: int, last: int) -> Any:

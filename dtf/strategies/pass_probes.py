@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.core.errors import ConfigError
+from dtf.model.init import HOOKS_ON_SUMS
 from dtf.model.seeded_dropout import SeededDropout
 
 
@@ -43,13 +44,14 @@ def recomputes_inside(total: Tensor) -> bool:
 
 
 def refuse_hooks_on_sums(model: nn.Module, instead: str) -> None:
-    """Raise ConfigError for a parameter with a hook that runs when a gradient was added. `instead`: what to use."""
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigError(
-                f"{name} has a hook of register_post_accumulate_grad_hook, which runs on the sum of what this rank has "
-                f"computed so far, before ranks add up; use register_hook, or {instead}"
-            )
+    """Raise ConfigError for a parameter to which its author gave a hook that runs when a gradient was added. `instead`:
+    what to use.
+    """
+    for name in vars(model).get(HOOKS_ON_SUMS, ()):
+        raise ConfigError(
+            f"{name} has a hook of register_post_accumulate_grad_hook, which runs on the sum of what this rank has "
+            f"computed so far, before ranks add up; use register_hook, or {instead}"
+        )
 
 
 @contextmanager

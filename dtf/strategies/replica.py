@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dtf.api.layout import Layout
 from dtf.api.options import Remat
+from dtf.api.precision import Format
 from dtf.api.strategy import Update
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 LARGE = 2.0**12
-"""By how much a loss is multiplied to find gradients that do not grow with it. fp16 holds such gradients."""
+"""By how much a loss is multiplied to find gradients that do not grow with it."""
 
 
 class Replica:
@@ -245,8 +246,9 @@ class Replica:
                         lambda: dict(self.model.named_modules()),
                     )
                     once = check_passes(trials, self._compute, peers, attributes.changed, self.instead)
-                    more = self._trial(rows[1], 0, last=False, factor=LARGE)
-                    self.clipped = not_linear(once, more, LARGE, self._compute)
+                    if self._compute in (Format.fp64, Format.fp32):  # narrower gradients overflow or vanish
+                        more = self._trial(rows[1], 0, last=False, factor=LARGE)
+                        self.clipped = not_linear(once, more, LARGE, self._compute)
                     self.changing.refuse(changed(), self.instead)
         except ValueError as error:
             raise batch_norm_error(error, len(batch.ids)) from error

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtf.api.precision import Format
 from dtf.core.errors import ConfigError
+from dtf.model.attributes import GENERATOR
 
 Numbers = dict[str, float]
 """What a trial pass gives: name -> number. `loss` and the other sums, and the norm of each gradient."""
@@ -89,6 +90,10 @@ def _refusal(kind: str, module: str, attributes: list[str], instead: str) -> str
     where = f"{module} is the first module whose output differs" if module else "all modules give the same outputs, so "
     if not module:
         where += "look at the recipe's receive() and loss()"
+    generators = [name for name in attributes if name.endswith(GENERATOR)]
+    if generators:
+        attributes = []
+        where += f"; it draws from a generator of its own, {generators[0].removesuffix(GENERATOR)}"
     kept = f"; passes change the attribute{'s' if len(attributes) > 1 else ''} {', '.join(attributes[:3])}"
     what = (
         "the model gives other numbers for the same rows after it has seen others"

@@ -61,7 +61,11 @@ def test_the_first_step_is_that_of_plain_torch_over_the_whole_batch(form: str) -
     [
         ("sum", "ddp", "LossForms.loss returned a scalar that is no mean over rows"),
         ("two", "ddp", "two losses that both need a gradient, as for two optimizers"),
-        ("pair", "pserver", "the loss is divided by counts over the global batch, and trainers do not know those"),
+        (
+            "pair",
+            "pserver",
+            "LossForms.loss returned sums and counts, and trainers do not know the counts",
+        ),
     ],
 )
 def test_what_has_no_denominator_is_refused(form: str, strategy: str, words: str) -> None:

@@ -117,16 +117,16 @@ class TrainerModel:
         if tables:
             batch = self.replica.receiver.train(batch, 0, 0)
             batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, tables))
+        drew = self.replica.warmup(rows_of(batch, 0, 8), ALONE)
         if self.replica.changing:
             raise ConfigError(
                 f"strategy=pserver: the forward pass changes the buffer {self.replica.changing.names[0]}, and servers "
                 "do not send buffers to trainers in each step; use strategy=ddp"
             )
-        drew = self.replica.warmup(rows_of(batch, 0, 8), ALONE)
         if self.replica.counts is not None and self._shares * self._part.count > 1:
             raise ConfigError(
-                "strategy=pserver: the loss is divided by counts over the global batch, and trainers do not know those "
-                "of each other; return the loss of each row, use one trainer, or strategy=ddp"
+                f"strategy=pserver: {type(self._task.recipe).__name__}.loss returned sums and counts, and trainers do "
+                "not know the counts of each other; return the loss of each row, use one trainer, or strategy=ddp"
             )
         if drew and self._threads > 1:
             raise global_rng_error("pserver", "and the threads of strategy.hogwild_threads share one generator")

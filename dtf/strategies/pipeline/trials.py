@@ -74,6 +74,7 @@ class StartTrials:
 
     def _drew(self, few: Batch, a: Callable[[], Batch]) -> bool:
         """The passes that are measured. Returns whether a stage here drew from a global generator."""
+        rows = a()  # what receives rows may draw too
         drew: list[bool] = []
         seeded: list[Tensor] = []  # the generator's state after the last seeding
         first = self._stages[0].masks
@@ -86,7 +87,7 @@ class StartTrials:
 
         with first.find_other_generators():
             self._trial(few, 0, enter)
-        self._trial(a(), 0, enter)
+        self._trial(rows, 0, enter)
         return any(drew) or first.draws_elsewhere or not torch.equal(seeded[0], first.rng_state())
 
     def _trial(self, rows: Batch, micro_batch: int, enter: Callable[[Stage, int], None] | None = None) -> Numbers:
