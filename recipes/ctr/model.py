@@ -199,13 +199,18 @@ class DLRM(Model):
 
 @torch.no_grad()
 def draw(model: nn.Module, scale: float) -> None:
-    """Draw a model, in place: rows of tables from a normal distribution of this standard deviation, weights as Glorot &
-    Bengio 2010, eq. 12.
+    """Draw a model, in place: rows of tables, and the first-order weights of numbers, from a normal distribution of this
+    standard deviation, other weights as Glorot & Bengio 2010, eq. 12.
     """
+    weighted = [module.numbers for module in model.modules() if isinstance(module, FirstOrder)]
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=scale)
             nn.init.zeros_(module.weight[0])
+        elif module in weighted:  # inputs as large as these would make a first guess that is sure and wrong
+            nn.init.normal_(module.weight, std=scale)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Linear | nn.Conv1d):
             nn.init.xavier_normal_(module.weight)
             if module.bias is not None:

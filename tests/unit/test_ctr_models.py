@@ -32,7 +32,7 @@ from dtf.recipes.ctr.model import (
     WideDeep,
     XDeepFM,
 )
-from dtf.recipes.ctr.recipe import ClickLog, EmbeddingKind, Kind, ModelOptions, Structure
+from dtf.recipes.ctr.recipe import WIDE, ClickLog, EmbeddingKind, Kind, ModelOptions, Structure
 from dtf.strategies.pipeline.graph_split import GraphSplit
 from tests.support.ctr_toy import FIELDS, SIZE, CtrToy, Drawn, DrawnOptions, options
 from tests.support.harness import ROWS, difference, reference, spread, variants
@@ -184,6 +184,17 @@ def test_rows_in_place_of_ids_give_the_same(build: Any, numbers: int) -> None:
     torch.testing.assert_close(logits, dense(given))
     logits.sum().backward()
     assert rows.grad is not None and rows.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind in WIDE], ids=lambda kind: kind.name)
+def test_the_first_order_term_starts_near_zero(kind: Kind) -> None:
+    """Weights of the numbers of a row are first-order weights as those of its ids are, and are drawn as these."""
+    recipe = CtrToy(kind=kind.name)
+    recipe.model = options(kind, scale=1e-3)
+    first = init_model(recipe, 0).get_submodule("first")
+    weights = first.get_parameter("numbers.weight").detach()
+    assert 0 < weights.abs().max() < 1e-2
+    assert not any(parameter.any() for name, parameter in first.named_parameters() if name.endswith("bias"))
 
 
 def test_a_missing_id_is_zeros_that_do_not_learn() -> None:
