@@ -33,6 +33,7 @@ from dtf.engine.rank import Rank, ignore
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.ema import with_ema
 from dtf.model.init import construct, start_from
+from dtf.model.metric_checks import TRIAL_ROWS, check_evaluated, check_names
 from dtf.model.pretrained import WeightMatch, Weights, match_weights, open_weights
 from dtf.runs.run_folder import redact
 
@@ -186,6 +187,7 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
     """
     rank, splits, epochs = joined.rank, inputs.splits, inputs.epochs
     settings, config = rank.settings, rank.config
+    check_names(settings.recipe)
     program = settings.strategy.setup(inputs.task, joined.world)
     if settings.recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):
         raise ConfigError(
@@ -209,6 +211,10 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
     last = epochs.batches - 1
     rows = splits.first_rows(last if epochs.size(last) == 1 else 0) if program.shard is not None else None
     program.warmup(program.prepare(rows))
+    if plan.eval_every:
+        rows = splits.first_eval_rows(min(TRIAL_ROWS, settings.step.evaluation_rows)) if rows is not None else None
+        evaluated = program.trial_eval(program.prepare(rows))
+        check_evaluated(settings.recipe, evaluated, len(rows.ids) if rows is not None else 0, plan.objective[0])
     return TrainingSetup(joined, inputs, program, train, evaluation, plan, checkpointer)
 
 

@@ -23,6 +23,7 @@ from dtf.engine.loop import RECENT, Loop, fit
 from dtf.engine.rank import Rank, run_rank
 from dtf.engine.resume import Resumed, hyperparameters, identity, resume
 from dtf.engine.summary import startup_table
+from dtf.model.author_errors import name_author_errors
 from dtf.model.memory import MemoryMeter
 from dtf.model.perturb import perturb
 from dtf.runs import budget
@@ -38,11 +39,13 @@ def _train(rank: Rank) -> None:
     """One rank's life. Collective over the ranks of its role."""
     meter = _set_up_process(rank)
     joined = join(rank)
-    inputs = prepare_task(joined)
+    with name_author_errors():
+        inputs = prepare_task(joined)
     if not joined.trains:
         _run_helper(joined, inputs)
         return
-    setup = assemble(joined, inputs)
+    with name_author_errors():
+        setup = assemble(joined, inputs)
     resumed = resume(setup)
     clock = PlannedClock(setup.plan, inputs.epochs, rank.settings.lr, resumed.clock)
     planned = _report_start(setup, resumed)

@@ -27,6 +27,7 @@ from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing
 from dtf.model.annotate import section
+from dtf.model.attributes import without_trace
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.changing_buffers import ChangingBuffers, buffers_restored
 from dtf.model.forward import (
@@ -281,6 +282,10 @@ class PipelineProgram(Program):
         if batch.ids[0] < 0:  # padding: only the lookup of rows needs this rank
             return Evaluated(self._no_sums, None)
         return self._run(parts, self._one, enter, _nothing, train=False)
+
+    def trial_eval(self, batch: Batch | None) -> Evaluated | None:
+        with without_trace([stage.model for stage in self._stages.values()]):
+            return self.eval_step(batch)
 
     def _run(
         self, parts: list[Batch], factor: Tensor, enter: _MicroBatchHook, leave: _MicroBatchHook, train: bool
