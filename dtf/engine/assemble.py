@@ -28,6 +28,7 @@ from dtf.data.loader import Loader
 from dtf.data.splits import Splits
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan
+from dtf.engine.dry_run import LEAST_STEPS
 from dtf.engine.initial_numbers import agree_on_start
 from dtf.engine.rank import Rank, ignore
 from dtf.model.draw_by_name import draws_by_name
@@ -261,6 +262,8 @@ def _plan(settings: Settings, batches: int) -> Plan:
         else recipe.objective
     )
     total = options.steps if options.steps is not None else max(1, round((options.epochs or 0) * batches))
+    if options.dry_run:
+        total = max(total, LEAST_STEPS)
     return Plan(
         total=total,
         log_every=options.log_every,

@@ -36,14 +36,21 @@ class TrainJob(Job):
         self.watch: Callable[[Event], None] = lambda event: None
 
     def run(self, composed: Composed) -> int:
+        if composed.settings.train.dry_run:
+            from dtf.jobs.dry_run import dry_run
+
+            return dry_run(composed)
+        return self.train(composed)
+
+    def train(self, composed: Composed) -> int:
+        """Train to the end of the plan. Returns the exit code."""
         settings = composed.check()
         launcher = settings.launcher
         launcher.check(settings.strategy)
         processes, devices = launcher.count(), launcher.devices_kind()
-        given_folder = str(self.folder or "")
 
         def make(folder: str) -> Run:
-            run = Run.open(composed.config, settings, processes, devices, folder or given_folder)
+            run = Run.open(composed.config, settings, processes, devices, folder or str(self.folder or ""))
             if self.elsewhere_s + spent_s(run.folder) >= limit_s(settings.budget):
                 error = BudgetError(f"{key(settings.budget)} was spent before; raise it to go on")
                 run.end(error.exit, str(error))
