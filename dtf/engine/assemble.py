@@ -213,9 +213,9 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
     rows = splits.first_rows(last if epochs.size(last) == 1 else 0) if program.shard is not None else None
     program.warmup(program.prepare(rows))
     if plan.eval_every:
-        rows = splits.first_eval_rows(min(TRIAL_ROWS, settings.step.evaluation_rows)) if rows is not None else None
-        evaluated = program.trial_eval(program.prepare(rows))
-        check_evaluated(settings.recipe, evaluated, len(rows.ids) if rows is not None else 0, plan.objective[0])
+        count = min(TRIAL_ROWS, settings.step.evaluation_rows, len(splits.eval))
+        evaluated = program.trial_eval(program.prepare(splits.first_eval_rows(count) if rows is not None else None))
+        check_evaluated(settings.recipe, evaluated, count, plan.objective[0])
     return TrainingSetup(joined, inputs, program, train, evaluation, plan, checkpointer)
 
 

@@ -39,13 +39,14 @@ def dry_run(composed: Composed) -> int:
 
     ConfigError for launchers that cannot start ranks again.
     """
-    settings, config = composed.check(), composed.config
+    config = composed.config
     launcher, strategy = config["launcher"]["name"], config["strategy"]["name"]
-    if launcher not in LAUNCHERS or settings.strategy.external_process():
+    if launcher not in LAUNCHERS or composed.settings.strategy.external_process():
         raise ConfigError(
-            f"train.dry_run starts ranks several times and in this process's own way, which launcher={launcher} and "
-            f"strategy={strategy} as they are given do not allow; use launcher={' or launcher='.join(LAUNCHERS)}"
+            f"train.dry_run starts all ranks of a run several times, which launcher={launcher} or the options of "
+            f"strategy={strategy} do not allow; use launcher={' or launcher='.join(LAUNCHERS)}"
         )
+    composed.check()
     print(f"dry run: recipe={config['recipe']['name']} strategy={strategy} launcher={launcher}", flush=True)
     with tempfile.TemporaryDirectory(prefix="dtf-dry-run-") as scratch, preempting(STOP_REQUESTED):
         folder, lines = Path(scratch, "run"), _Lines()
@@ -128,8 +129,9 @@ class _Lines:
             case Tried("guess", _, text):
                 self._guess = text
             case Tried(part, seconds, text, failed):
-                if failed:
-                    self._failed = self._failed or part
+                if failed and self._failed:
+                    return  # another rank has said so
+                self._failed = part if failed else self._failed
                 if failed or part in (AGAIN if self._resumed else AT_FIRST):
                     self._print(part, seconds, "FAILED" if failed else text or self._text(part))
             case Failed() | Saved():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dtf.api.job import Job
 from dtf.api.observer import Observers
 from dtf.api.registry import register
-from dtf.core.errors import BudgetError, DtfError, Exit
+from dtf.core.errors import BudgetError, ConfigError, DtfError, Exit
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Started
 from dtf.runs.budget import BudgetMeter, key, limit_s, spent_s
 from dtf.runs.run_folder import Run
@@ -37,6 +37,8 @@ class TrainJob(Job):
 
     def run(self, composed: Composed) -> int:
         if composed.settings.train.dry_run:
+            if self.folder is not None:
+                raise ConfigError("train.dry_run tries one run, which is kept nowhere; leave -m out")
             from dtf.jobs.dry_run import dry_run
 
             return dry_run(composed)

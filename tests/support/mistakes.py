@@ -46,7 +46,7 @@ class Mistaken(Toy):
 
     def receive(self, inputs: Any) -> Any:
         if self.mistake == "receive_raises":
-            return inputs["pixels"]
+            raise KeyError("pixels")
         return inputs
 
     def loss(self, outputs: Any, targets: Tensor) -> Any:
@@ -112,6 +112,8 @@ class MistakenRows(Dataset):
 
     def fetch(self, ids: Any, epoch: int) -> Any:
         inputs, targets = self.good.fetch(ids, epoch)
+        if self.mistake == "fetch_late" and self.evaluates and ids.max() >= 8:
+            raise KeyError(f"row {ids.max()}")
         if self.mistake == "fetch_raises":
             raise RuntimeError("the archive is broken")
         wrong = {
