@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from dtf.api.launcher import author_traceback
 from dtf.core.errors import ConfigError, Exit
 from dtf.core.text import number_text, plain_text
-from dtf.core.types import Event, Failed, Measured, Saved, Started, Tried
+from dtf.core.types import Event, Failed, Measured, Started, Tried
 from dtf.host.signals import preempting
 from dtf.runs.run_folder import Run
 
@@ -49,7 +51,7 @@ def dry_run(composed: Composed) -> int:
     composed.check()
     print(f"dry run: recipe={config['recipe']['name']} strategy={strategy} launcher={launcher}", flush=True)
     with tempfile.TemporaryDirectory(prefix="dtf-dry-run-") as scratch, preempting(STOP_REQUESTED):
-        folder, lines = Path(scratch, "run"), _Lines()
+        folder, lines = Path(scratch, "run"), _Lines(launcher == "local")
         for first, until in ((0, FIRST), (FIRST, LAST)):
             again = composed.recompose([f"{key}={value}" for key, value in _keys(composed, folder, until).items()])
             lines.begin(resumed=bool(first))
@@ -96,10 +98,11 @@ def _predict(composed: Composed, folder: Path, lines: _Lines) -> int:
 class _Lines:
     """Prints a line for each part that was tried, with what is known of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, logs: bool) -> None:
+        """`logs`: whether ranks write to logs, where their tracebacks would be."""
         self._shapes, self._guess, self._memory = "", "", ""
         self._first_loss: float | None = None
-        self._failed = ""
+        self._failed, self._traced, self._logs = "", False, logs
         self.begin(resumed=False)
 
     @property
@@ -134,8 +137,11 @@ class _Lines:
                 self._failed = part if failed else self._failed
                 if failed or part in (AGAIN if self._resumed else AT_FIRST):
                     self._print(part, seconds, "FAILED" if failed else text or self._text(part))
-            case Failed() | Saved():
-                pass
+            case Failed() if not self._traced and self._logs:
+                text = author_traceback(event)
+                self._traced = bool(text)
+                if text:  # the log of the rank is not kept
+                    print(text, file=sys.stderr, flush=True)
 
     def end(self, code: int) -> int:
         """The last line. Returns the exit code as it is."""
