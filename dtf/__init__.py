@@ -16,7 +16,7 @@ from dtf.core.version import __version__
 if TYPE_CHECKING:
     from dtf.api.job import ComposedConfig, Job
     from dtf.api.launcher import WORK, LaunchedRun, Launcher, check_environment, check_one_role, log_folder, report
-    from dtf.api.layout import Layout, Split
+    from dtf.api.layout import BufferUpdate, Layout, Split
     from dtf.api.lr import Schedule
     from dtf.api.observer import Observer, Probe, Probes
     from dtf.api.optimizer import Group, Optimizer
@@ -124,6 +124,7 @@ _PUBLIC = {
     "Job": "api.job",
     "LaunchedRun": "api.launcher",
     "Launcher": "api.launcher",
+    "BufferUpdate": "api.layout",
     "Layout": "api.layout",
     "LocalUpdate": "optim.update",
     "log_folder": "api.launcher",
@@ -185,6 +186,7 @@ __all__ = [
     "Batch",
     "Box",
     "BudgetError",
+    "BufferUpdate",
     "BusyError",
     "ComposedConfig",
     "ConfigError",

@@ -268,9 +268,14 @@ class Recipe(ABC):
         return inputs
 
     @abstractmethod
-    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The loss of each row, (B,), from the model's outputs and `targets` (B, ...). The engine weights the losses,
-        sums them and divides by the rows of the global batch.
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        """The loss of one micro-batch, from the model's outputs and `targets` (B, ...), in one of three forms.
+
+        The loss of each row, (B,): the engine weights the losses, sums them and divides by the rows of the global
+        batch. Sums and counts, a pair of tensors (B,) or (): the engine divides the sum of the sums by that of the
+        counts over the global batch; counts (tokens that are not ignored, pairs) need no gradient. A scalar mean, ():
+        accepted where cutting a micro-batch proves that it is the mean over rows, or over labels other than -100.
+        A loss that couples rows, such as a contrastive one, couples those of a micro-batch.
         """
 
     @abstractmethod
@@ -278,7 +283,8 @@ class Recipe(ABC):
         """Additive metric state, shape (M,): [0] the sum of weights, [i] the weighted sum of `train_metrics[i - 1]`.
         See `dtf.weighted_sums`.
 
-        `loss` (B,) is `self.loss(outputs, batch.targets)`, detached. No host synchronisation.
+        `loss` (B,) is `self.loss(outputs, batch.targets)`, detached: the sums, where it has counts; a scalar mean once
+        for each row. No host synchronisation.
         """
 
     def eval_outputs(self, outputs: Any, batch: Batch) -> Tensor | None:

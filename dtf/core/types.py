@@ -299,6 +299,7 @@ class Batches(Protocol):
     @property
     def allowed(self) -> int: ...  # rows of an epoch that all ranks together may fail to read
 
+    def size(self, index: int) -> int: ...  # rows of a global batch of any epoch
     def bad(self, epoch: int) -> int: ...  # rows of it that this rank could not read so far
 
     def reading(self) -> dict[str, float]: ...  # how it went since the last call, where that is of interest

@@ -102,6 +102,10 @@ class Loader:
         """Any rows, in this order. DataError when they cannot be read."""
         return self._fetch(ids, epoch)
 
+    def size(self, index: int) -> int:
+        """Rows of global batch `index` of any epoch, over all ranks."""
+        return self._epochs.size(index)
+
     def ahead(self, keys: list[tuple[int, int]]) -> None:
         """Start to fetch these (epoch, index), which are likely to be asked for next. Drop those fetched ahead that are
         not among them.

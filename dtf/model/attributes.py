@@ -19,6 +19,8 @@ from dtf.model.changing_buffers import buffers_restored
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
+GENERATOR = " (a generator)"
+"""Ends the name of an attribute that is a generator of random numbers, in `Attributes.changed`."""
 DEPTH = 4
 """How deep containers and objects in attributes are followed."""
 
@@ -28,7 +30,7 @@ class Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
+        self._modules = [(name, module, dict(vars(module))) for name, module in _modules(model)]
         self._restorers: list[Callable[[], Any]] = []
         seen: set[int] = {id(module) for module in model.modules()}
         for _, _, values in self._modules:
@@ -49,7 +51,8 @@ class Attributes:
     def changed(self) -> list[str]:
         """Names of attributes that are not as they were."""
         now = digests(self._model)
-        return [name for name in {**self._digests, **now} if self._digests.get(name) != now.get(name)]
+        names = [name for name in {**self._digests, **now} if self._digests.get(name) != now.get(name)]
+        return [name + GENERATOR * now.get(name, "").startswith(("generator", "random")) for name in names]
 
     def _keep(self, value: Any, seen: set[int], depth: int) -> None:
         """Note how to restore the content of a value that may change."""
@@ -115,10 +118,15 @@ def digests(model: nn.Module) -> dict[str, str]:
     modules = {id(module) for module in model.modules()}
     return {
         f"{prefix}.{key}" if prefix else key: text
-        for prefix, module in model.named_modules()
+        for prefix, module in _modules(model)
         for key, value in _own(vars(module))
         if (text := _digest(value, modules, DEPTH))
     }
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All but those of TorchScript, whose attributes are its own."""
+    return ((name, module) for name, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule))
 
 
 def _own(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +22,14 @@ def _averages(layers: list[_Layer], suffix: str = "") -> list[Tensor]:
     return [getattr(layer, f"{kind}{suffix}") for _, layer, _ in layers for kind in _KINDS]
 
 
+class _Counted:
+    """A normalisation that counts its calls."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.__dict__["_calls"] += 1
+        return super().forward(input)  # type: ignore[misc]
+
+
 class BatchNormStatistics:
     """Running averages of normalisation layers: one update per step, with the mean over all micro-batches of the global
     batch.
@@ -34,6 +45,8 @@ class BatchNormStatistics:
     a_j = g / (1 - (own - 1 - j) * g) with g = m / own compose to exactly this; for c != 1 the gain is corrected
     afterwards.
 
+    A layer that a micro-batch does not call exactly once is left to others, see `release`.
+
     `ema`: a decay. Each average then has an average of its own over steps, which belongs to those of the weights, see
     `dtf.model.ema`. That is linear too. ConfigError for layers whose evaluation would depend on the ranks.
     """
@@ -47,18 +60,23 @@ class BatchNormStatistics:
                     f"{name}: SyncBatchNorm talks to other ranks in every pass; use BatchNorm, its statistics act per "
                     "micro-batch anyway"
                 )
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
-                raise ConfigError(
-                    f"{name}: batch normalisation without running averages evaluates by batch, which depends on who "
-                    "reads what; track them"
-                )
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
                 self._layers.append((name, module, module.momentum))
+                if not isinstance(module, _Counted):
+                    # The class changes, the module and its name stay, as with seeded dropout.
+                    kind: Any = type(
+                        type(module).__name__, (_Counted, type(module)), {"__module__": type(module).__module__}
+                    )
+                    module.__class__ = kind
+                    module.__dict__["_calls"] = 0
                 # Counted here, once per step instead of once per micro-batch, and written to checkpoints under its own
                 # name.
                 module.num_batches_tracked = None
                 for kind in _KINDS if ema else ():
                     module.register_buffer(f"{kind}{EMA_SUFFIX}", module._buffers[kind].detach().clone())  # type: ignore[union-attr]
+        self._uneven: set[str] = set()  # layers that others keep right, see `release`
+        self._calls: list[int] = []  # of the layers in training, at `begin`
+        self._passes = 0  # since `begin`
         self._ema, self._aside = ema, list[Tensor]()
         self._steps = 0
         self._before: list[Tensor] | None = None
@@ -84,6 +102,23 @@ class BatchNormStatistics:
             for kind in _KINDS
         ]
 
+    def release(self, names: Iterable[str]) -> list[str]:
+        """Leave the running averages of these layers to the rule `mean` of `ChangingBuffers`, because a micro-batch
+        does not call them exactly once. Returns the names of the buffers. ConfigError for cumulative averages.
+        """
+        self._uneven |= set(names)
+        for name, _, base in self._layers:
+            if name in self._uneven and base is None:
+                raise ConfigError(
+                    f"{name}: a cumulative average (momentum=None) of a normalisation that a micro-batch does not call "
+                    "once; give it a momentum"
+                )
+        return [f"{name}.{kind}" for name, _, _ in self._layers if name in self._uneven for kind in _KINDS]
+
+    def layers(self) -> dict[str, nn.Module]:
+        """The layers with running averages, by name."""
+        return {name: layer for name, layer, _ in self._layers}
+
     def begin(self, own: int, total: int, ranks: int) -> None:
         """Called before the micro-batches of a step. `own`: how many this rank computes, of `total` on `ranks`
         ranks.
@@ -96,7 +131,9 @@ class BatchNormStatistics:
         self._own, self._gain = own, ranks * own / total
         self._steps += 1
         self._last = self._flat()
-        self._live = [entry for entry in self._layers if entry[1].training]  # a frozen layer keeps its averages
+        # a frozen layer keeps its averages
+        self._live = [entry for entry in self._layers if entry[1].training and entry[0] not in self._uneven]
+        self._calls, self._passes = [vars(layer)["_calls"] for _, layer, _ in self._live], own
         if self._live and own * ranks != total:
             self._before = [t.clone() for t in _averages(self._live)]
 
@@ -114,7 +151,20 @@ class BatchNormStatistics:
         """Called before a pass over padding, which exists for the collectives in it. Averages do not change in it."""
         for _, layer, _ in self._live:
             layer.momentum = 0.0
-        self._changed = True
+        self._changed, self._passes = True, self._passes + 1
+
+    def check_calls(self, instead: str) -> None:
+        """Raise ConfigError where a layer was not called once in each pass since `begin`. Before `end`, and not where
+        passes are computed again. `instead`: what to use for such a model.
+        """
+        for (name, layer, _), before in zip(self._live, self._calls, strict=True):
+            calls = vars(layer)["_calls"] - before
+            if calls != self._passes:
+                raise ConfigError(
+                    f"the normalisation {name} is called unevenly: {calls} times in {self._passes} passes, and once in "
+                    "each at the start; ranks would average its statistics wrongly; let the recipe's layout say "
+                    f"Layout(buffers={{{name!r}: BufferUpdate.mean}}), or use {instead}"
+                )
 
     def end(self) -> None:
         """Called after the micro-batches of a step."""

@@ -27,7 +27,13 @@ class ChangingBuffers:
         self._model, self._rules, self._owned = model, {**_known(model), **rules}, owned
         self._stepped: list[_Stepped] = []
         self._watched: list[tuple[dict[str, Tensor | None], str, Tensor | None, int, str]] = []
-        self._modules = [(module._buffers, name) for name, module in model.named_modules()]
+        self._modules = [
+            (module._buffers, name)
+            for name, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+        ]
+        self.watches_parameters = True
+        """Whether frozen parameters are watched too. False where a wrapper of the model moves parameters."""
         self._counts: list[int] = []
         self._frozen: list[tuple[str, Tensor, tuple[int, int]]] = []
         self.find()
@@ -43,6 +49,16 @@ class ChangingBuffers:
         ]
         self._plain = [(name, module, key) for name, module, key, rule in ruled if rule is None]
         self.scratch = frozenset(name for name, _, _, rule in ruled if rule is BufferUpdate.local)
+
+    def take(self, names: Iterable[str]) -> None:
+        """Keep these buffers, which others owned, by the rule `mean` from now on."""
+        self._owned = self._owned - set(names)
+        self._rules |= dict.fromkeys(names, BufferUpdate.mean)
+        self.find()
+
+    def ruled(self, name: str) -> bool:
+        """Whether a rule covers the buffer of this name."""
+        return self._rule(name) is not None
 
     def _rule(self, name: str) -> BufferUpdate | None:
         return longest(self._rules, name)  # type: ignore[arg-type,return-value]
@@ -98,7 +114,8 @@ class ChangingBuffers:
             for tensor in (module._buffers.get(key),)
         ]
         self._counts = [len(buffers) for buffers, _ in self._modules]
-        self._frozen = [(name, p, _place(p)) for name, p in self._model.named_parameters() if not p.requires_grad]
+        named = self._model.named_parameters() if self.watches_parameters else ()
+        self._frozen = [(name, p, _place(p)) for name, p in named if not p.requires_grad]
 
     def check(self, instead: str) -> None:
         """Raise ConfigError where a buffer without a rule was changed, made or removed since `mark`. `instead`: what to
@@ -131,7 +148,6 @@ class _Stepped:
         assert tensor is not None
         self.name, self._module, self._key, self._rule, self._tensor = name, module, key, rule, tensor
         self._before = tensor.detach().clone()
-        self._version = _version(tensor)
         self._last: Tensor = tensor
         self.total = torch.zeros(tensor.shape, dtype=torch.float64, device=tensor.device)
 
@@ -141,14 +157,11 @@ class _Stepped:
         if current is not self._tensor and current is not None:  # assigned meanwhile, such as by an evaluation
             self._tensor = current.detach()
         self._before = self._tensor.clone()
-        self._version = _version(self._tensor)
         self.total = torch.zeros(self._tensor.shape, dtype=torch.float64, device=self._tensor.device)
 
     @torch.no_grad()
     def rewind(self) -> None:
-        if _version(self._tensor) != self._version:
-            self._tensor.copy_(self._before)
-            self._version = _version(self._tensor)
+        self._tensor.copy_(self._before)  # not all kernels say that they changed it
         self._module._buffers[self._key] = self._tensor
 
     @torch.no_grad()
@@ -188,7 +201,11 @@ def buffers_restored(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """A context for passes whose effects on buffers are undone at its end. Yields a function that says which buffers
     they have changed so far, by value, shape or absence.
     """
-    before = [(module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module in model.modules()]
+    before = [
+        (module, dict(module._buffers), set(module._non_persistent_buffers_set))
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
     values = {id(t): t.detach().clone() for _, buffers, _ in before for t in buffers.values() if t is not None}
     names = {module: name for name, module in model.named_modules()}
 
@@ -259,7 +276,7 @@ def _version(tensor: Tensor) -> int:
 
 def _keys(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for prefix, module in model.named_modules():
-        for key in module._buffers:
+        for key in () if isinstance(module, torch.jit.ScriptModule) else module._buffers:
             yield (f"{prefix}.{key}" if prefix else key), module, key
 
 

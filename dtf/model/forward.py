@@ -19,6 +19,7 @@ from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
 from dtf.model.init import DTYPES
+from dtf.model.loss_terms import Losses, LossTerms
 from dtf.model.metric_checks import check_rows, check_sums
 
 HALF = (torch.bfloat16, torch.float16)
@@ -29,6 +30,7 @@ class ForwardPass:
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._recipe, self._device = task.recipe, device
+        self.loss = Losses(task.recipe)
         self._measured, self._evaluated = False, False  # whether the first answers of the recipe were checked
         compute = DTYPES[task.precision.compute]
         self._autocast = compute if task.precision.cast is Cast.autocast else None
@@ -43,40 +45,31 @@ class ForwardPass:
         with torch.autocast(self._device.type, dtype=self._autocast):
             return model(*inputs)
 
-    def losses(self, outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
-        """The model's outputs, in fp32 at least, and the recipe's loss per row (B,). ConfigError for a loss of another
-        shape.
-        """
+    def losses(self, outputs: Any, batch: Batch) -> tuple[Any, LossTerms]:
+        """The model's outputs, in fp32 at least, and the recipe's loss. ConfigError for a loss of no known form."""
         # a loss in half precision loses the small differences it is made of
         outputs = cast_floating(outputs, torch.float32, HALF)
-        loss = self._recipe.loss(outputs, batch.targets)
-        if loss.shape != batch.weight.shape:
-            raise ConfigError(
-                f"{type(self._recipe).__name__}.loss returned shape {tuple(loss.shape)}; it must return a loss per "
-                f"row, {tuple(batch.weight.shape)}"
-            )
-        return outputs, loss
+        return outputs, self.loss(outputs, batch)
 
-    def total(self, loss: Tensor, batch: Batch, factor: Tensor) -> tuple[Tensor, Tensor]:
+    def seeded(self, loss: LossTerms, factor: Tensor) -> tuple[Tensor, Tensor]:
         """The tensor () to differentiate, and the gradient () to start from. The resulting gradient is that of `factor`
         x (sum of the loss over rows), and NaN where the loss is not finite.
         """
-        total = (loss * batch.weight).sum()
         # 0 x a non-finite loss is NaN: it reaches every gradient here and, summed, every rank, before anything is
         # updated.
-        return total, total.detach() * 0 + factor
+        return loss.total, loss.total.detach() * 0 + factor
 
     @torch.no_grad()
-    def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
+    def measure(self, outputs: Any, batch: Batch, loss: LossTerms) -> Tensor:
         """Metric sums (M,), see `Recipe.measure`."""
-        sums = self._recipe.measure(_detach(outputs), batch, loss.detach())
+        sums = self._recipe.measure(_detach(outputs), batch, loss.value.detach())
         if not self._measured:
             check_sums(self._recipe, sums)
             self._measured = True
         return sums
 
     @torch.no_grad()
-    def evaluated(self, outputs: Any, batch: Batch, loss: Tensor) -> Evaluated:
+    def evaluated(self, outputs: Any, batch: Batch, loss: LossTerms) -> Evaluated:
         """What an evaluation needs of a micro-batch."""
         sums, rows = self.measure(outputs, batch, loss), self._recipe.eval_outputs(_detach(outputs), batch)
         if not self._evaluated:
@@ -93,9 +86,17 @@ def merge_evaluated(parts: Sequence[Evaluated], device: torch.device) -> Evaluat
 
 def rows_of(batch: Batch, first: int, last: int) -> Batch:
     """Rows [first, last) of a batch, as views."""
-    inputs = batch.inputs
-    inputs = {k: v[first:last] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[first:last]
-    return Batch(inputs, batch.targets[first:last], batch.weight[first:last], batch.ids[first:last])
+    return Batch(
+        rows_of_inputs(batch.inputs, first, last),
+        batch.targets[first:last],
+        batch.weight[first:last],
+        batch.ids[first:last],
+    )
+
+
+def rows_of_inputs(inputs: Any, first: int, last: int) -> Any:
+    """Rows [first, last) of inputs, a tensor or a dict of tensors, as views."""
+    return {k: v[first:last] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[first:last]
 
 
 def with_leaves(batch: Batch, names: Iterable[str]) -> Batch:

@@ -27,6 +27,10 @@ DTYPES = {
 }
 
 
+HOOKS_ON_SUMS = "_dtf_hooks_on_sums"
+"""The attribute of a model that names parameters to which its author gave a hook that runs when gradients add up."""
+
+
 def init_model(recipe: Recipe, seed: int, weights: Weights | None = None) -> nn.Module:
     """The recipe's model on CPU in fp32, with all values, frozen where the recipe says so. Not collective.
 
@@ -135,6 +139,8 @@ def _built(recipe: Recipe) -> nn.Module:
                 f"{who} makes the buffer {name} complex, which checkpoints cannot hold; register it with "
                 "persistent=False if the constructor can make it again, else as real and imaginary parts"
             )
+    hooked = [name for name, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
+    vars(model)[HOOKS_ON_SUMS] = hooked
     freeze(model, recipe.fine_tuning.freeze)
     return model
 

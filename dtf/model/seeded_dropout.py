@@ -123,6 +123,11 @@ class SeededDropout:
         finally:
             self.key, self._again = now
 
+    @property
+    def computes_again(self) -> bool:
+        """Whether a part of a forward pass is computed again at the moment, see `again`."""
+        return self._again is not None
+
     def call(self, name: str) -> int:
         """The number of this call of a layer within its micro-batch, from 0."""
         calls = self._calls.setdefault(self.key, {}) if self._again is None else self._again

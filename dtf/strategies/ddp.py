@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -136,7 +137,9 @@ class Ddp(Strategy):
         update = LocalUpdate(
             full_params(model, masters), *options, owned=owned, after=after, writes=world.rank == 0, tables=tables
         )
-        return Spmd(Replica(model, task, world.device, forward), update, task, world, exchange=exchange, tables=tables)
+        replica = Replica(model, task, world.device, forward, reach=forward is not None and not self.static_graph)
+        to_sum = functools.partial(_sum_gradients, forward) if self.comm_hook is CommHook.none and forward else None
+        return Spmd(replica, update, task, world, exchange=exchange, tables=tables, to_sum=to_sum)
 
     def _install_hook(self, model: DistributedDataParallel) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -152,6 +155,18 @@ class Ddp(Strategy):
                     None, self.powersgd_rank, start_powerSGD_iter=self.powersgd_start + 2
                 )
                 model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _sum_gradients(model: DistributedDataParallel) -> None:
+    """Sum gradients over ranks, which DistributedDataParallel would average."""
+    import torch.distributed as dist
+
+    def add(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, which are texts here
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])
+
+    model.register_comm_hook(None, add)
 
 
 def _broadcaster(parameters: dict[str, Parameter], shares: list[frozenset[str]]) -> Callable[[], None]:

@@ -103,6 +103,11 @@ class DataParallelProgram(Program):
         )
         parts = [micro_batches_of(len(bounds) - 1, Shard(i, count)) for i in range(count)]
         sums = self._each(lambda i: self._accumulate(i, ticket, batch, bounds, parts[i], factor))
+        counts = [replica.counts for replica in self._replicas if replica.counts is not None]
+        if counts:
+            ratio = ticket.rows / _total(counts, self._devices[0])
+            for replica, device in zip(self._replicas, self._devices, strict=True):
+                replica.rescale(ratio.to(device))
         with section("communication"):
             self._sum_gradients()
             self._push_row_gradients([i for i, (first, last) in enumerate(parts) if first < last])

@@ -14,6 +14,8 @@ from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from dtf.optim.update import LocalUpdate
     from dtf.sparse.sharded_tables import ShardedTables
     from dtf.strategies.param_use import ParamUse
+
+
+TRIALS = 3
+"""Passes over two rows each that show which modules some rows use and others do not."""
 
 
 class Unit(Enum):
@@ -88,12 +94,16 @@ class Fsdp(Strategy):
         return "nccl" if devices == "cuda" else "gloo"
 
     def setup(self, task: Task, world: World) -> Program:
+        from torch.distributed.fsdp import FSDPModule
+
         from dtf.distributed.sharding import byte_count
         from dtf.model.draw_by_name import draws_by_name
         from dtf.model.init import layout_of, model_to_cut
         from dtf.sparse.make_tables import tables_of
+        from dtf.strategies.fsdp_hooks import hook_gathered, parameter_hooks
         from dtf.strategies.fsdp_units import gathered_units
         from dtf.strategies.fsdp_waits import watch_collectives
+        from dtf.strategies.pass_probes import refuse_hooks_on_sums
         from dtf.strategies.replica import Replica
         from dtf.strategies.sharded_init import cast_parts
         from dtf.strategies.spmd import Spmd, microbatch_load, single_process
@@ -105,7 +115,8 @@ class Fsdp(Strategy):
         model = model_to_cut(task)
         use = _use(model, task)
         masters = cast_parts(model, task.precision, computing=False)
-        scalars = [name for name, p in model.named_parameters() if not p.dim()]  # torch divides axes: these stay whole
+        # torch divides axes: these stay whole
+        scalars = [name for name, p in model.named_parameters() if not p.dim() or not p.numel()]
         if scalars and self.offload:
             raise ConfigError(
                 f"strategy.offload=true: the parameter {scalars[0]} has no axis to divide; give it the shape (1,), or "
@@ -117,16 +128,27 @@ class Fsdp(Strategy):
             [byte_count(p for module in unit for p in module.parameters()) for unit in units],
             microbatch_load(task, world.size)[0],
         )
-        sharded = self._shard(model, units, mesh, task)
+        refuse_hooks_on_sums(model, "launcher.processes=1")
+        hooks = parameter_hooks(model)
+        sharded = self._shard(model, units, mesh, task, keep=use is not None and use.keeps)
         watch_collectives(model, units, mesh["shard"].get_group())
         if draws_by_name(task.recipe):
             masters = self._fill(model, task, world)
         else:
             masters = self._place(model, masters, world)
+            hook_gathered(model, hooks)
         tables = tables_of(task, world, self.tables, share=1 / world.size)
-        update = _update(task, world, mesh, model, masters, tables)
+        update, add_scalars = _update(task, world, mesh, model, masters, tables)
         replica = Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync, layout=layout)
-        return Spmd(replica, update, task, world, exchange=exchange, tables=tables)
+
+        def to_sum() -> None:
+            add_scalars()
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+                    module.set_gradient_divide_factor(1.0)
+
+        return Spmd(replica, update, task, world, exchange=exchange, tables=tables, to_sum=to_sum)
 
     def _fill(self, model: nn.Module, task: Task, world: World) -> dict[str, torch.Tensor]:
         """Give a sharded model on meta its memory and initial numbers, in place; returns its master copies by name."""
@@ -164,12 +186,16 @@ class Fsdp(Strategy):
         `sizes`: bytes of each unit. Of a gradient there are two copies, as computed and as sent; with several
         micro-batches all gradients add up.
         """
+        sizes = sizes or [0]
         at_once = 1 + self.prefetch if self.reshard_after_forward else len(sizes)
         gathered = max(sum(sizes[i : i + at_once]) for i in range(len(sizes)))
         return gathered + 2 * max(sizes) + (sum(sizes) if micro_batches > 1 else 0)
 
-    def _shard(self, model: nn.Module, units: list[list[nn.Module]], mesh: DeviceMesh, task: Task) -> FSDPModule:
-        """Make a model on meta an FSDP model, in place; its parameters become DTensors under the same names.
+    def _shard(
+        self, model: nn.Module, units: list[list[nn.Module]], mesh: DeviceMesh, task: Task, keep: bool
+    ) -> FSDPModule:
+        """Make a model an FSDP model, in place; its parameters become DTensors under the same names. `keep`: parameters
+        stay gathered between forward and backward, whatever the option says.
 
         Collective.
         """
@@ -186,7 +212,7 @@ class Fsdp(Strategy):
         for parameter in model.parameters():
             if not parameter.is_contiguous():  # torch divides rows in memory
                 parameter.data = parameter.data.contiguous()
-        scalars = {p for p in model.parameters() if not p.dim()}
+        scalars = {p for p in model.parameters() if not p.dim() or not p.numel()}
         offload = CPUOffloadPolicy() if self.offload else OffloadPolicy()
         plain = MixedPrecisionPolicy(cast_forward_inputs=False)
         policy = plain
@@ -199,7 +225,7 @@ class Fsdp(Strategy):
             fully_shard(
                 modules,
                 mesh=mesh,
-                reshard_after_forward=self.reshard_after_forward,
+                reshard_after_forward=self.reshard_after_forward and not keep,
                 mp_policy=policy,
                 offload_policy=offload,
                 ignored_params=scalars,
@@ -216,6 +242,10 @@ class Fsdp(Strategy):
         if not isinstance(model, FSDPModule):
             wrap([model], policy)
         assert isinstance(model, FSDPModule)
+        if hasattr(
+            model, "set_reduce_scatter_unused_params"
+        ):  # torch 2.14: rows of one rank may use what others do not
+            model.set_reduce_scatter_unused_params(True)
         heads: list[FSDPModule] = [unit[0] for unit in units if isinstance(unit[0], FSDPModule)]
         for i, head in enumerate(heads):
             head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + self.prefetch])
@@ -229,12 +259,14 @@ def _use(model: nn.Module, task: Task) -> ParamUse | None:
     The rows are the same on all ranks. ConfigError for a model that cannot compute them.
     """
     from dtf.model.draw_by_name import draws_by_name
+    from dtf.model.forward import rows_of_inputs
     from dtf.strategies.param_use import ParamUse
 
     if task.sample is None or draws_by_name(task.recipe):
         return None
     use = ParamUse(model)
-    use.watch_pass(model, task.sample(2))
+    rows = task.sample(2 * TRIALS)
+    use.watch_passes(model, [rows_of_inputs(rows, 2 * i, 2 * i + 2) for i in range(TRIALS)])
     return use
 
 
@@ -245,8 +277,10 @@ def _update(
     model: nn.Module,
     masters: dict[str, torch.Tensor],
     tables: ShardedTables | None,
-) -> LocalUpdate:
-    """The update of this rank's slices of a sharded model."""
+) -> tuple[LocalUpdate, Callable[[], None]]:
+    """The update of this rank's slices of a sharded model; and a function from whose call on the gradients of scalars
+    are summed over ranks in place of averaged.
+    """
     import torch
     import torch.distributed as dist
 
@@ -266,15 +300,21 @@ def _update(
 
     shards = param_shards(model, masters, first=mesh["shard"].get_local_rank() == 0)
     trained = [shard for shard in shards.values() if shard.parameter.requires_grad]
+    scale = [1.0]
+
+    def add_scalars() -> None:
+        scale[0] = float(world.size)
+
     scalars = [i for i, shard in enumerate(trained) if not shard.shape]
 
     def average_scalars(gradients: list[torch.Tensor]) -> None:
         """Average the gradients of scalars over all ranks, as FSDP does with slices. Collective."""
         flat = torch.stack([gradients[i] for i in scalars])
         world.average(flat)
+        flat *= scale[0]
         torch._foreach_copy_([gradients[i] for i in scalars], list(flat))
 
-    return LocalUpdate(
+    update = LocalUpdate(
         shards,
         task.optimizer,
         task.step.clip_norm,
@@ -286,6 +326,7 @@ def _update(
         after=functools.partial(_reshard, model) if task.step.ema else None,
         tables=tables,
     )
+    return update, add_scalars
 
 
 def _reshard(model: nn.Module) -> None:

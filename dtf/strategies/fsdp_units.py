@@ -59,8 +59,12 @@ def _user(model: nn.Module, name: str, use: ParamUse) -> str:
 
 
 def _is_whole(name: str, module: nn.Module, use: ParamUse) -> bool:
-    """Whether a module is called, and its parameters are used only then."""
-    return bool(use.calls.get(name)) and all(use.gathered_by(name, parameter) for parameter in module.parameters())
+    """Whether a module is called, as often for all rows, and its parameters are used only then."""
+    return (
+        bool(use.calls.get(name))
+        and name not in use.uneven
+        and all(use.gathered_by(name, parameter) for parameter in module.parameters())
+    )
 
 
 def _checked(units: Units, names: dict[nn.Module, str], use: ParamUse) -> Iterator[list[nn.Module]]:

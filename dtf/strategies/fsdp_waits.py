@@ -81,6 +81,5 @@ def _title(names: list[str]) -> str:
 def _advice(name: str) -> str:
     return (
         f"The rows of rank {{rank}} do not use {name}. With strategy=fsdp every rank has to use every module in each "
-        "micro-batch, in the same order. Let it see all rows and mask what it returns, or use strategy=ddp with "
-        "strategy.find_unused_parameters=true"
+        "micro-batch, in the same order. Let it see all rows and mask what it returns, or use strategy=ddp"
     )

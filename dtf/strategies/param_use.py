@@ -5,23 +5,27 @@ A rank that gathers a module's parameters for as long as the module computes mus
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from dtf.model.attributes import Attributes
+from dtf.model.changing_buffers import buffers_restored, parameter_places, refuse_changed_parameters
 from dtf.model.forward import cast_floating
 
 _PARAMETRIZED = ".parametrizations."
 
 
 class ParamUse:
-    """What one forward pass of a model used. `calls`: module -> how often it was called."""
+    """What forward passes of a model used. `calls`: module -> how often the last one called it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
@@ -33,6 +37,11 @@ class ParamUse:
         self._storages = {p.untyped_storage()._cdata: id(p) for p in model.parameters()}
         self._users: dict[int, set[str]] = {key: set(names) for key, names in self._owners.items()}
         self.calls: dict[str, int] = {}
+        self._before: dict[str, int] = {}
+        self.uneven: set[str] = set()
+        """Modules that are called more often for some rows than for others."""
+        self.keeps = False
+        """Whether parameters are used after the modules that own them: in the outputs, or by gradients of gradients."""
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -49,32 +58,54 @@ class ParamUse:
             if module in self._names:
                 stack.pop()
                 self._note(outputs, stack)  # a parameter, or a view of one, that its caller gets
+                self.keeps = self.keeps or (not stack and self._has_parameter(outputs))
 
         hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
         try:
-            with _Uses(lambda values: self._note(values, stack)):
+            with _Uses(lambda values: self._note(values, stack)) as uses:
                 yield
+            self.keeps = self.keeps or uses.differentiates
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def watch_pass(self, model: nn.Module, inputs: Any) -> None:
-        """A forward pass on these inputs, watched, that leaves no trace in buffers and generators."""
-        buffers = [
-            (module, key, buffer, buffer.clone())
-            for module in model.modules()
-            for key, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(0)
+    def watch_passes(self, model: nn.Module, inputs: Sequence[Any]) -> None:
+        """Forward passes on these inputs, watched, that leave no trace. ConfigError for a model that changes its
+        parameters in them.
+        """
+        attributes, places = Attributes(model), parameter_places(model)
+        dtype = next(model.parameters()).dtype
+        with buffers_restored(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            python, numpy = random.getstate(), np.random.get_state()
             try:
-                with self.watch():
-                    model(cast_floating(inputs, next(model.parameters()).dtype))
+                for number, rows in enumerate(inputs):
+                    torch.default_generator.manual_seed(number)
+                    random.seed(number)
+                    np.random.seed(number)
+                    self.calls = {}
+                    with torch.compiler.set_stance("force_eager"), self.watch():
+                        model(cast_floating(rows, dtype))
+                    self.uneven |= (
+                        {
+                            name
+                            for name in {**self.calls, **self._before}
+                            if self.calls.get(name) != self._before.get(name)
+                        }
+                        if number
+                        else set()
+                    )
+                    self._before = dict(self.calls)
             finally:
-                for module, key, buffer, before in buffers:
-                    module._buffers[key] = buffer
-                    buffer.copy_(before)
+                random.setstate(python)
+                np.random.set_state(numpy)
+                attributes.restore()
+        refuse_changed_parameters(model, places, "launcher.processes=1")
+
+    def _has_parameter(self, values: Any) -> bool:
+        return any(
+            isinstance(value, Tensor) and value.untyped_storage()._cdata in self._storages
+            for value in tree_leaves(values)
+        )
 
     def _note(self, values: Any, stack: list[str]) -> None:
         for value in tree_leaves(values):
@@ -95,9 +126,10 @@ class _Uses(TorchFunctionMode):
 
     def __init__(self, note: Any) -> None:
         super().__init__()
-        self._note = note
+        self._note, self.differentiates = note, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.differentiates = self.differentiates or func is torch.autograd.grad
         if not _asks_only(func):
             self._note((args, kwargs))
         return func(*args, **(kwargs or {}))

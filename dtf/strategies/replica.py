@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dtf.api.layout import Layout
+from dtf.api.options import Remat
+from dtf.api.precision import Format
 from dtf.api.strategy import Update
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
@@ -33,15 +35,20 @@ from dtf.model.forward import (
     rows_of,
     with_leaves,
 )
-from dtf.model.init import layout_of
+from dtf.model.init import init_model, layout_of
 from dtf.model.memory import Footprint, activations
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
-from dtf.strategies.start_check import Gather, Numbers, Trials, check_passes
+from dtf.strategies.pass_probes import Reached, count_calls, recomputes_inside, refuse_hooks_on_sums
+from dtf.strategies.start_check import Gather, Numbers, Trials, check_passes, not_linear
 
 if TYPE_CHECKING:
     pass
+
+
+LARGE = 2.0**12
+"""By how much a loss is multiplied to find gradients that do not grow with it."""
 
 
 class Replica:
@@ -50,7 +57,8 @@ class Replica:
     `forward`, for the last micro-batch of a step, may sum gradients over ranks in its backward pass; the others
     accumulate on the bare model. `sync`: for a model that talks to other ranks in every pass; called before each with
     whether gradients are to be summed. Then all ranks make the same number of passes. `layout`: the recipe's, of a
-    model that a strategy has changed since.
+    model that a strategy has changed since. `reach`: let the backward pass that sums gradients come to all parameters,
+    those that the rows of this rank do not use too: others wait for their sums.
 
     Without sparse tables the replica calls `Recipe.receive`, just before each pass. With them, who looks up rows has
     called it.
@@ -64,6 +72,7 @@ class Replica:
         forward: Callable[..., Any] | None = None,
         sync: Callable[[bool], None] | None = None,
         layout: Layout | None = None,
+        reach: bool = False,
     ) -> None:
         layout = layout or layout_of(task.recipe, model)
         self.instead = "launcher.processes=1"
@@ -76,17 +85,28 @@ class Replica:
         self._passes = ForwardPass(task, device)
         self.statistics = BatchNormStatistics(model, task.step.ema)
         self.changing = ChangingBuffers(model, layout.buffers, {*self.statistics.names(), *self.statistics.counters()})
+        self.changing.watches_parameters = sync is None
+        uneven = [name for name in self.statistics.layers() if self.changing.ruled(f"{name}.running_mean")]
+        self.changing.take(self.statistics.release(uneven))
         self.masks = SeededDropout(model, task.seed, device)
         apply_activation_checkpointing(
             model, modules_to_checkpoint(task.recipe, model, layout, task.step.remat), task.step.remat, self.masks
         )
         self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._reach = reach
         self._looked_up = tuple(task.recipe.tables())
         self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=device, dtype=loss_dtype(task))
         self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
         self._trials: list[tuple[int, Footprint]] = []  # of the passes of `warmup`, with their rows
         self.undivided: dict[str, Tensor] = {}  # norms of its gradients of parameters that this rank holds in whole
         self._compute = task.precision.compute
+        self._cuts = 0 < task.step.micro_batch_rows < task.step.batch_size
+        self._recomputes = task.step.remat is not Remat.none
+        self._task = task
+        self.clipped = ""
+        """A gradient that does not grow with the loss, as `warmup` found; empty: all do."""
+        self.counts: Tensor | None = None
+        """Of this replica's micro-batches: what the sum of losses is divided by in place of rows, ()."""
         model.train()
 
     @property
@@ -114,6 +134,7 @@ class Replica:
         if not self.model.training:
             self.model.train()
         self.statistics.begin(last - first, len(bounds) - 1, shard.count)
+        self.counts = None
         self.changing.begin()
         if self.divided:
             self.changing.mark()
@@ -138,6 +159,8 @@ class Replica:
                 self.changing.begin_micro_batch()
                 sums.append(self._pass(ready, factor, last=j == len(parts) - 1))
                 self.changing.end_micro_batch()
+        if self.divided and not self._recomputes and first < last:
+            self.statistics.check_calls(self.instead)
         self.statistics.end()
         if self.divided:
             self.changing.check(self.instead)
@@ -151,6 +174,7 @@ class Replica:
         """
         self.model.train()
         self.statistics.begin(0, micro_batches, shares)
+        self.counts = None
         self.changing.begin()
         self.statistics.end()
 
@@ -158,6 +182,13 @@ class Replica:
         """Begin to sum up the outputs of modules; those of padding do not count."""
         self.outputs = ModuleOutputs(self.model)
         return self.outputs
+
+    @torch.no_grad()
+    def rescale(self, ratio: Tensor) -> None:
+        """Multiply all gradients of the last step, those of looked up rows too, by `ratio`."""
+        gradients = [local(p.grad) for p in self._trained if p.grad is not None] + [*self.row_gradients.values()]
+        for gradient in gradients:
+            gradient.mul_(ratio.to(gradient))
 
     def _pass(self, batch: Batch, factor: Tensor, last: bool, padding: bool = False) -> Tensor:
         if self.outputs is not None:
@@ -168,9 +199,15 @@ class Replica:
             outputs, loss = self._passes.losses(
                 self._passes.forward(self._forward if last else self.model, batch.inputs), batch
             )
-            total, seed = self._passes.total(loss, batch, factor)
+            total, seed = self._passes.seeded(loss, factor)
+            if not last and self._reach:
+                self._reach = not recomputes_inside(total)
+            if last and self._reach:
+                total = Reached.apply(total, *self._trained)
         with section("backward"):
             total.backward(seed)
+        if loss.counts is not None:
+            self.counts = loss.counts if self.counts is None else self.counts + loss.counts
         return self._passes.measure(outputs, batch, loss)
 
     def warmup(self, batch: Batch, peers: Gather) -> bool:
@@ -184,17 +221,23 @@ class Replica:
         something from pass to pass.
         """
         self._trials = []
+        self._passes.loss.undivided = not self.divided and not self._cuts
         rows = rows_of(batch, 0, 2), rows_of(batch, 0, 4), rows_of(batch, max(0, len(batch.ids) - 4), len(batch.ids))
         attributes, places = Attributes(self.model), parameter_places(self.model)
         try:
             with buffers_restored(self.model) as changed:
-                with self.masks.find_other_generators():
+                with self.masks.find_other_generators(), count_calls(self.statistics.layers(), self.masks) as calls:
+                    self._trial(rows[0], 0, last=not self._reach)
+                self._release_uneven(calls)
+                if self._reach:
+                    self._trials.clear()
                     self._trial(rows[0], 0)
                 self._begin_random(0, 0)
                 seeded = self.masks.rng_state()
                 self._trial(rows[1], 0)
                 drew = self.masks.draws_elsewhere or self.masks.drew(seeded)
                 if self.divided:
+                    refuse_hooks_on_sums(self.model, self.instead)
                     refuse_changed_parameters(self.model, places, self.instead)
                     self.changing.refuse(changed(), self.instead)
                     trials = Trials(
@@ -202,21 +245,46 @@ class Replica:
                         lambda: self._trial(rows[2], 1, last=False),
                         lambda: dict(self.model.named_modules()),
                     )
-                    check_passes(trials, self._compute, peers, attributes.changed, self.instead)
+                    once = check_passes(trials, self._compute, peers, attributes.changed, self.instead)
+                    if self._compute in (Format.fp64, Format.fp32):  # narrower gradients overflow or vanish
+                        more = self._trial(rows[1], 0, last=False, factor=LARGE)
+                        self.clipped = not_linear(once, more, LARGE, self._compute)
                     self.changing.refuse(changed(), self.instead)
         except ValueError as error:
             raise batch_norm_error(error, len(batch.ids)) from error
         except RuntimeError as error:
-            if "find_unused_parameters" not in str(error):
+            if "find_unused_parameters" in str(error):
+                raise ConfigError(
+                    "some parameters got no gradient in a step; set strategy.find_unused_parameters=true"
+                ) from error
+            if "setStorage" not in str(error):
                 raise
             raise ConfigError(
-                "some parameters got no gradient in a step; set strategy.find_unused_parameters=true"
+                "a parameter is used after its module has given it back, as by gradients of gradients in the loss; the "
+                "parts of a model are divided too finely for that: use strategy=ddp"
             ) from error
         finally:
             attributes.restore()
+            self._restore_parameters(places)
         return drew
 
-    def _trial(self, rows: Batch, micro_batch: int, last: bool = True) -> Numbers:
+    @torch.no_grad()
+    def _restore_parameters(self, places: Mapping[str, tuple[int, int]]) -> None:
+        """Give parameters that trial passes have changed since `places` the values they start from."""
+        now = parameter_places(self.model)
+        changed = [name for name, place in places.items() if now.get(name) != place]
+        if changed:
+            start = dict(init_model(self._task.recipe, self._task.seed, self._task.weights).named_parameters())
+            for name, parameter in self.model.named_parameters():
+                if name in changed:
+                    parameter.data.copy_(start[name].data)
+
+    def _release_uneven(self, calls: Mapping[str, int]) -> None:
+        """Keep the averages of normalisations that a pass does not call exactly once by the rule for buffers."""
+        uneven = [name for name, layer in self.statistics.layers().items() if layer.training and calls[name] != 1]
+        self.changing.take(self.statistics.release(uneven))
+
+    def _trial(self, rows: Batch, micro_batch: int, last: bool = True, factor: float = 1.0) -> Numbers:
         """Forward and backward over some rows as a micro-batch of step 0, in memory's measure. Returns their sums and
         the norms of the gradients, which are dropped.
         """
@@ -225,7 +293,8 @@ class Replica:
         self._begin_random(0, micro_batch)
         with Footprint() as footprint:
             # a model that talks to others would keep gradients that are not summed
-            sums = self._pass(part, torch.ones((), device=self._device), last or self._sync is not None)
+            start = torch.full((), factor, device=self._device)
+            sums = self._pass(part, start, last or self._sync is not None)
         self.changing.begin_micro_batch()
         self._trials = [*self._trials, (len(part.ids), footprint)][:2]
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program, Update
 from dtf.api.task import Source, Task
+from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.device_mesh import ParallelDims
@@ -40,7 +42,7 @@ class Spmd(Program):
 
     `dims`: given where several ranks compute one replica. Then gradients arrive summed over replicas, otherwise
     averaged over ranks, as torch's wrappers do. `exchange`: bytes in flight between ranks, see Memory. `tables`: the
-    sparse tables that the update holds.
+    sparse tables that the update holds. `to_sum`: makes the wrapper sum gradients in place of averaging them.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class Spmd(Program):
         dims: ParallelDims | None = None,
         exchange: int = 0,
         tables: ShardedTables | None = None,
+        to_sum: Callable[[], None] | None = None,
     ) -> None:
-        self._tables = tables
+        self._tables, self._to_sum = tables, to_sum
         self._share = dims.dp_shard if dims else Shard(world.rank, world.size)
         self._reads = dims is None or dims.broadcast.reads
         self.shard = self._share if self._reads else None
@@ -78,12 +81,26 @@ class Spmd(Program):
         peers = Gather(self._world.gather, self._world.broadcast)
         if self._dims is None:
             self._replica.warmup(batch, peers)
+            if self._replica.clipped:
+                self._sum_gradients()
             return
         with name_failing_module(self._replica.model), self._replica.masks.record_input_norms() as seen:
             drew = self._replica.warmup(batch, peers)
         if drew:
             raise global_rng_error("tensor", "and ranks that divide its channels would draw alike for different ones")
         self._dims.check_alike(seen | {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()})
+
+    def _sum_gradients(self) -> None:
+        """From now on sum gradients over ranks in place of averaging them: those that flow through the model are then
+        what they are in one process.
+        """
+        if self._to_sum is None:
+            raise ConfigError(
+                f"the {self._replica.clipped} does not grow with the loss: a hook or a function of the model clips or "
+                "rounds gradients, which are multiplied by the number of ranks here; use strategy=ddp"
+            )
+        self._to_sum()
+        self._factor = self._factor / self._world.size
 
     def memory(self) -> Memory:
         return self._replica.memory(self._update, *microbatch_load(self._task, self.shares))._replace(
@@ -99,6 +116,10 @@ class Spmd(Program):
             batch = self._tables.lookup(self._received(ticket, batch, bounds, micro_batches), train=True)
         factor = self._update.scale(self._factor / ticket.rows)
         sums = self._replica.accumulate(ticket, batch, bounds, micro_batches, self._share, factor)
+        if self._replica.counts is not None:
+            counts = self._replica.counts.double().reshape(1)
+            self._average(counts)
+            self._replica.rescale(ticket.rows / (counts[0] * self.shares))
         if self._tables is not None:
             self._tables.backward(self._replica.row_gradients)
         self._synced = False

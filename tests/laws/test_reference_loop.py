@@ -103,7 +103,7 @@ class Own(Toy):
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = super().loss(outputs, targets)
-        return loss.mean() if self.mean else loss
+        return loss[:, None] if self.mean else loss
 
 
 class Noisy(nn.Linear):
@@ -158,7 +158,7 @@ def warmup(made: type[nn.Module], strategy: Ddp | Dp, rows: int = 2, mean: bool 
         (
             lambda: nn.Linear(8, 4),
             Ddp(),
-            r"loss returned shape \(\); it must return a loss per row, \(2,\)",
+            r"Own.loss returned shape \(2, 1\); it must return a loss per row, \(2,\), or sums and counts",
             {"mean": True},
         ),
     ],

@@ -195,7 +195,7 @@ FAULTS = [
     Fault(
         "gradients of a divided layer's input are not summed",
         "dtf/distributed/collectives.py",
-        "return _summed(gradient, ctx.group), None",
+        'return _summed(gradient, ctx.group, f"the all-reduce of {ctx.name} in the backward pass"), None, None',
         "return gradient, None",
         (f"{SAME}[tensor-{{}}-3]",),
     ),

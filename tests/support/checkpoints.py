@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dtf.checkpoint import storage
@@ -144,3 +146,17 @@ def damage(folder: Path, draw: random.Random) -> str:
         if kind == "swap":
             other.write_bytes(mine)
     return f"{kind} {file.name}"
+
+
+def boxes_of_others(state: State) -> list[Box]:
+    """What other processes write for this rank."""
+    found: list[Box] = []
+    if state.others:
+        with tempfile.TemporaryDirectory(prefix="dtf-others-") as folder:
+            for part in state.others(Path(folder)):
+                tensors = load_file(Path(folder, part["file"]))
+                found += [
+                    Box(name, tensors[key], tuple(shape), tuple(offset))
+                    for name, _, shape, key, offset, _ in part["boxes"]
+                ]
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,21 +13,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
-from dtf.api.lr import Constant
+from dtf.api.lr import Schedule
 from dtf.api.options import FineTuning, Remat, StepOptions
 from dtf.api.precision import Cast, Format, Precision
+from dtf.api.recipe import Dataset
 from dtf.api.registry import lookup, registered
 from dtf.api.sampler import Tail
 from dtf.api.strategy import Strategy
 from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.config.settings import load_parts
-from dtf.core.types import Box, Measured, Place, Saved, Shard, State
+from dtf.core.types import Measured, Place, Saved, Shard
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
-from dtf.data.samplers import Shuffle
 from dtf.data.splits import evaluation_loader
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan, PlannedClock
@@ -36,10 +34,12 @@ from dtf.engine.loop import Loop, fit
 from dtf.model.ema import with_ema
 from dtf.model.forward import zero_rows_for_tables
 from dtf.model.init import construct
+from dtf.model.perturb import perturb
 from dtf.model.pretrained import match_weights, open_weights
 from dtf.runs.recorded_run import in_order
 from dtf.strategies.buffers import SHARE
 from dtf.strategies.pipeline import cost_model
+from tests.support.checkpoints import boxes_of_others
 from tests.support.in_process_servers import HelperThreads, KillableTransport, ask_again_soon, connect
 from tests.support.lossy_network import LossyTransport
 from tests.support.ranks import ranks
@@ -84,12 +84,18 @@ class Case:
     log_every: int = 1
     recipe: dict[str, Any] = field(default_factory=dict)
     skip_nonfinite: int = 0
+    perturb: int = 0  # as `train.perturb`
     plugin: str = ""
     remat: str = "none"
     ema: float = 0.0
     freeze: list[str] = field(default_factory=list)
     weights: str = ""
     lr_factors: dict[str, float] = field(default_factory=dict)
+    batch_size: int = BATCH
+    lr: str = "constant"
+    lr_options: dict[str, Any] = field(default_factory=dict)
+    sampler: str = "shuffle"
+    sampler_options: dict[str, Any] = field(default_factory=dict)
     sparse: str = "adagrad"
     sparse_options: dict[str, Any] = field(default_factory=dict)
     # the seed of a bad one between processes of several roles; its faults are counted in `met`
@@ -103,7 +109,7 @@ class Case:
         if self.freeze or self.weights:
             toy.model = FineTuning(weights=self.weights, freeze=self.freeze)
         step = StepOptions(
-            batch_size=BATCH,
+            batch_size=self.batch_size,
             micro_batch_rows=self.micro_batch_rows,
             clip_norm=self.clip_norm,
             remat=Remat(self.remat),
@@ -115,6 +121,14 @@ class Case:
         stepper = with_ema(lookup("optimizer", self.optimizer)(lr_factors=self.lr_factors), self.ema)
         rows = lookup("sparse", self.sparse)(**self.sparse_options)
         return Task(toy, stepper, PRECISIONS[self.precision], step, 0, weights=weights, rows=rows)
+
+    def epochs(self, training: Dataset) -> Epochs:
+        """The global batches of these rows."""
+        sampler = lookup("sampler", self.sampler)(tail=Tail[self.tail], **self.sampler_options)
+        return Epochs(sampler, len(training), self.batch_size, 0, training.groups())
+
+    def schedule(self) -> Schedule:
+        return lookup("lr", self.lr)(**{"peak": 0.1, **self.lr_options})
 
     def chosen(self, task: Task) -> Strategy:
         """The strategy with its options."""
@@ -165,12 +179,14 @@ class _Run:
             # of a region's request the second one is refused, and handlers have to bear it
             connect(self._between, 0 if case.network is None or case.network % 2 else 1 << 30)
         self.program = self.strategy.setup(self.task, self.world)
-        self.epochs = Epochs(Shuffle(tail=Tail[case.tail]), len(self.training), BATCH, 0)
+        self.epochs = case.epochs(self.training)
         # those that compute ask the others for rows
         self.helpers = self._run_helpers() if next(iter(self.strategy.roles(1))) == "trainer" else None
         self.loader = self._rows("train", self.program.shard, self.program.micro_batch_rows)
         self.program.warmup(self.program.prepare(self._first_rows()))
         self.clock_state, self.open_window = self._load()
+        for copy in self.program.replicated() if case.perturb else ():
+            perturb(copy, case.perturb)
         self.world.barrier()  # all servers can be found
         self.helpers = self.helpers or self._run_helpers()
         self.found: dict[str, Any] = {
@@ -185,10 +201,13 @@ class _Run:
         """The same on all ranks."""
         if self.program.shard is None:
             return None
-        return self._rows("train", Shard(0, 1), BATCH).rows(self.epochs.ids(0, 0)[:8], 0)
+        last = self.epochs.batches - 1
+        ids = self.epochs.ids(0, last if self.epochs.size(last) == 1 else 0)
+        return self._rows("train", Shard(0, 1), self.case.batch_size).rows(ids[:8], 0)
 
     def _sample(self, rows: int) -> Any:
-        return zero_rows_for_tables(self.training.fetch(np.arange(rows), 0)[0], self.toy.tables())
+        fetched = self.training.fetch(np.arange(rows) % len(self.training), 0)[0]
+        return zero_rows_for_tables(self.toy.receive(fetched), self.toy.tables())
 
     def _between(self, client: Any) -> Any:
         """What stands between a trainer and a server."""
@@ -238,7 +257,7 @@ class _Run:
         plan = Plan(case.steps, case.log_every, case.eval_every, case.save_every, objective=self.toy.objective)
         loop = Loop(
             program=self.program,
-            clock=PlannedClock(plan, self.epochs, Constant(peak=0.1), self.clock_state),
+            clock=PlannedClock(plan, self.epochs, case.schedule(), self.clock_state),
             train=self.loader,
             evaluation=self._rows(
                 "eval", self.program.shard, self.task.step.evaluation_rows, self.program.evaluation_micro_batches
@@ -262,7 +281,7 @@ class _Run:
         """What `train` returns. Collective."""
         self.program.sync()
         state = self.program.state()
-        for box in [*state.boxes, *_others(state)]:
+        for box in [*state.boxes, *boxes_of_others(state)]:
             tensor = box.tensor if box.name.endswith("/ids") else box.tensor.double()
             boxes = self.found["tensors"].setdefault(box.name, [])
             boxes.append([list(box.shape), list(box.offset), tensor.tolist()])
@@ -272,20 +291,6 @@ class _Run:
             met = sum((network.met for network in self.networks), Counter())
             self.found |= {"met": met, "died": self.helpers.died}
         return self.found
-
-
-def _others(state: State) -> list[Box]:
-    """What other processes write for this rank."""
-    found: list[Box] = []
-    if state.others:
-        with tempfile.TemporaryDirectory(prefix="dtf-others-") as folder:
-            for part in state.others(Path(folder)):
-                tensors = load_file(Path(folder, part["file"]))
-                found += [
-                    Box(name, tensors[key], tuple(shape), tuple(offset))
-                    for name, _, shape, key, offset, _ in part["boxes"]
-                ]
-    return found
 
 
 def _enums(cls: type, options: dict[str, Any]) -> dict[str, Any]:

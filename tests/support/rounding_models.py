@@ -123,13 +123,19 @@ class EvaluatesWrong(Ddp):
 
 @register("strategy", "wrong_module")
 class WrongModule(Ddp):
-    """A layer in the middle adds a millionth on one rank."""
+    """A layer in the middle adds a millionth on one rank, once the check at the start has passed."""
 
     def setup(self, task: Task, world: World) -> Program:
         program: Any = Ddp.setup(self, task, world)
         layer = program._replica.model.get_submodule("5")
-        if world.rank:
-            layer.register_forward_hook(lambda module, inputs, output: output + 1e-6)
+        warmup = program.warmup
+
+        def then_wrong(batch: Any) -> None:
+            warmup(batch)
+            if world.rank:
+                layer.register_forward_hook(lambda module, inputs, output: output + 1e-6)
+
+        program.warmup = then_wrong
         return program
 
 

@@ -1,4 +1,4 @@
-"""A toy model whose third layer is used by some rows only, or slow for some rows."""
+"""A toy model whose third layer marked rows do not use, or make slow."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def build(until: str) -> nn.Module:
             y = self.second(self.first(x).tanh()).tanh()
             while until and marked and self.training and not Path(until).exists():
                 time.sleep(0.01)
-            if until or marked:
+            if until or not marked:
                 y = self.third(y).tanh()
             return self.last(y)
 

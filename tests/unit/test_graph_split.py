@@ -20,7 +20,7 @@ from dtf.model.init import construct, init_model
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.recipes.resnet.options import Arch, ModelOptions, Stem
 from dtf.recipes.resnet.recipe import ResnetShapes
-from dtf.strategies.pipeline.graph_split import GraphSplit
+from dtf.strategies.pipeline.graph_split import GraphSplit, Weights
 from tests.support.toy import Toy
 
 
@@ -89,6 +89,20 @@ class Towers(nn.Module):
         return self.top(torch.sigmoid(self.bottom(inputs["dense"]) * ids)) + inputs["offset"]
 
 
+class Tied(nn.Module):
+    """A weight and a buffer that the first and the last block use, and a layer that is called again later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body, self.out = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("shift", torch.full((4,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x) * self.shift + torch.arange(x.shape[1], device=x.device)[:, None]
+        h = self.body(torch.tanh(self.out(torch.tanh(self.body(h)))))
+        return nn.functional.linear(h + self.shift, self.embed.weight)
+
+
 class Resnet(ResnetShapes):
     def __init__(self, arch: str, stem: str = "cifar") -> None:
         super().__init__(model=ModelOptions(arch=Arch[arch], stem=Stem[stem]))
@@ -116,6 +130,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Sequence[Sequence[str]], Any]]] =
         {"ids": torch.arange(6).view(2, 3), "dense": random(2, 4), "offset": random(2, 2)},
     ),
 }
+CASES["tied"] = lambda: (Tied(), [["embed"], ["body"], ["out"]], torch.arange(6).view(2, 3))
 COARSE = [(name, False) for name in CASES if name != "resnet50"]
 FINE = [(name, True) for name in CASES if name not in ("resnet18", "towers")]  # of towers one block cannot be traced
 
@@ -183,19 +198,22 @@ def test_any_cut_computes_the_same(name: str, fine: bool) -> None:
 
 @pytest.mark.parametrize(("name", "fine"), [*COARSE, *FINE])
 def test_segments_share_out_the_model(name: str, fine: bool) -> None:
-    """Each parameter and buffer is in one segment, as the very same object and under its own name, also in what is
-    saved.
+    """Each parameter and buffer is in the segments that use it, as the very same object and under its own name, also
+    in what is saved.
     """
     model, blocks, _ = CASES[name]()
     split = GraphSplit(model, blocks, fine)
     segments = [split.segment(i, i + 1) for i in range(len(split))]
+    shared = {key: blocks for key, blocks in split.uses.items() if len(blocks) > 1}
     for names in (nn.Module.named_parameters, nn.Module.named_buffers):
         parts = [pair for segment in segments for pair in names(segment)]
-        assert len(parts) == len(dict(parts)) and {k: id(v) for k, v in parts} == {k: id(v) for k, v in names(model)}
+        copies = sum(len(blocks) - 1 for key, blocks in shared.items() if key in dict(parts))
+        assert len(parts) == len(dict(parts)) + copies
+        assert {k: id(v) for k, v in parts} == {k: id(v) for k, v in names(model)}
     assert {key for segment in segments for key in segment.state_dict()} == model.state_dict().keys()
     modules = dict(model.named_modules())
     assert all(
-        part is modules[key]
+        part is modules[key] or type(part) is Weights  # it holds a weight that a block uses without its module
         for segment in segments
         for key, part in segment.named_modules()
         if part._parameters and key
@@ -281,8 +299,28 @@ def straight(model: Any, x: Tensor) -> Tensor:
     return model.b(model.a(x))
 
 
-def tied(model: Any, x: Tensor) -> Tensor:
-    return nn.functional.linear(model.b(model.a(x)), model.a.weight)
+class Drawing(Made):
+    """Its first layer draws, and so counts its calls."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__(forward)
+        self.a, self.b = (nn.Sequential(nn.Linear(3, 3), drop) for drop in [nn.Dropout(0.5)] * 2)  # type: ignore
+
+
+class Shifting(Made):
+    def __init__(self, forward: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__(forward)
+        self.register_buffer("shift", torch.zeros(3))
+
+
+def once_more(model: Any, x: Tensor) -> Tensor:
+    return model.b(model.a(x))
+
+
+def changed(model: Any, x: Tensor) -> Tensor:
+    x = model.a(x)
+    model.shift.add_(x.detach().mean(0))
+    return model.b(x) + model.shift
 
 
 def without_gradient(model: Any, x: Tensor) -> Tensor:
@@ -295,14 +333,15 @@ AB = [["a"], ["b"]]
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Sequence[Sequence[str]], str]] = {
     "no blocks": (lambda: Made(straight), [], "Made cannot be cut into stages: the recipe's layout names no blocks"),
     "order": (lambda: Made(straight), [["b"], ["a"]], "its forward comes to b after a"),
-    "back again": (lambda: Made(lambda m, x: m.a(m.b(m.a(x)))), AB, "its forward comes to a after b"),
+    "back again": (lambda: Drawing(lambda m, x: m.a(m.b(m.a(x)))), AB, "its forward comes to a after b"),
     "never": (lambda: Made(lambda m, x: m.a(x)), AB, "its forward does not come to b"),
     "outside": (
         lambda: Made(lambda m, x: m.a(x)),
         [["a"]],
         "its forward does not use b.weight, b.bias; leave them out",
     ),
-    "tied": (lambda: Made(tied), AB, "a.weight is used in two blocks, a and b"),
+    "one dropout": (lambda: Drawing(once_more), AB, "a Dropout of b is called in two blocks, and its masks depend on"),
+    "changed": (lambda: Shifting(changed), AB, "shift changes in a pass and is used in two blocks, a and b"),
     "values": (lambda: Made(lambda m, x: m.b(m.a(x)) if x.sum() > 0 else x), AB, "its forward cannot be followed: "),
     "training": (
         lambda: Made(lambda m, x: m.b(m.a(x)) * (2 if m.training else 1)),

@@ -35,7 +35,7 @@ class Block(nn.Module):
         return x + self.mlp(self.ln2(x))
 
 
-@zoo_model("gpt_tied", tokens(LENGTH), token_loss, "attention", "tied", "sums and counts")
+@zoo_model("gpt_tied", tokens(LENGTH), token_loss, "attention", "tied", "sums and counts", may={"pserver": "loss"})
 class TiedGpt(nn.Module):
     """The output layer is the embedding, used as a function."""
 
@@ -93,7 +93,7 @@ class Encoder(nn.Module):
         return self.head(self.encoder(self.embed(x), src_key_padding_mask=padding)[:, 0])
 
 
-@zoo_model("encoder_decoder", tokens(LENGTH), token_loss, "attention", "sums and counts")
+@zoo_model("encoder_decoder", tokens(LENGTH), token_loss, "attention", "sums and counts", may={"pserver": "loss"})
 class EncoderDecoder(nn.Module):
     """nn.Transformer with masks, without dropout."""
 
@@ -126,7 +126,14 @@ class Pooling(nn.Module):
         return self.head(self.attention(self.query.expand(len(x), -1, -1), h, h)[0][:, 0])
 
 
-@zoo_model("rotary", tokens(LENGTH, classes=CLASSES), cross_entropy, "attention", "cache")
+@zoo_model(
+    "rotary",
+    tokens(LENGTH, classes=CLASSES),
+    cross_entropy,
+    "attention",
+    "cache",
+    may={"divided": "hidden state"},
+)
 class Rotary(nn.Module):
     """A table of angles in non-persistent buffers, made anew when a longer text comes."""
 

@@ -161,7 +161,7 @@ def _penalised(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     return (scores[:, 0] - targets[:, 0].to(scores)) ** 2 + 0.1 * (slope - 1) ** 2
 
 
-@zoo_model("gradient_penalty", regression(), _penalised, "autograd", "second order")
+@zoo_model("gradient_penalty", regression(), _penalised, "autograd", "second order", may={"fsdp": "layout"})
 class Penalised(nn.Module):
     """The slope of the output with respect to the input is an output: second order derivatives."""
 
@@ -177,7 +177,7 @@ class Penalised(nn.Module):
         return out, slope.pow(2).sum(1).add(1e-12).sqrt()
 
 
-@zoo_model("energy_forces", regression(), _penalised, "autograd", "second order")
+@zoo_model("energy_forces", regression(), _penalised, "autograd", "second order", may={"fsdp": "layout"})
 class Forces(Penalised):
     """As networks for molecules: the output is a gradient."""
 

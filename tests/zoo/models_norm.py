@@ -42,7 +42,7 @@ zoo_model("sync_batch_norm", vectors(), cross_entropy, "norm", refused={"*": "la
 )
 
 
-@zoo_model("siamese", vectors(16), cross_entropy, "norm", "calls")
+@zoo_model("siamese", vectors(16), cross_entropy, "norm", "calls", may={"pserver": "hidden state"})
 class Siamese(nn.Module):
     """One encoder for two inputs: its batch norm is called twice per micro-batch."""
 
@@ -72,7 +72,7 @@ class Sometimes(nn.Module):
         return self.last(torch.relu(h))
 
 
-@zoo_model("shared_norm", vectors(), cross_entropy, "norm", "calls")
+@zoo_model("shared_norm", vectors(), cross_entropy, "norm", "calls", may={"pserver": "hidden state"})
 class SharedNorm(nn.Module):
     """One batch norm after each of two layers."""
 

@@ -97,23 +97,30 @@ def _cut(rows: Sequence[int], micro_batch_rows: int) -> list[Sequence[int]]:
 def _step(
     entry: ZooModel, model: nn.Module, inputs: Any, targets: Tensor, parts: list[Sequence[int]], wide: bool
 ) -> float:
-    """Accumulate the gradients of one global batch; its loss.
+    """Accumulate the gradients of one global batch; its loss, where there are counts the sum of sums for each row.
 
     Each part is divided before its backward pass: hooks that clip a gradient see it as large as it is.
     """
     rows, mean = sum(map(len, parts)), 0.0
     waiting = []  # for the counts of all parts
     for part in parts:
-        total, count = summed(entry.loss(model(select(inputs, part, wide)), targets[list(part)]), len(part))
+        labels = targets[list(part)]
+        loss = entry.loss(model(select(inputs, part, wide)), labels)
+        if isinstance(loss, Tensor) and not loss.dim() and bool((targets == -100).any()):  # a mean over labels
+            counted = (labels != -100).sum()
+            waiting.append((loss * counted, float(counted)))
+            mean += float(loss.detach()) * len(part) / rows
+            continue
+        total, count = summed(loss, len(part))
         if count is None:
             (total / rows).backward()
             mean += float(total.detach()) / rows
         else:
             waiting.append((total, count))
+            mean += float(total.detach()) / rows
     counts = sum(count for _, count in waiting)
     for total, _ in waiting:
         (total / counts).backward()
-        mean += float(total.detach()) / counts
     return mean
 
 

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from dtf.pserver.trainer import compute
-from tests.support.harness import Case, _others, _Run
+from tests.support.checkpoints import boxes_of_others
+from tests.support.harness import Case, _Run
 from tests.zoo.entries import load_zoo
 
 PLUGIN = "tests.zoo.recipe"
@@ -54,7 +55,7 @@ def train(rank: int, size: int, folder: str, which: str, **case: Any) -> dict[st
     run.fit()
     run.program.sync()
     state = run.program.state()
-    boxes = [*state.boxes, *_others(state)]
+    boxes = [*state.boxes, *boxes_of_others(state)]
     tensors = {str(i): box.tensor.detach().contiguous().clone() for i, box in enumerate(boxes)}
     save_file(tensors, Path(folder, f"{rank}.safetensors"))
     run.program.end()

@@ -118,12 +118,17 @@ class TrainerModel:
         if tables:
             batch = self.replica.receiver.train(batch, 0, 0)
             batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, tables))
+        drew = self.replica.warmup(rows_of(batch, 0, 8), ALONE)
         if self.replica.changing:
             raise ConfigError(
                 f"strategy=pserver: the forward pass changes the buffer {self.replica.changing.names[0]}, and servers "
                 "do not send buffers to trainers in each step; use strategy=ddp"
             )
-        drew = self.replica.warmup(rows_of(batch, 0, 8), ALONE)
+        if self.replica.counts is not None and self._shares * self._part.count > 1:
+            raise ConfigError(
+                f"strategy=pserver: {type(self._task.recipe).__name__}.loss returned sums and counts, and trainers do "
+                "not know the counts of each other; return the loss of each row, use one trainer, or strategy=ddp"
+            )
         if drew and self._threads > 1:
             raise global_rng_error("pserver", "and the threads of strategy.hogwild_threads share one generator")
 
@@ -169,7 +174,10 @@ class TrainerModel:
         self.replica.statistics.forget(ticket.step)
         scale = torch.tensor(factor, dtype=loss_dtype(self._task), device=self.device)
         with self._randomness_to_itself():
-            return self.replica.accumulate(ticket, batch, bounds, part, lease, scale)
+            sums = self.replica.accumulate(ticket, batch, bounds, part, lease, scale)
+        if self.replica.counts is not None:  # of the whole step, see `warmup`
+            self.replica.rescale(ticket.rows / self.replica.counts.double())
+        return sums
 
     def _randomness_to_itself(self) -> AbstractContextManager[object]:
         """A context in which no other thread seeds torch's global generator, of which the model may draw.

@@ -290,7 +290,9 @@ class Trainer:
             self._warmup()
 
     def _warmup(self) -> None:
-        batch = self._context.open("train", Shard(0, self._shares), self._micro_batch_rows).get(0, 0)
+        loader = self._context.open("train", Shard(0, self._shares), self._micro_batch_rows)
+        last = loader.batches - 1  # it may be a single row, which not every model can compute
+        batch = loader.get(0, last if loader.size(last) == 1 else 0)
         assert batch is not None
         self._model.warmup(to_device(batch, self._model.device, self._task))
         rows = min(TRIAL_ROWS, self._task.step.evaluation_rows)

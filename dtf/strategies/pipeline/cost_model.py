@@ -111,6 +111,7 @@ def _costs(
         for index, name in enumerate(split.names):
             block = _stand_in(split.segment(index, index + 1), device)
             state = state_bytes(block)
+            shared = {key: state_bytes(_alone(p)) for key, p in split.shared_parameters(index).items()}
             if prepare is not None:
                 prepare(block)
             trial = _Trial(block.train(), values, autocast)
@@ -135,7 +136,7 @@ def _costs(
                     f"the model cannot be cut after block {name}: a tensor is changed in place later, and another "
                     "that crosses is a view of it; copy one"
                 )
-            yield Cost(name, cost, state, kept, 0 if last else sum(value.nbytes for value in outputs), again)
+            yield Cost(name, cost, state, kept, 0 if last else sum(value.nbytes for value in outputs), again, shared)
             values = outputs
             # its graph and it refer to each other, and would stay until they are collected
             for part in block.modules():
@@ -204,6 +205,13 @@ def _stand_in(block: nn.Module, device: torch.device) -> nn.Module:
         full = torch.ones if old.dtype.is_floating_point else torch.zeros  # divided by, or used as an index
         made[id(old)] = full(old.shape, dtype=old.dtype, device=device)
     return copy.deepcopy(block, made)  # deepcopy takes what it finds in `made` as copied already
+
+
+def _alone(parameter: nn.Parameter) -> nn.Module:
+    """A module that has this parameter only."""
+    module = nn.Module()
+    module.register_parameter("parameter", parameter)
+    return module
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

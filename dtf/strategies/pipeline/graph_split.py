@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule, Node, Tracer
+from torch.fx import Graph, GraphModule, Node, Proxy, Tracer
 from torch.fx.graph import inplace_methods
+from torch.utils._pytree import tree_leaves
 
 from dtf.core.errors import ConfigError
 
+DROPOUTS = (nn.modules.dropout._DropoutNd,)
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
@@ -29,10 +32,12 @@ class GraphSplit:
 
     names: list[str]
     """One label per block, e.g. `conv1+bn1`, `layer1.0`."""
+    uses: dict[str, list[int]]
+    """First name of each parameter and buffer -> the blocks that use it, in order."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Sequence[str]], fine: bool = False) -> None:
         self._model = model
-        self._modules = dict(model.named_modules())
+        self._modules = dict(model.named_modules(remove_duplicate=False))
         if not blocks:
             raise _refusal(
                 model,
@@ -62,7 +67,7 @@ class GraphSplit:
                 "tensors",
             )
         self.names = self._assign(blocks, fine)
-        self._own()
+        self.uses = self._uses()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -83,13 +88,16 @@ class GraphSplit:
                 # what is received is a leaf of autograd, which must not change in place
                 copies[node] = graph.call_method("clone", (copies[node],))
         for node in self._nodes:
-            if first <= self._place[node] < last or (node.op == "output" and last == len(self)):
+            if any(first <= block < last for block in self._blocks(node)):
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         if last < len(self):
             graph.output(tuple(copies[node] for node in self._live(last)))
         module = GraphModule(self._model, graph, "Segment")
         # GraphModule registers buffers that the forward itself reads as persistent
+        called = [f"{node.target}." for node in graph.nodes if node.op == "call_module"]
         for name, part in module.named_modules():
+            if type(part) is nn.Module and not any(target.startswith(f"{name}.") for target in called):
+                part.__class__ = Weights
             part._non_persistent_buffers_set |= self._modules[name]._non_persistent_buffers_set & part._buffers.keys()
         return module
 
@@ -101,12 +109,19 @@ class GraphSplit:
         ]
 
     def _live(self, cut: int) -> list[Node]:
-        """Values made before block `cut` and used in or after it."""
+        """Values made before block `cut` and used in or after it. Each segment has its own parameters and buffers."""
         return [
             node
             for node in self._nodes
-            if self._place[node] < cut and any(self._place[user] >= cut for user in node.users)
+            if node.op != "get_attr"
+            and self._place[node] < cut
+            and any(self._place[user] >= cut for user in node.users)
         ]
+
+    def _blocks(self, node: Node) -> set[int]:
+        """The blocks that a node belongs to. Parameters and buffers go with who uses them."""
+        nodes = list(node.users) if node.op == "get_attr" and node.users else [node]
+        return {min(self._place[part], len(self) - 1) for part in nodes}
 
     def _opened(self, fine: bool) -> set[str]:
         """Modules into which the trace looks: those around blocks and, if `fine`, those around layers."""
@@ -127,11 +142,14 @@ class GraphSplit:
     def _assign(self, blocks: Sequence[Sequence[str]], fine: bool) -> list[str]:
         """Give every node its block; returns the labels."""
         labels: list[list[str]] = [[]]
-        block, weighted, visited = 0, False, set()
+        block, weighted, visited, called = 0, False, set(), set()
         for node in self._nodes:
             target = str(node.target)
             now = self._block(target) if node.op == "call_module" else None
+            if now is not None and now < block and target in called and not _keeps(self._modules[target]):
+                now = None  # called once more: its parameters are shared
             if now is not None:
+                called.add(target)
                 if now < block:
                     raise _refusal(
                         self._model,
@@ -159,10 +177,14 @@ class GraphSplit:
         self._place[self._nodes[-1]] = len(labels)  # the output
         return [_label(names) for names in labels]
 
-    def _own(self) -> None:
-        """Make sure that every parameter and buffer lies in exactly one block."""
+    def _uses(self) -> dict[str, list[int]]:
+        """See `uses`. ConfigError for tensors that are not the model's, are not used or change in several blocks."""
         tensors = {name: id(tensor) for name, tensor in _tensors(self._model)}
-        owner: dict[int, int] = {}
+        first = {key: name for name, key in reversed(tensors.items())}
+        running = {id(b) for m in self._modules.values() if isinstance(m, NORMS[0]) for b in m.buffers(recurse=False)}
+        uses: dict[str, set[int]] = {}
+        changing: set[str] = set()
+        drawing: dict[nn.Module, int] = {}  # the block of each dropout
         for node in self._nodes:
             target = str(node.target)
             if node.op == "get_attr" and target not in tensors:
@@ -172,20 +194,41 @@ class GraphSplit:
                     "a buffer",
                 )
             used = [tensors[target]] if node.op == "get_attr" else []
+            if any(self._changes(user, node) for user in node.users):
+                changing |= {first[key] for key in used}
             if node.op == "call_module":
                 used = [id(tensor) for _, tensor in _tensors(self._modules[target])]
+                for part in self._modules[target].modules():
+                    if isinstance(part, DROPOUTS) and drawing.setdefault(part, self._place[node]) != self._place[node]:
+                        raise _refusal(
+                            self._model,
+                            f"a {type(part).__name__} of {target} is called in two blocks, and its masks depend on how "
+                            "often; use one for each block",
+                        )
             for key in used:
-                place = owner.setdefault(key, self._place[node])
-                if place != self._place[node]:
-                    name = next(name for name, other in tensors.items() if other == key)
-                    blocks = f"{self.names[place]} and {self.names[self._place[node]]}"
-                    raise _refusal(
-                        self._model,
-                        f"{name} is used in two blocks, {blocks}; name them as one, and cut only between blocks",
-                    )
-        unused = [name for name, key in tensors.items() if key not in owner]
+                uses.setdefault(first[key], set()).update(self._blocks(node))
+        for key in running:
+            changing.add(first[key])
+        for name, blocks in uses.items():
+            if len(blocks) > 1 and name in changing:
+                where = " and ".join(self.names[block] for block in sorted(blocks)[:2])
+                raise _refusal(
+                    self._model,
+                    f"{name} changes in a pass and is used in two blocks, {where}; name them as one, and cut only "
+                    "between blocks",
+                )
+        unused = [name for name, key in tensors.items() if first[key] not in uses]
         if unused:
             raise _refusal(self._model, f"its forward does not use {', '.join(unused)}; leave them out of the model")
+        return {name: sorted(uses[name]) for name in first.values()}
+
+    def shared_parameters(self, block: int) -> dict[str, nn.Parameter]:
+        """Those of a block that other blocks use too, by their first names."""
+        return {
+            name: parameter
+            for name, parameter in self._model.named_parameters()
+            if len(self.uses[name]) > 1 and block in self.uses[name]
+        }
 
     def _changes(self, user: Node, node: Node) -> bool:
         """Whether `user` may change the value of `node` in place."""
@@ -196,6 +239,10 @@ class GraphSplit:
         name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
         flagged = user.kwargs.get("inplace") is True or any(value is True for value in user.args[1:])
         return flagged or name in inplace_methods or (name.endswith("_") and not name.endswith("__"))
+
+
+class Weights(nn.Module):
+    """Stands for a module of which a segment uses tensors, and which it does not call."""
 
 
 class _Tracer(Tracer):
@@ -221,6 +268,29 @@ class _Tracer(Tracer):
         return super().create_node(kind, target, args, kwargs, name, type_expr)
 
 
+@contextmanager
+def _constructors_followed() -> Iterator[None]:
+    """A context in which tensors that are made from the sizes of others are a part of the graph."""
+    plain = {name: getattr(torch, name) for name in ("arange", "zeros", "ones", "full", "empty")}
+
+    def following(function: Any) -> Any:
+        def _make(*args: Any, **kwargs: Any) -> Any:
+            proxies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Proxy)]
+            if proxies:
+                return proxies[0].tracer.create_proxy("call_function", function, args, kwargs)
+            return function(*args, **kwargs)
+
+        return _make
+
+    try:
+        for name, function in plain.items():
+            setattr(torch, name, following(function))
+        yield
+    finally:
+        for name, function in plain.items():
+            setattr(torch, name, function)
+
+
 def _modes() -> tuple[bool, ...]:
     return (torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")))
 
@@ -235,7 +305,8 @@ def _trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
         for module in training:
             module.training = mode
         try:
-            graphs.append(_Tracer(opened).trace(model))
+            with _constructors_followed():
+                graphs.append(_Tracer(opened).trace(model))
         except Exception as error:  # the model's own code, run on stand-ins for tensors, may raise anything
             raise _refusal(model, f"its forward cannot be followed: {error}, {where}") from error
         finally:
@@ -275,6 +346,11 @@ def _is_container(module: nn.Module) -> bool:
     """Whether all its parameters are those of its children, and its forward is not torch's own."""
     own = type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
     return not own and not module._parameters and any(True for _ in module.parameters())
+
+
+def _keeps(module: nn.Module) -> bool:
+    """Whether two calls of a module in one pass know of each other: by buffers, or by how often it drew."""
+    return any(True for _ in module.buffers()) or any(isinstance(part, DROPOUTS) for part in module.modules())
 
 
 def _label(names: list[str]) -> str:

@@ -6,8 +6,8 @@ Torch-free, measures nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from typing import Literal
@@ -42,6 +42,8 @@ class Cost:
     """What crosses a cut after the block; a stage keeps what it received until its backward pass."""
     again_bytes: int = 0
     """What its backward pass computes again, to have it once more until it is done."""
+    shared: Mapping[str, int] = field(default_factory=dict)
+    """Those of `state_bytes` that are of a parameter which other blocks use too, by its name: a stage has it once."""
 
 
 def partition(costs: Sequence[Cost], stages: int, in_flight: InFlight, memory_bytes: int = 0) -> list[int]:
@@ -87,7 +89,9 @@ def memory(costs: Sequence[Cost], first: int, last: int, in_flight: int) -> int:
     received = costs[first - 1].boundary_bytes if first else 0
     run = costs[first:last]
     kept = in_flight * (received + sum(cost.activation_bytes for cost in run))
-    return sum(cost.state_bytes for cost in run) + kept + max((cost.again_bytes for cost in run), default=0)
+    state = sum(cost.state_bytes - sum(cost.shared.values()) for cost in run)
+    state += sum({name: size for cost in run for name, size in cost.shared.items()}.values())
+    return state + kept + max((cost.again_bytes for cost in run), default=0)
 
 
 def imbalance(costs: Sequence[Cost], bounds: Sequence[int]) -> float:

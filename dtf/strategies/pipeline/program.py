@@ -7,16 +7,15 @@ see padding; hence the runtime is dtf's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dtf.api.layout import BufferUpdate
+from dtf.api.options import Remat
 from dtf.api.strategy import Program, Update
 from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
@@ -25,15 +24,10 @@ from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.p2p import P2PChannel
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
-from dtf.model.activation_checkpointing import apply_activation_checkpointing
 from dtf.model.annotate import section
 from dtf.model.attributes import without_trace
-from dtf.model.batch_statistics import BatchNormStatistics
-from dtf.model.changing_buffers import ChangingBuffers, buffers_restored
 from dtf.model.forward import (
     ForwardPass,
-    batch_norm_error,
-    global_rng_error,
     leaf_gradients,
     loss_dtype,
     merge_evaluated,
@@ -44,45 +38,17 @@ from dtf.model.forward import (
 from dtf.model.memory import Footprint, activations
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
-from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import update_applied
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.pipeline.messages import AHEAD, UNANSWERED, PipelineRanks, StageMessages
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
+from dtf.strategies.pipeline.shared_tensors import CopiedBuffers, RenamedSource, SharedTensors
+from dtf.strategies.pipeline.stage import Stage
+from dtf.strategies.pipeline.trials import INSTEAD, StartTrials
 from dtf.strategies.spmd import microbatch_load
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import ShardedTables
-
-
-class Stage:
-    """A contiguous part of the model: `model` takes and returns the tensors that are live at its ends."""
-
-    def __init__(
-        self,
-        index: int,
-        model: nn.Module,
-        task: Task,
-        device: torch.device,
-        checkpointed: Sequence[str],
-        rules: Mapping[str, BufferUpdate],
-    ) -> None:
-        self.index, self.model = index, model
-        self.statistics = BatchNormStatistics(model, task.step.ema)
-        self.changing = ChangingBuffers(model, rules, {*self.statistics.names(), *self.statistics.counters()})
-        self.masks = SeededDropout(model, task.seed, device)
-        apply_activation_checkpointing(model, checkpointed, task.step.remat, self.masks)
-        model.train()
-
-    @property
-    def scratch(self) -> frozenset[str]:
-        """Names of buffers that are no part of the run's state."""
-        return self.changing.scratch
-
-    def train(self, mode: bool = True) -> None:
-        """Training or evaluation, for all modules."""
-        if self.model.training is not mode:
-            self.model.train(mode)
 
 
 _MicroBatchHook = Callable[[Stage, int], None]
@@ -90,10 +56,6 @@ _MicroBatchHook = Callable[[Stage, int], None]
 
 def _nothing(stage: Stage, micro_batch: int) -> None:
     pass
-
-
-_INSTEAD = "strategy.degree=0"
-"""What to use where the rows of a model cannot be divided: all ranks in one pipeline."""
 
 
 class _Held(NamedTuple):
@@ -122,7 +84,12 @@ class PipelineProgram(Program):
         micro_batch_rows: int,
         table: str,
         tables: ShardedTables | None,
+        shared: SharedTensors,
     ) -> None:
+        self._shared = shared
+        self._copied = CopiedBuffers(shared, {stage.index: stage.model for stage in stages})
+        for stage in stages:
+            shared.refuse_changed(stage.index, stage.changing.names)
         self._tables, self._looked_up = tables, tuple(task.recipe.tables())
         self._stages = {stage.index: stage for stage in stages}
         self._pipeline, self._update, self._task, self._world, self._dims = pipeline, update, task, world, dims
@@ -139,6 +106,8 @@ class PipelineProgram(Program):
         dtype = loss_dtype(task)
         self._one = torch.ones((), device=world.device, dtype=dtype)
         self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=world.device, dtype=dtype)
+        self._counts, self._counted = torch.zeros((), device=world.device, dtype=dtype), False
+        """What the sum of losses of a step is divided by in place of rows, on the rank that computes losses."""
         self._no_norm = torch.zeros(2, device=world.device, dtype=dtype)
 
     def about(self) -> dict[str, str]:
@@ -153,45 +122,33 @@ class PipelineProgram(Program):
 
     def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
-        batch = self._receiver.train(rows_of(batch, 0, 4), 0, 0)
+        rows = [rows_of(batch, 0, 4), rows_of(batch, max(0, len(batch.ids) - 4), len(batch.ids))]
+        looked_up: list[Batch] = []
         if self._tables is not None:
-            batch = self._tables.lookup(batch, train=False)
-        with ExitStack() as stack:
-            changed = {stage: stack.enter_context(buffers_restored(stage.model)) for stage in self._stages.values()}
-            self._trial_passes(batch)
-            for stage in changed if self.shares > 1 else ():
-                stage.changing.refuse(changed[stage](), _INSTEAD)
+            received = [self._receiver.train(part, 0, j) for j, part in enumerate(rows)]
+            looked_up = [self._tables.lookup(part, train=False) for part in received]
 
-    def _trial_passes(self, batch: Batch) -> None:
-        """The passes of two steps, without updates. ConfigError for a model that draws from the global generator."""
-        drew, self._trials = [], []
-        seeded: list[Tensor] = []  # the generator's state after the last seeding
+        def part(j: int, end: int = 4) -> Batch:
+            whole = looked_up[j] if looked_up else self._receiver.train(rows[j], 0, j)
+            return self._leaves(rows_of(whole, 0, end))
 
-        def enter(stage: Stage, j: int) -> None:
-            # whether the stage before on this rank drew
-            drew.extend(not torch.equal(state, stage.masks.rng_state()) for state in seeded)
-            stage.masks.begin_micro_batch(0, 0)
-            seeded[:] = [stage.masks.rng_state()]
+        def run(part: Batch, enter: _MicroBatchHook) -> Evaluated:
+            return self._run([part], self._one, enter, _nothing, train=True)
 
-        for part in (self._leaves(rows_of(batch, 0, 2)), self._leaves(batch)):
-            try:
-                with Footprint() as footprint:
-                    self._run([part], torch.zeros_like(self._one), enter, _nothing, train=True)
-            except ValueError as error:
-                raise batch_norm_error(error, len(part.ids)) from error
-            gradients = [channel for channel in self._pipeline.backward if channel.target == self._world.rank]
-            # there when backward began, but not kept since forward
-            footprint.saved_bytes -= sum(channel.byte_count for channel in gradients[-AHEAD:])
-            self._trials.append((len(part.ids), footprint))
-            for stage in self._stages.values():
-                for parameter in stage.model.parameters():
-                    parameter.grad = None
+        trials = StartTrials(list(self._stages.values()), self._shared, run, self._early_bytes, self._dims)
+        trials.make(part(0, 2), lambda: part(0), lambda: part(1), self._task.precision.compute, self._world)
+        self._trials = trials.measured
         received = [channel.byte_count for channel in self._channels() if channel.target == self._world.rank]
         sent_back = [channel.byte_count for channel in self._pipeline.backward if channel.source == self._world.rank]
         waiting = AHEAD * max(received, default=0) + UNANSWERED * max(sent_back, default=0)
         self._row_bytes = waiting / self._trials[-1][0]
-        if any(drew) or not torch.equal(seeded[0], next(iter(self._stages.values())).masks.rng_state()):
-            raise global_rng_error("pipeline", "the stages before and after do not draw on")
+        counted = self._world.gather(self._counted)
+        self._counted = self._world.broadcast(any(counted) if counted else None)
+
+    def _early_bytes(self) -> int:
+        """Of gradients that were received ahead of the last passes."""
+        gradients = [channel for channel in self._pipeline.backward if channel.target == self._world.rank]
+        return sum(channel.byte_count for channel in gradients[-AHEAD:])
 
     def _channels(self) -> list[P2PChannel]:
         return [*self._pipeline.forward, *self._pipeline.backward]
@@ -200,7 +157,7 @@ class PipelineProgram(Program):
         parameters, gradients, optimizer, tables = self._update.bytes()
         sizes = (byte_count([parameter]) for stage in self._stages.values() for parameter in stage.model.parameters())
         gradients += max(sizes, default=0)  # of the one that is not yet added to those of earlier micro-batches
-        buffers = byte_count(buffer for stage in self._stages.values() for buffer in stage.model.buffers())
+        buffers = byte_count({id(b): b for stage in self._stages.values() for b in stage.model.buffers()}.values())
         micro_batches, rows = microbatch_load(self._task, self.shares, self.micro_batch_rows)
         # passes of one stage each
         held = accumulate(1 if action.forward else -1 for action in self._order(micro_batches))
@@ -213,6 +170,8 @@ class PipelineProgram(Program):
         first, last = micro_batches_of(len(bounds) - 1, self._dims.dp_shard)
         at = [bound - bounds[first] for bound in bounds[first : last + 1]]
         self._update.begin()
+        self._counts = torch.zeros_like(self._one)
+        self._copied.mark()
         factor = self._update.scale(self._one / ticket.rows)
         for stage in self._stages.values():
             stage.train()  # before the averages ask which layers are trained
@@ -234,11 +193,16 @@ class PipelineProgram(Program):
         sums, _ = self._run(parts, factor, enter, leave, train=True)
         if self._tables is not None:
             self._tables.backward(leaf_gradients(parts, self._looked_up) if 0 in self._stages else {})
+        self._copied.check()
         for stage in self._stages.values():
+            if self.shares > 1 and self._task.step.remat is Remat.none:
+                stage.statistics.check_calls(INSTEAD)
             stage.statistics.end()
             if self.shares > 1:
-                stage.changing.check(_INSTEAD)
+                stage.changing.check(INSTEAD)
         self._synced = False
+        if self._counted:
+            self._rescale(ticket.rows)
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
         applied = update_applied(norm)
@@ -251,6 +215,17 @@ class PipelineProgram(Program):
             stage.statistics.finish(applied)
         # every rank knows the norm, one reports it
         return StepOutput(sums, norm if self._world.rank == 0 else self._no_norm)
+
+    @torch.no_grad()
+    def _rescale(self, rows: int) -> None:
+        """Divide all gradients by the counts of the loss, over all ranks, in place of rows. Collective."""
+        counts = self._dims.total(self._counts.double().reshape(1))
+        self._dims.average(counts)
+        ratio = rows / (counts[0] * self.shares)
+        # stages of one rank may share parameters
+        for parameter in {p for stage in self._stages.values() for p in stage.model.parameters()}:
+            if parameter.grad is not None:
+                parameter.grad.mul_(ratio.to(parameter.grad))
 
     def _leaves(self, part: Batch) -> Batch:
         """Rows of a batch with gradients for rows of sparse tables, where the first layers are."""
@@ -328,7 +303,10 @@ class PipelineProgram(Program):
             messages.send_outputs(s, j, outputs)
             return _Held(inputs, tuple(t for t in outputs if t.requires_grad), None), None
         outputs, loss = self._passes.losses(outputs, batch)
-        total, seed = self._passes.total(loss, batch, factor)
+        total, seed = self._passes.seeded(loss, factor)
+        if loss.counts is not None:
+            self._counts = self._counts + loss.counts
+            self._counted = True
         measured = (
             Evaluated(self._passes.measure(outputs, batch, loss), None)
             if train
@@ -357,14 +335,17 @@ class PipelineProgram(Program):
     def state(self) -> State:
         state = self._update.state()
         share = self._dims.dp_shard
-        common = [box for stage in self._stages.values() if share.index == 0 for box in buffers(stage)]
+        common, seen = [], set[str]()
+        for stage in self._stages.values() if share.index == 0 else ():
+            common += self._shared.once(stage.index, buffers(stage), seen)
         averages = [box for stage in self._stages.values() for box in own_averages(stage, share)]
         return State(state.boxes + common + averages, state.scalars)
 
     def load(self, source: Source) -> None:
         self._update.load(source)
         for stage in self._stages.values():
-            load_buffers(stage, source, self._dims.dp_shard)
+            names = self._shared.names[stage.index]
+            load_buffers(stage, RenamedSource(source, names), self._dims.dp_shard)
 
     def replicated(self) -> list[dict[str, Tensor]]:
         return [self._update.held()]

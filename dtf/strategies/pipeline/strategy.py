@@ -17,12 +17,15 @@ from dtf.strategies.pipeline.schedules import Schedule, bubble, in_flight
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+    from torch.fx import GraphModule
 
     from dtf.distributed.device_mesh import ParallelDims
     from dtf.distributed.world import World
     from dtf.optim.update import LocalUpdate, ParamShard
     from dtf.sparse.sharded_tables import ShardedTables
     from dtf.strategies.pipeline.planner import PipelineSpec
+    from dtf.strategies.pipeline.shared_tensors import TiedGradients
 
 PER_RANK = 4
 """Micro-batches of a global batch for each rank of a pipeline, unless step.micro_batch_rows says otherwise: the bubble
@@ -127,8 +130,10 @@ class Pipeline(Strategy):
         from dtf.sparse.make_tables import tables_of
         from dtf.strategies.pipeline.messages import PipelineRanks, channels
         from dtf.strategies.pipeline.planner import broadcast_plan
-        from dtf.strategies.pipeline.program import PipelineProgram, Stage
-        from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
+        from dtf.strategies.pipeline.program import PipelineProgram
+        from dtf.strategies.pipeline.shared_tensors import SharedTensors, TiedGradients, holders
+        from dtf.strategies.pipeline.stage import Stage
+        from dtf.strategies.sharded_init import cast_parts
 
         dims = ParallelDims(world, "pp", self.degree or world.size, inputs=False)
         rows, spec = self._spec(task, world, dims.dp_shard.count)
@@ -143,22 +148,27 @@ class Pipeline(Strategy):
         by_name = draws_by_name(task.recipe)
         if by_name:
             cast_parts(model, task.precision, computing=True)
-        segments, shards = {}, {}
-        for s in range(dims.axis_rank, stages, spec.ranks):
-            segments[s] = split.segment(bounds[s], bounds[s + 1])
-            if by_name:
-                masters = lay_out(segments[s], task.precision, world.device)
-                draw(segments[s], task, masters)
-            else:
-                masters = settle(segments[s], task.precision, world.device)
-            shards |= param_shards(segments[s], masters)
+        segments = {s: split.segment(bounds[s], bounds[s + 1]) for s in range(dims.axis_rank, stages, spec.ranks)}
+        copies = holders(split.uses, bounds, spec.ranks)
+        shards, stage_names = _settle(model, segments, task, world, by_name)
+        elsewhere = frozenset(name for name, places in copies.items() if places[0] != dims.axis_rank)
+        shards = {name: shard._replace(is_primary=name not in elsewhere) for name, shard in shards.items()}
+        shared = SharedTensors(stage_names, elsewhere, frozenset(copies))
         tables = tables_of(task, world, self.tables, gives=dims.broadcast.reads)
         dtype = next(iter(formats(model, task.precision).values()))[1]
-        update = _update(task, world, dims, shards, names, dtype, tables)
+        trained = [name for name, shard in shards.items() if shard.parameter.requires_grad]
+        tied = TiedGradients(
+            {name: copies[name] for name in names if name in copies}, dims.mesh_rows, world.rank, trained
+        )
+        update = _update(task, world, dims, shards, names, dtype, tables, tied)
         links = channels(dims.mesh_rows, stages, world.rank, world.device)
         pipeline = PipelineRanks(dims.mesh_rows[dims.dp_shard.index], dims.axis_rank, stages, *links)
-        parts = [Stage(s, segment, task, world.device, checkpointed, layout.buffers) for s, segment in segments.items()]
-        return PipelineProgram(parts, pipeline, self.schedule, update, task, world, dims, rows, table, tables)
+        parts, wrapped = [], set()
+        for s, segment in segments.items():
+            again = [name for name in checkpointed if name not in wrapped]
+            wrapped |= {name for name, _ in segment.named_modules()}
+            parts.append(Stage(s, segment, task, world.device, again, layout.buffers))
+        return PipelineProgram(parts, pipeline, self.schedule, update, task, world, dims, rows, table, tables, shared)
 
     def _spec(self, task: Task, world: World, shares: int) -> tuple[int, PipelineSpec]:
         """The rows of a micro-batch, and what the stages have to be. `shares`: pipelines that divide the rows."""
@@ -186,6 +196,31 @@ class Pipeline(Strategy):
         return rows, spec
 
 
+def _settle(
+    model: nn.Module, segments: dict[int, GraphModule], task: Task, world: World, by_name: bool
+) -> tuple[dict[str, ParamShard], dict[int, dict[str, str]]]:
+    """Give this rank's segments their place, format and numbers, in place. Returns what the update gets, by first
+    names, and the first names of each stage's tensors.
+    """
+    from dtf.strategies.pipeline.shared_tensors import RankTensors, Ties, check_formats, first_names, renamed
+    from dtf.strategies.sharded_init import draw, lay_out, param_shards, settle
+
+    first = first_names(model)
+    names = {s: renamed(segment, first) for s, segment in segments.items()}
+    ties = Ties(segments.values())
+    masters: dict[str, torch.Tensor] = {}
+    for s, segment in segments.items():
+        if not by_name:
+            check_formats(model, segment, names[s], task.precision)
+        made = (lay_out if by_name else settle)(segment, task.precision, world.device)
+        masters = {names[s][name]: master for name, master in made.items()} | masters
+    ties.join()
+    tensors = RankTensors((segment, names[s]) for s, segment in segments.items())
+    if by_name:
+        draw(tensors, task, masters)
+    return param_shards(tensors, masters), names
+
+
 def _update(
     task: Task,
     world: World,
@@ -194,20 +229,30 @@ def _update(
     names: list[str],
     dtype: torch.dtype,
     tables: ShardedTables | None,
+    tied: TiedGradients,
 ) -> LocalUpdate:
     """The update of this rank's stages, `shards`. `names`: all trained parameters of the model, in its order."""
     import torch
 
     from dtf.optim.update import LocalUpdate
 
-    local_indices = [names.index(name) for name, shard in shards.items() if shard.parameter.requires_grad]
-    positions = torch.tensor(local_indices, dtype=torch.int64, device=world.device)
+    trained = [(name, shard.is_primary) for name, shard in shards.items() if shard.parameter.requires_grad]
+    counted = [i for i, (_, primary) in enumerate(trained) if primary]
+    own, positions = (
+        torch.tensor(indices, dtype=torch.int64, device=world.device)
+        for indices in (counted, [names.index(trained[i][0]) for i in counted])
+    )
 
     def gather(norms: torch.Tensor) -> torch.Tensor:
         """Norms of all parameters in the model's order, whichever stage has them: the same bits for every cut."""
         all_norms = norms.new_zeros(len(names))
-        all_norms[positions] = norms
+        all_norms[positions] = norms[own]
         return dims.total(all_norms)
+
+    def reduce(gradients: list[torch.Tensor]) -> None:
+        if dims.reduce is not None:
+            dims.reduce(gradients)
+        tied(gradients)
 
     return LocalUpdate(
         shards,
@@ -215,7 +260,7 @@ def _update(
         task.step.clip_norm,
         task.precision.loss_scale,
         writes=dims.dp_shard.index == 0,
-        reduce=dims.reduce,
+        reduce=reduce,
         gather=gather,
         like=torch.empty(0, dtype=dtype, device=world.device),
         tables=tables,

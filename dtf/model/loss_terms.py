@@ -1,0 +1,193 @@
+"""What a recipe's loss may return, as a sum and what the sum over the global batch is divided by.
+
+A loss of each row, (B,). Sums and counts, with one denominator for the global batch. Or a scalar mean, where cutting a
+micro-batch in two proves of what it is the mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from dtf.api.recipe import Recipe
+from dtf.core.errors import ConfigError
+from dtf.core.types import Batch
+
+IGNORED = -100
+"""The label that torch's losses leave out, `ignore_index`."""
+ENOUGH = 4
+"""Rows that prove of what a scalar is the mean, for all micro-batches to come."""
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+class Mean(Enum):
+    """Of what a scalar loss is the mean."""
+
+    rows = "rows"
+    labels = "labels"  # those that are not IGNORED
+
+
+class LossTerms(NamedTuple):
+    """The loss of one micro-batch."""
+
+    value: Tensor
+    """(B,), for `Recipe.measure`: the loss of each row, its sum where there are counts; a mean once for each row."""
+
+    total: Tensor
+    """(), to be summed over the global batch."""
+
+    counts: Tensor | None
+    """(), what the sum of totals is divided by, summed over the global batch. None: its rows."""
+
+
+class Losses:
+    """The loss of a recipe."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self.undivided = False
+        """Whether each global batch is one micro-batch, so that any scalar means what it says."""
+        self._who = f"{type(recipe).__name__}.loss"
+        self._mean: Mean | None = None  # of a scalar loss, once that is proved
+
+    def __call__(self, outputs: Any, batch: Batch) -> LossTerms:
+        """The loss of a micro-batch. Without host synchronisation, but for the first scalar.
+
+        ConfigError for what is none of the forms.
+        """
+        loss = self._recipe.loss(outputs, batch.targets)
+        if isinstance(loss, tuple | list) and len(loss) == 2:
+            return self._counted(loss[0], loss[1], batch)
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                f"{self._who} returned {type(loss).__name__}; return the loss of each row, (B,), or two tensors, sums "
+                "and counts"
+            )
+        if loss.shape == batch.weight.shape:
+            return LossTerms(loss, (loss * batch.weight).sum(), None)
+        if not loss.shape:
+            return self._scalar(loss, outputs, batch)
+        raise ConfigError(
+            f"{self._who} returned shape {tuple(loss.shape)}; it must return a loss per row, "
+            f"{tuple(batch.weight.shape)}, or sums and counts"
+        )
+
+    def _counted(self, sums: Any, counts: Any, batch: Batch) -> LossTerms:
+        shapes = ((), tuple(batch.weight.shape))
+        if not isinstance(sums, Tensor) or not isinstance(counts, Tensor):
+            raise ConfigError(f"{self._who} returned two values that are not both tensors; sums and counts are tensors")
+        if counts.requires_grad:
+            raise ConfigError(
+                f"{self._who} returned two losses that both need a gradient, as for two optimizers. A recipe has one "
+                "optimizer: return one loss, their sum, with a layer between the models that reverses the gradient "
+                "(docs/own-recipe.md, 'Two losses'); or sums and counts, where counts need no gradient"
+            )
+        if tuple(sums.shape) not in shapes or sums.shape != counts.shape:
+            raise ConfigError(
+                f"{self._who} returned sums of shape {tuple(sums.shape)} and counts of shape {tuple(counts.shape)}; "
+                f"both are {shapes[1]}, one for each row, or both ()"
+            )
+        weight = batch.weight if sums.shape else batch.weight.amax()
+        value = sums if sums.shape else (sums / len(batch.weight)).expand(len(batch.weight))
+        return LossTerms(value, (sums * weight).sum(), (counts.to(weight) * weight).sum())
+
+    def _scalar(self, loss: Tensor, outputs: Any, batch: Batch) -> LossTerms:
+        rows = len(batch.weight)
+        if self._mean is None:
+            mean = Mean.rows if self.undivided else self._proved(loss, outputs, batch)
+            self._mean = mean if rows >= ENOUGH else None
+        else:
+            mean = self._mean
+        if mean is Mean.rows or mean is None:
+            each = loss.expand(rows)
+            return LossTerms(each, (each * batch.weight).sum(), None)
+        counts = _labels(batch.targets).to(batch.weight)
+        mean = torch.where(counts > 0, loss, torch.zeros_like(loss))  # that over no label is NaN
+        counts = counts * batch.weight.amax()
+        return LossTerms(mean.expand(rows), mean * counts, counts)
+
+    def _proved(self, loss: Tensor, outputs: Any, batch: Batch) -> Mean | None:
+        """Of what the scalar is the mean. None where a single row proves nothing. ConfigError where it is of nothing.
+
+        Waits for the device.
+        """
+        rows = len(batch.weight)
+        if rows < 2:
+            return None
+        with torch.no_grad():
+            some = _with_ignored(batch.targets)
+            labels = False if some is None else self._splits(outputs, some, Mean.labels)
+            if labels:
+                return Mean.labels
+            if self._splits(outputs, batch.targets, Mean.rows):
+                return Mean.rows
+        if labels is None and batch.targets.dim() > 1 and rows < ENOUGH:  # all labels of a part are ignored
+            return None
+        raise ConfigError(
+            f"{self._who} returned a scalar that is no mean over rows: the losses of two parts of a micro-batch do not "
+            "make that of the whole, so that gradients cannot be added up over ranks. Return instead the loss of each "
+            "row,\n"
+            "    return F.cross_entropy(outputs, targets, reduction='none')                  # (B,)\n"
+            "or sums with counts that are added up over the global batch,\n"
+            "    return losses.sum(1), (targets != -100).sum(1)                              # (B,), (B,)"
+        )
+
+    def _splits(self, outputs: Any, targets: Tensor, mean: Mean) -> bool | None:
+        """Whether the loss of some rows is the mean of those of its parts, weighted with their rows or labels. None
+        where a part has none.
+        """
+        rows = len(targets)
+        cut = max(1, rows // 3)
+        total = weights = 0.0
+        try:
+            whole = float(self._recipe.loss(outputs, targets))
+            for first, last in ((0, cut), (cut, rows)):
+                part = targets[first:last]
+                weight = float(last - first if mean is Mean.rows else _labels(part))
+                if not weight:
+                    return None  # the other part is the whole
+                total += weight * float(self._recipe.loss(_rows(outputs, rows, first, last), part))
+                weights += weight
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            return False
+        close = _CLOSE.get(torch.get_default_dtype(), 1e-4)
+        return weights > 0 and abs(total / weights - whole) <= close * max(1e-6, abs(whole))
+
+
+def _labels(targets: Tensor) -> Tensor:
+    """How many labels are not IGNORED, ()."""
+    return (targets != IGNORED).sum()
+
+
+def _with_ignored(targets: Tensor) -> Tensor | None:
+    """The targets with some labels ignored, more of them in the first rows. None for targets that are no labels."""
+    if targets.dtype.is_floating_point or targets.dtype is torch.bool:
+        return None
+    some = targets.clone()
+    if targets.dim() == 1:
+        some[len(some) // 3] = IGNORED
+        return some
+    flat = some.reshape(len(some), -1)
+    counted = flat != IGNORED
+    several = [row for row in range(max(1, len(some) // 3)) if int(counted[row].sum()) > 1]
+    for row in several:
+        flat[row, int(counted[row].int().argmax())] = IGNORED
+    return flat.view(some.shape)
+
+
+def _rows(outputs: Any, rows: int, first: int, last: int) -> Any:
+    """Rows of whatever tensors have them in a structure."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[first:last] if value.dim() and value.shape[0] == rows else value
+        if is_dataclass(value) and not isinstance(value, type):
+            return type(value)(**{field.name: cut(getattr(value, field.name)) for field in fields(value)})
+        return value
+
+    return tree_map(cut, outputs) if not is_dataclass(outputs) else cut(outputs)

@@ -1,0 +1,45 @@
+"""One stage of a pipeline: a part of the model with what it keeps between micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from dtf.api.layout import BufferUpdate
+from dtf.api.task import Task
+from dtf.model.activation_checkpointing import apply_activation_checkpointing
+from dtf.model.batch_statistics import BatchNormStatistics
+from dtf.model.changing_buffers import ChangingBuffers
+from dtf.model.seeded_dropout import SeededDropout
+
+
+class Stage:
+    """A contiguous part of the model: `model` takes and returns the tensors that are live at its ends."""
+
+    def __init__(
+        self,
+        index: int,
+        model: nn.Module,
+        task: Task,
+        device: torch.device,
+        checkpointed: Sequence[str],
+        rules: Mapping[str, BufferUpdate],
+    ) -> None:
+        self.index, self.model = index, model
+        self.statistics = BatchNormStatistics(model, task.step.ema)
+        self.changing = ChangingBuffers(model, rules, {*self.statistics.names(), *self.statistics.counters()})
+        self.masks = SeededDropout(model, task.seed, device)
+        apply_activation_checkpointing(model, checkpointed, task.step.remat, self.masks)
+        model.train()
+
+    @property
+    def scratch(self) -> frozenset[str]:
+        """Names of buffers that are no part of the run's state."""
+        return self.changing.scratch
+
+    def train(self, mode: bool = True) -> None:
+        """Training or evaluation, for all modules."""
+        if self.model.training is not mode:
+            self.model.train(mode)

@@ -1,0 +1,157 @@
+"""The passes of a pipeline before its first step: what they take in memory, and what they show of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtf.api.precision import Format
+from dtf.core.types import Batch, Evaluated
+from dtf.distributed.device_mesh import ParallelDims
+from dtf.distributed.world import World
+from dtf.model.attributes import Attributes
+from dtf.model.changing_buffers import buffers_restored, parameter_places, refuse_changed_parameters
+from dtf.model.forward import batch_norm_error, global_rng_error
+from dtf.model.memory import Footprint
+from dtf.strategies.pipeline.shared_tensors import SharedTensors
+from dtf.strategies.pipeline.stage import Stage
+from dtf.strategies.start_check import Gather, Numbers, Trials, check_passes
+
+INSTEAD = "strategy.degree=0"
+"""What to use where the rows of a model cannot be divided: all ranks in one pipeline."""
+
+Run = Callable[[Batch, Callable[[Stage, int], None]], Evaluated]
+
+
+class StartTrials:
+    """Trial passes over the stages of this rank, whose results are dropped: they leave no trace. Collective.
+
+    `run`: forward and backward of one micro-batch, with what to call before each stage's forward pass. `received`: the
+    bytes of gradients that arrived in it ahead of their pass.
+    """
+
+    def __init__(
+        self, stages: list[Stage], shared: SharedTensors, run: Run, received: Callable[[], int], dims: ParallelDims
+    ) -> None:
+        self._stages, self._shared, self._run, self._received, self._dims = stages, shared, run, received, dims
+        self._divided = dims.dp_shard.count > 1
+        self.measured: list[tuple[int, Footprint]] = []
+        """The first two passes, with their rows."""
+
+    def make(self, few: Batch, a: Callable[[], Batch], b: Callable[[], Batch], compute: Format, world: World) -> None:
+        """Measure a pass over `few` rows and one over `a`; then, where rows are divided, compare passes over `a`, `b`
+        and `a`. ConfigError for what cannot run.
+        """
+        attributes = [Attributes(stage.model) for stage in self._stages]
+        places = [parameter_places(stage.model) for stage in self._stages]
+        with ExitStack() as stack:
+            for attribute in attributes:
+                stack.callback(attribute.restore)
+            changed = [stack.enter_context(buffers_restored(stage.model)) for stage in self._stages]
+
+            def check_buffers() -> None:
+                for stage, names in zip(self._stages, changed, strict=True):
+                    self._shared.refuse_changed(stage.index, names())
+                    if self._divided:
+                        stage.changing.refuse(names(), INSTEAD)
+
+            everyone = world.gather(self._drew(few, a))
+            if world.broadcast(any(everyone) if everyone is not None else None):
+                raise global_rng_error("pipeline", "the stages before and after do not draw on")
+            for stage, place in zip(self._stages, places, strict=True) if self._divided else ():
+                refuse_changed_parameters(stage.model, place, INSTEAD)
+            check_buffers()
+            if self._divided:
+                trials = Trials(lambda: self._trial(a(), 0), lambda: self._trial(b(), 1), self._modules)
+                peers = Gather(lambda value: self._gather(value, world), world.broadcast)
+                found = [name for attribute in attributes for name in attribute.changed()]
+                check_passes(trials, compute, peers, lambda: _changed(attributes, found), INSTEAD)
+                check_buffers()
+
+    def _drew(self, few: Batch, a: Callable[[], Batch]) -> bool:
+        """The passes that are measured. Returns whether a stage here drew from a global generator."""
+        rows = a()  # what receives rows may draw too
+        drew: list[bool] = []
+        seeded: list[Tensor] = []  # the generator's state after the last seeding
+        first = self._stages[0].masks
+
+        def enter(stage: Stage, j: int) -> None:
+            # whether the stage before on this rank drew
+            drew.extend(not torch.equal(state, stage.masks.rng_state()) for state in seeded)
+            stage.masks.begin_micro_batch(0, 0)
+            seeded[:] = [stage.masks.rng_state()]
+
+        with first.find_other_generators():
+            self._trial(few, 0, enter)
+        self._trial(rows, 0, enter)
+        return any(drew) or first.draws_elsewhere or not torch.equal(seeded[0], first.rng_state())
+
+    def _trial(self, rows: Batch, micro_batch: int, enter: Callable[[Stage, int], None] | None = None) -> Numbers:
+        """Forward and backward over some rows as a micro-batch of step 0. Returns their sums, the same on all ranks of
+        a pipeline, and the norms of the gradients of this rank's parameters.
+        """
+
+        def begin(stage: Stage, j: int) -> None:
+            stage.masks.begin_micro_batch(0, micro_batch)
+
+        for stage in self._stages:
+            stage.changing.begin()
+        try:
+            with Footprint() as footprint:
+                sums = self._run(rows, enter or begin).sums
+        except ValueError as error:
+            raise batch_norm_error(error, len(rows.ids)) from error
+        # there when backward began, but not kept since forward
+        footprint.saved_bytes -= self._received()
+        self.measured = [*self.measured, (len(rows.ids), footprint)][:2]
+        names, norms = [], []
+        for stage in self._stages:
+            stage.changing.begin_micro_batch()
+            for name, parameter in stage.model.named_parameters():
+                if parameter.grad is not None:
+                    names.append(f"gradient of {name} in stage {stage.index}")
+                    norms.append(parameter.grad.double().norm().reshape(1))
+        for stage in self._stages:
+            for parameter in stage.model.parameters():
+                parameter.grad = None
+        total = self._dims.total(sums.double().clone())
+        numbers = torch.cat([total, *(norm.to(total.device) for norm in norms)]).tolist()
+        return dict(zip([*(f"sum {i}" for i in range(len(total))), *names], numbers, strict=True))
+
+    def _modules(self) -> Mapping[str, nn.Module]:
+        found: dict[str, nn.Module] = {}
+        for stage in self._stages:
+            found |= {name: module for name, module in stage.model.named_modules() if name}
+            found[f"stage {stage.index}"] = stage.model
+        return found
+
+    def _gather(self, value: Any, world: World) -> list[Any] | None:
+        """As `World.gather`, one value for each pipeline: what its ranks have, in the order of the stages."""
+        order = {name: stage.index for stage in self._stages for name, _ in stage.model.named_modules() if name}
+        order |= {f"stage {stage.index}": stage.index for stage in self._stages}
+        everyone = world.gather([value, order])
+        if everyone is None:
+            return None
+        return [_merged([everyone[rank] for rank in ranks]) for ranks in self._dims.mesh_rows]
+
+
+def _merged(answers: list[Any]) -> list[Any]:
+    """One value of the values of a pipeline's ranks: dicts by name, lists of outputs and lists of names."""
+    merged: list[Any] = []
+    for parts in zip(*(value for value, _ in answers), strict=True):
+        if isinstance(parts[0], dict):
+            merged.append({key: number for part in parts for key, number in part.items()})
+        elif all(isinstance(item, str) for part in parts for item in part):
+            merged.append(sorted({name for part in parts for name in part}))
+        else:
+            staged = [(order[item[0]], item) for part, (_, order) in zip(parts, answers, strict=True) for item in part]
+            merged.append([item for _, item in sorted(staged, key=lambda pair: pair[0])])
+    return merged
+
+
+def _changed(attributes: Iterable[Attributes], before: list[str]) -> list[str]:
+    return sorted({*before, *(name for attribute in attributes for name in attribute.changed())})

@@ -1,0 +1,124 @@
+"""Parameters and buffers that several stages of a pipeline use have the numbers of one process; what a model keeps from
+pass to pass is found before the first step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dtf.config.settings import load_parts
+from dtf.strategies.pipeline import partition
+from dtf.strategies.pipeline.partition import Cost
+from tests.support.harness import difference, reference, spread
+from tests.support.ranks import ranks
+
+load_parts([])
+TIED: dict[str, Any] = {"plugin": "tests.support.tied", "recipe": {"name": "tied", "kind": "function", "rows": 42}}
+BLOCKS = {"cuts": ["first", "second", "third"]}
+"""A stage more than the embedding for each block."""
+
+
+def tied(kind: str) -> dict[str, Any]:
+    return TIED | {"recipe": {**TIED["recipe"], "kind": kind}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "processes", "options", "more"),
+    [
+        ("function", 2, {}, {}),
+        ("function", 4, BLOCKS, {"ema": 0.9, "optimizer": "adamw"}),
+        ("function", 2, {"virtual": 2, **BLOCKS}, {"clip_norm": 0.01}),
+        ("function", 4, {"degree": 2}, {"clip_norm": 0.01, "optimizer": "lars"}),
+        ("function", 2, {}, {"freeze": ["embed"]}),
+        ("function", 2, {}, {"remat": "blocks"}),
+        ("modules", 2, {}, {}),
+        ("modules", 4, BLOCKS, {"clip_norm": 0.01}),
+        ("modules", 2, {"virtual": 2, **BLOCKS}, {"ema": 0.9}),
+        ("modules", 4, {"degree": 2}, {}),
+        ("again", 4, BLOCKS, {"optimizer": "adamw"}),
+        ("again", 2, {"virtual": 2, **BLOCKS}, {"remat": "blocks"}),
+    ],
+)
+def test_what_several_stages_use_is_updated_alike(
+    kind: str, processes: int, options: dict[str, Any], more: dict[str, Any]
+) -> None:
+    found = spread("pipeline", processes, options=options, **tied(kind), **more)
+    assert difference(reference(**tied(kind), **more), found) <= 1e-10
+
+
+@pytest.mark.parametrize(("processes", "options"), [(2, {}), (2, {"virtual": 2, **BLOCKS}), (4, {"degree": 2})])
+def test_tied_parameters_can_be_drawn_by_name(processes: int, options: dict[str, Any]) -> None:
+    case = {**TIED, "recipe": {"name": "tied_by_name", "kind": "modules", "rows": 42}}
+    assert difference(reference(**case), spread("pipeline", processes, options=options, **case)) <= 1e-10
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_params", "bf16_master", "fp16"])
+@pytest.mark.parametrize("kind", ["function", "modules"])
+def test_tied_parameters_in_half_precision(kind: str, precision: str) -> None:
+    """Their gradients are sums of two parts, each rounded for itself."""
+    case = tied(kind) | {"precision": precision}
+    found = spread("pipeline", 2, **case)
+    assert difference(reference(**case), found, without=("optimizer/",)) <= 0.02
+
+
+def copies(rank: int, size: int, **case: Any) -> list[str]:
+    """The bytes of this rank's copy of the shared weight after three steps, none where it has none."""
+    from tests.support import harness
+
+    run = harness._Run(rank, size, harness.Case(strategy="pipeline", **case))
+    run.fit()
+    held = run.program.replicated()[0]
+    run.program.end()
+    return [held["embed.weight"].double().numpy().tobytes().hex()] if "embed.weight" in held else []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+def test_copies_stay_equal_bit_for_bit(precision: str) -> None:
+    case = tied("modules") | {"precision": precision, "options": {"degree": 2}}
+    found = ranks(4, "tests.laws.test_pipeline_shared:copies", shared=True, **case)
+    assert all(len(held) == 1 for held in found) and len({held[0] for held in found}) == 1
+
+
+def test_a_run_with_tied_parameters_goes_on_elsewhere(tmp_path: Path) -> None:
+    """From a pipeline under ddp, from ddp in a pipeline; a checkpoint has the weight once."""
+    whole = reference(**tied("modules"))
+    for first, then in (("pipeline", "ddp"), ("ddp", "pipeline")):
+        folder = str(tmp_path / first)
+        spread(first, 2, save_every=1, halt=True, folder=folder, **tied("modules"))
+        found = spread(then, 2, start=folder, **tied("modules"))
+        for name, tensor in whole["tensors"].items():
+            assert np.abs(np.asarray(tensor) - np.asarray(found["tensors"][name])).max() <= 1e-10, (first, name)
+
+
+def test_the_table_counts_each_copy_and_none_twice() -> None:
+    """Of a weight that two of three blocks have."""
+    costs = [Cost(name, 1.0, 100, 0, 0, shared={"w": 60} if name != "b" else {}) for name in "abc"]
+    assert partition.memory(costs, 0, 1, 1) == partition.memory(costs, 2, 3, 1) == 100
+    assert partition.memory(costs, 0, 3, 1) == 240
+
+
+def test_what_a_model_remembers_is_found_where_rows_are_divided() -> None:
+    case = {"plugin": "tests.support.tied", "recipe": {"name": "remembering", "rows": 42}}
+    with pytest.raises(
+        AssertionError, match="other numbers for the same rows .*: memory is the first module"
+    ) as caught:
+        spread("pipeline", 4, options={"degree": 2}, **case)
+    assert "passes change the attribute memory.last" in str(caught.value)
+    assert difference(reference(**case), spread("pipeline", 2, **case)) <= 1e-10
+
+
+def test_a_generator_that_is_not_torchs_is_found_too() -> None:
+    """Stages before and after would not draw on."""
+    case = {"plugin": "tests.support.tied", "recipe": {"name": "remembering", "rows": 42, "python_random": True}}
+    with pytest.raises(AssertionError, match="strategy=pipeline: the model draws random numbers in its forward pass"):
+        spread("pipeline", 2, **case)
+
+
+def test_a_shared_buffer_that_changes_in_a_block_is_refused() -> None:
+    """Its copies would drift apart, although all rows go through one pipeline."""
+    with pytest.raises(AssertionError, match="changes the buffer table, which stages on several ranks use"):
+        spread("pipeline", 2, **tied("changing"))

@@ -1,0 +1,88 @@
+"""A recipe whose loss is a pair, or a scalar mean: token losses of which some are ignored. A plugin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dtf.api.layout import Layout, Split
+from dtf.api.recipe import Dataset
+from dtf.api.registry import option, register
+from dtf.model.metrics import weighted_sums
+from tests.support.toy import Toy
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor, nn
+
+TOKENS, CLASSES = 5, 4
+
+
+@register("recipe", "losses")
+class LossForms(Toy):
+    form: str = option(default="pair", doc="what loss() returns: pair, single, labels, rows, sum, two")
+
+    def build_model(self) -> nn.Module:
+        from torch import nn
+
+        last = nn.Linear(16, TOKENS * CLASSES), nn.Unflatten(1, (TOKENS, -1))
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), *last)
+
+    def layout(self, model: nn.Module) -> Layout:
+        return Layout((("0",), ("2",), ("4", "5")), {"0": Split.column, "2": Split.row})
+
+    @property
+    def train_metrics(self) -> tuple[str, ...]:
+        return ("loss", "tokens")
+
+    @property
+    def objective(self) -> tuple[str, str]:
+        return ("loss", "min")
+
+    def open_data(self, split: str, seed: int) -> Dataset:
+        return Tokens(super().open_data(split, seed))
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        from torch.nn.functional import cross_entropy
+
+        if self.form == "labels":
+            return cross_entropy(outputs.flatten(0, 1), targets.flatten())
+        if self.form == "sum":
+            return cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum")
+        losses = cross_entropy(outputs.mT, targets, reduction="none")
+        counts = (targets != -100).sum(1)
+        match self.form:
+            case "pair":
+                return losses.sum(1), counts
+            case "single":
+                return losses.sum(), counts.sum()
+            case "two":
+                return losses.mean(), losses.square().mean()
+        return losses.mean(1).mean()
+
+    def measure(self, outputs: Any, batch: Any, loss: Tensor) -> Tensor:
+        return weighted_sums(batch.weight, loss, (batch.targets != -100).sum(1))
+
+    def summarise(self, sums: list[float]) -> dict[str, float]:
+        rows, loss, tokens = sums
+        return {"loss": loss / (tokens if self.form in ("pair", "single") else rows), "tokens": tokens / rows}
+
+
+class Tokens(Dataset):
+    """Labels of five tokens a row, of which a number that differs by row is ignored."""
+
+    prefetch = 0
+
+    def __init__(self, rows: Dataset) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def fetch(self, ids: np.ndarray, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
+        inputs, targets = self._rows.fetch(ids, epoch)
+        labels = (targets[:, None] + torch.arange(TOKENS)) % CLASSES
+        labels[torch.arange(TOKENS)[None] < torch.from_numpy(ids % TOKENS)[:, None]] = -100
+        return inputs, labels
