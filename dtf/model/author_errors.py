@@ -57,9 +57,8 @@ def author_error(error: Exception) -> DtfError | None:
         return None
     if isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _NOT_THEIRS):
         return None
-    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = max((i for i, (frame, _) in enumerate(frames) if _calls(frame.f_code)), default=-1)
-    inside = frames[own + 1 :]
+    frames = list(traceback.walk_tb(error.__traceback__))
+    inside = frames[_last_call(frames) + 1 :]
     if inside and _is_communication(inside[-1][0].f_code.co_filename):
         return None
     who, opens_data = _called(frames, inside, error)
@@ -68,6 +67,17 @@ def author_error(error: Exception) -> DtfError | None:
     place = _place(inside)
     text = f"{who} raised {type(error).__name__}: {error}{f', at {place}' if place else ''}"
     return DataError(text) if opens_data and isinstance(error, OSError) else ConfigError(text)
+
+
+def line_of(error: Exception) -> str:
+    """The author's line at which a pass failed, `my_model.py:12 in forward`; empty where there is none."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return _place(frames[_last_call(frames) + 1 :])
+
+
+def _last_call(frames: list[tuple[FrameType, int]]) -> int:
+    """The place of the last frame of dtf's own machinery, -1 without one."""
+    return max((i for i, (frame, _) in enumerate(frames) if _calls(frame.f_code)), default=-1)
 
 
 def _called(
