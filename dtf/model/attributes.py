@@ -59,10 +59,10 @@ class Attributes:
         if depth == 0 or id(value) in seen or isinstance(value, type | nn.Module):
             return
         if isinstance(value, Tensor):
-            if not isinstance(value, nn.Parameter) and not value.is_meta:
+            if not isinstance(value, nn.Parameter) and not value.is_meta and value.layout is torch.strided:
                 seen.add(id(value))
                 before = value.detach().clone()
-                self._restorers.append(lambda: value.detach().copy_(before) if value.shape == before.shape else None)
+                self._restorers.append(lambda: _restore(value.detach(), before))
         elif isinstance(value, torch.Generator):
             state = value.get_state()
             self._restorers.append(lambda: value.set_state(state))
@@ -74,7 +74,8 @@ class Attributes:
             self._restorers.append(lambda: setattr(value.bit_generator, "state", bits))
         elif isinstance(value, np.ndarray):
             array = value.copy()
-            self._restorers.append(lambda: np.copyto(value, array))
+            if value.flags.writeable:
+                self._restorers.append(lambda: np.copyto(value, array))
         else:
             self._keep_container(value, seen, depth)
 
@@ -111,6 +112,12 @@ def without_trace(models: Sequence[nn.Module]) -> Iterator[None]:
             stack.enter_context(buffers_restored(model))
             stack.callback(Attributes(model).restore)
         yield
+
+
+def _restore(tensor: Tensor, before: Tensor) -> None:
+    """Give a tensor its numbers back, where they differ: memory of others cannot always be written."""
+    if tensor.shape == before.shape and not torch.equal(tensor, before):
+        tensor.copy_(before)
 
 
 def digests(model: nn.Module) -> dict[str, str]:

@@ -23,10 +23,10 @@ def _averages(layers: list[_Layer], suffix: str = "") -> list[Tensor]:
 
 
 class _Counted:
-    """A normalisation that counts its calls."""
+    """A normalisation that counts the calls that change its averages: not those of padding or of computing again."""
 
     def forward(self, input: Tensor) -> Tensor:
-        self.__dict__["_calls"] += 1
+        self.__dict__["_calls"] += self.momentum != 0.0  # type: ignore[attr-defined]
         return super().forward(input)  # type: ignore[misc]
 
 
@@ -76,7 +76,6 @@ class BatchNormStatistics:
                     module.register_buffer(f"{kind}{EMA_SUFFIX}", module._buffers[kind].detach().clone())  # type: ignore[union-attr]
         self._uneven: set[str] = set()  # layers that others keep right, see `release`
         self._calls: list[int] = []  # of the layers in training, at `begin`
-        self._passes = 0  # since `begin`
         self._ema, self._aside = ema, list[Tensor]()
         self._steps = 0
         self._before: list[Tensor] | None = None
@@ -115,6 +114,11 @@ class BatchNormStatistics:
                 )
         return [f"{name}.{kind}" for name, _, _ in self._layers if name in self._uneven for kind in _KINDS]
 
+    @property
+    def uneven(self) -> frozenset[str]:
+        """Names of the layers that were left to others."""
+        return frozenset(self._uneven)
+
     def layers(self) -> dict[str, nn.Module]:
         """The layers with running averages, by name."""
         return {name: layer for name, layer, _ in self._layers}
@@ -133,7 +137,7 @@ class BatchNormStatistics:
         self._last = self._flat()
         # a frozen layer keeps its averages
         self._live = [entry for entry in self._layers if entry[1].training and entry[0] not in self._uneven]
-        self._calls, self._passes = [vars(layer)["_calls"] for _, layer, _ in self._live], own
+        self._calls = [vars(layer)["_calls"] for _, layer, _ in self._live]
         if self._live and own * ranks != total:
             self._before = [t.clone() for t in _averages(self._live)]
 
@@ -151,17 +155,17 @@ class BatchNormStatistics:
         """Called before a pass over padding, which exists for the collectives in it. Averages do not change in it."""
         for _, layer, _ in self._live:
             layer.momentum = 0.0
-        self._changed, self._passes = True, self._passes + 1
+        self._changed = True
 
     def check_calls(self, instead: str) -> None:
-        """Raise ConfigError where a layer was not called once in each pass since `begin`. Before `end`, and not where
-        passes are computed again. `instead`: what to use for such a model.
+        """Raise ConfigError where a layer was not called once for each micro-batch since `begin`. Before `end`.
+        `instead`: what to use for such a model.
         """
-        for (name, layer, _), before in zip(self._live, self._calls, strict=True):
+        for (name, layer, base), before in zip(self._live, self._calls, strict=True):
             calls = vars(layer)["_calls"] - before
-            if calls != self._passes:
+            if calls != self._own and base != 0.0:
                 raise ConfigError(
-                    f"the normalisation {name} is called unevenly: {calls} times in {self._passes} passes, and once in "
+                    f"the normalisation {name} is called unevenly: {calls} times in {self._own} passes, and once in "
                     "each at the start; ranks would average its statistics wrongly; let the recipe's layout say "
                     f"Layout(buffers={{{name!r}: BufferUpdate.mean}}), or use {instead}"
                 )

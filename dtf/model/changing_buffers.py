@@ -15,6 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from dtf.api.layout import BufferUpdate
 from dtf.api.name_patterns import longest
 from dtf.core.errors import ConfigError
+from dtf.model.batch_statistics import BatchNormStatistics
 
 
 class ChangingBuffers:
@@ -35,7 +36,8 @@ class ChangingBuffers:
         self.watches_parameters = True
         """Whether frozen parameters are watched too. False where a wrapper of the model moves parameters."""
         self._counts: list[int] = []
-        self._frozen: list[tuple[str, Tensor, tuple[int, int]]] = []
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._places: list[tuple[int, int]] = []
         self.find()
 
     def find(self) -> None:
@@ -50,15 +52,23 @@ class ChangingBuffers:
         self._plain = [(name, module, key) for name, module, key, rule in ruled if rule is None]
         self.scratch = frozenset(name for name, _, _, rule in ruled if rule is BufferUpdate.local)
 
+    def take_declared(self, statistics: BatchNormStatistics) -> None:
+        """Keep the running averages that rules cover, in place of `statistics`."""
+        rules = {name: self._rule(f"{name}.running_mean") for name in statistics.layers()}
+        declared = [name for name, rule in rules.items() if rule is not None]
+        for name in declared:
+            if rules[name] is not BufferUpdate.mean:
+                raise ConfigError(
+                    f"the layout gives the running averages of {name} the rule {rules[name].value}; averages have the "  # type: ignore[union-attr]
+                    "rule BufferUpdate.mean"
+                )
+        self.take(statistics.release(declared))
+
     def take(self, names: Iterable[str]) -> None:
         """Keep these buffers, which others owned, by the rule `mean` from now on."""
         self._owned = self._owned - set(names)
         self._rules |= dict.fromkeys(names, BufferUpdate.mean)
         self.find()
-
-    def ruled(self, name: str) -> bool:
-        """Whether a rule covers the buffer of this name."""
-        return self._rule(name) is not None
 
     def _rule(self, name: str) -> BufferUpdate | None:
         return longest(self._rules, name)  # type: ignore[arg-type,return-value]
@@ -114,8 +124,8 @@ class ChangingBuffers:
             for tensor in (module._buffers.get(key),)
         ]
         self._counts = [len(buffers) for buffers, _ in self._modules]
-        named = self._model.named_parameters() if self.watches_parameters else ()
-        self._frozen = [(name, p, _place(p)) for name, p in named if not p.requires_grad]
+        if self.watches_parameters:
+            self._places = [_place(parameter) for _, parameter in self._frozen]
 
     def check(self, instead: str) -> None:
         """Raise ConfigError where a buffer without a rule was changed, made or removed since `mark`. `instead`: what to
@@ -125,7 +135,7 @@ class ChangingBuffers:
             now = buffers.get(key)
             if now is not tensor or (now is not None and _version(now) != version):
                 raise _refusal(name, instead)
-        for name, parameter, place in self._frozen:
+        for (name, parameter), place in zip(self._frozen, self._places, strict=False):
             if _place(parameter) != place:
                 raise changed_parameter(name, instead)
         if [len(buffers) for buffers, _ in self._modules] != self._counts:
@@ -146,9 +156,13 @@ class _Stepped:
     def __init__(self, name: str, module: nn.Module, key: str, rule: BufferUpdate) -> None:
         tensor = module._buffers[key]
         assert tensor is not None
+        if hasattr(tensor, "_local_tensor"):
+            raise ConfigError(
+                f"the layout divides the module of the buffer {name}, and its forward pass changes it by the rule "
+                f"{rule.value}; leave the module out of the splits"
+            )
         self.name, self._module, self._key, self._rule, self._tensor = name, module, key, rule, tensor
         self._before = tensor.detach().clone()
-        self._last: Tensor = tensor
         self.total = torch.zeros(tensor.shape, dtype=torch.float64, device=tensor.device)
 
     @torch.no_grad()
@@ -161,8 +175,8 @@ class _Stepped:
 
     @torch.no_grad()
     def rewind(self) -> None:
-        self._tensor.copy_(self._before)  # not all kernels say that they changed it
-        self._module._buffers[self._key] = self._tensor
+        # a tensor of its own for each micro-batch: the backward pass of another may still need the last one
+        self._module._buffers[self._key] = self._before.clone()
 
     @torch.no_grad()
     def add(self) -> None:
@@ -173,17 +187,13 @@ class _Stepped:
                 f"the forward pass makes the buffer {self.name} {shape}, it was {tuple(self._before.shape)}; a buffer "
                 f"with the rule {self._rule.value} keeps its shape: use BufferUpdate.local for scratch memory"
             )
-        self._last = value.detach()
-        change = self._last.double() - self._before.double() if self._rule is BufferUpdate.sum else self._last.double()
-        self.total += change
+        self.total += value.detach().double()
+        if self._rule is BufferUpdate.sum:
+            self.total -= self._before.double()
 
     def finish(self, total: Tensor, micro_batches: int, applied: Tensor) -> None:
-        if micro_batches == 1 and self._rule is BufferUpdate.mean and self._before.dtype is not torch.float64:
-            new = total.view(self._before.shape)
-        elif self._rule is BufferUpdate.sum:
-            new = self._before.double() + total.view(self._before.shape)
-        else:
-            new = total.view(self._before.shape) / micro_batches
+        total = total.view(self._before.shape)
+        new = self._before.double() + total if self._rule is BufferUpdate.sum else total / micro_batches
         if not self._before.dtype.is_floating_point:
             new = (new + 1e-6).floor()
         new = torch.where(applied.to(new.device), new.to(self._before.dtype), self._before)

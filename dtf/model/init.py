@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dtf.api.layout import Layout, Split
+from dtf.api.layout import BufferUpdate, Layout, Split
+from dtf.api.name_patterns import covers
 from dtf.api.precision import Cast, Format, Precision
 from dtf.api.recipe import Recipe
 from dtf.api.task import Task, Weights
@@ -134,6 +135,8 @@ def _built(recipe: Recipe) -> nn.Module:
     for name, buffer in model.named_buffers():
         if is_lazy(buffer):
             raise ConfigError(f"{who} makes the buffer {name} without a shape (a lazy module); name its sizes")
+        if torch._debug_has_internal_overlap(buffer) == 1:  # such as an expanded one: it could not be written
+            buffer.data = buffer.data.clone(memory_format=torch.contiguous_format)
         if buffer.is_complex() and name in persistent:
             raise ConfigError(
                 f"{who} makes the buffer {name} complex, which checkpoints cannot hold; register it with "
@@ -178,7 +181,23 @@ def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
             raise ConfigError(
                 f"{who} splits {name} as {split!r}; use one of Split.{', Split.'.join(kind.name for kind in Split)}"
             )
+    _check_buffers(who, layout, [name for name, _ in model.named_buffers()])
     return layout
+
+
+def _check_buffers(who: str, layout: Layout, names: list[str]) -> None:
+    """Raise ConfigError for a rule that is none, or that covers no buffer. Scratch memory may come later."""
+    for pattern, rule in layout.buffers.items():
+        if not isinstance(rule, BufferUpdate):
+            raise ConfigError(
+                f"{who} gives the buffers {pattern!r} the rule {rule!r}; use one of "
+                f"BufferUpdate.{', BufferUpdate.'.join(kind.name for kind in BufferUpdate)}"
+            )
+        if rule is not BufferUpdate.local and not any(covers(pattern, name) for name in names):
+            raise ConfigError(
+                f"{who} names the buffers {pattern!r}, and its model has none of that name; "
+                f"{suggest(pattern, names) if names else 'leave it out'}"
+            )
 
 
 def is_statistics(module: nn.Module) -> bool:

@@ -92,7 +92,7 @@ class Losses:
                 f"{self._who} returned sums of shape {tuple(sums.shape)} and counts of shape {tuple(counts.shape)}; "
                 f"both are {shapes[1]}, one for each row, or both ()"
             )
-        weight = batch.weight if sums.shape else batch.weight.amax()
+        weight = batch.weight if sums.shape else self._of_all(batch.weight)
         value = sums if sums.shape else (sums / len(batch.weight)).expand(len(batch.weight))
         return LossTerms(value, (sums * weight).sum(), (counts.to(weight) * weight).sum())
 
@@ -104,12 +104,23 @@ class Losses:
         else:
             mean = self._mean
         if mean is Mean.rows or mean is None:
-            each = loss.expand(rows)
-            return LossTerms(each, (each * batch.weight).sum(), None)
+            return LossTerms(loss.expand(rows), loss * rows * self._of_all(batch.weight), None)
         counts = _labels(batch.targets).to(batch.weight)
         mean = torch.where(counts > 0, loss, torch.zeros_like(loss))  # that over no label is NaN
-        counts = counts * batch.weight.amax()
+        counts = counts * self._of_all(batch.weight)
         return LossTerms(mean.expand(rows), mean * counts, counts)
+
+    def _of_all(self, weight: Tensor) -> Tensor:
+        """The weight that all rows have, (). NaN where they differ, because some cannot be read: one number for all
+        rows cannot leave out some. On a CPU that is a ConfigError.
+        """
+        least, most = weight.amin(), weight.amax()
+        if weight.device.type == "cpu" and bool(least != most):
+            raise ConfigError(
+                f"{self._who} returns one number for all rows of a micro-batch, and some of its rows cannot be read; "
+                "return the loss of each row, or repair the data"
+            )
+        return torch.where(least == most, most, torch.full_like(most, torch.nan))
 
     def _proved(self, loss: Tensor, outputs: Any, batch: Batch) -> Mean | None:
         """Of what the scalar is the mean. None where a single row proves nothing. ConfigError where it is of nothing.

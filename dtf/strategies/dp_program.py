@@ -77,7 +77,7 @@ class DataParallelProgram(Program):
         part = self._part(batch, 0, 8, 0)
         self._in_turn = self._replicas[0].warmup(part, ALONE)
         for replica in self._replicas[1:]:
-            replica.masks.seed_as(self._replicas[0].masks)
+            replica.follow(self._replicas[0])
 
     def memory(self) -> Memory:
         """Of all replicas together."""

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from dtf.strategies.param_use import ParamUse
 
 
+SUMS_UNUSED = "set_reduce_scatter_unused_params"
+"""A method of FSDP modules, from torch 2.14 on."""
 TRIALS = 3
 """Passes over two rows each that show which modules some rows use and others do not."""
 
@@ -242,10 +244,8 @@ class Fsdp(Strategy):
         if not isinstance(model, FSDPModule):
             wrap([model], policy)
         assert isinstance(model, FSDPModule)
-        if hasattr(
-            model, "set_reduce_scatter_unused_params"
-        ):  # torch 2.14: rows of one rank may use what others do not
-            model.set_reduce_scatter_unused_params(True)
+        if hasattr(model, SUMS_UNUSED):  # rows of one rank may use what those of another do not
+            getattr(model, SUMS_UNUSED)(True)
         heads: list[FSDPModule] = [unit[0] for unit in units if isinstance(unit[0], FSDPModule)]
         for i, head in enumerate(heads):
             head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + self.prefetch])
@@ -258,6 +258,9 @@ def _use(model: nn.Module, task: Task) -> ParamUse | None:
 
     The rows are the same on all ranks. ConfigError for a model that cannot compute them.
     """
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
     from dtf.model.draw_by_name import draws_by_name
     from dtf.model.forward import rows_of_inputs
     from dtf.strategies.param_use import ParamUse
@@ -267,6 +270,12 @@ def _use(model: nn.Module, task: Task) -> ParamUse | None:
     use = ParamUse(model)
     rows = task.sample(2 * TRIALS)
     use.watch_passes(model, [rows_of_inputs(rows, 2 * i, 2 * i + 2) for i in range(TRIALS)])
+    if use.uneven and not hasattr(FSDPModule, SUMS_UNUSED):
+        raise ConfigError(
+            f"strategy=fsdp: some rows use {min(use.uneven)} and others do not, and torch "
+            f"{torch.__version__} cannot sum gradients that only some ranks have; use torch 2.14 or "
+            "newer, or strategy=ddp"
+        )
     return use
 
 

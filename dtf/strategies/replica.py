@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dtf.api.layout import Layout
-from dtf.api.options import Remat
 from dtf.api.precision import Format
 from dtf.api.strategy import Update
 from dtf.api.task import Task
@@ -42,10 +41,6 @@ from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.strategies.pass_probes import Reached, count_calls, recomputes_inside, refuse_hooks_on_sums
 from dtf.strategies.start_check import Gather, Numbers, Trials, check_passes, not_linear
-
-if TYPE_CHECKING:
-    pass
-
 
 LARGE = 2.0**12
 """By how much a loss is multiplied to find gradients that do not grow with it."""
@@ -86,14 +81,13 @@ class Replica:
         self.statistics = BatchNormStatistics(model, task.step.ema)
         self.changing = ChangingBuffers(model, layout.buffers, {*self.statistics.names(), *self.statistics.counters()})
         self.changing.watches_parameters = sync is None
-        uneven = [name for name in self.statistics.layers() if self.changing.ruled(f"{name}.running_mean")]
-        self.changing.take(self.statistics.release(uneven))
+        self.changing.take_declared(self.statistics)
         self.masks = SeededDropout(model, task.seed, device)
         apply_activation_checkpointing(
             model, modules_to_checkpoint(task.recipe, model, layout, task.step.remat), task.step.remat, self.masks
         )
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._reach = reach
+        self._reach, self._warming = reach, False
         self._looked_up = tuple(task.recipe.tables())
         self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=device, dtype=loss_dtype(task))
         self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
@@ -101,7 +95,6 @@ class Replica:
         self.undivided: dict[str, Tensor] = {}  # norms of its gradients of parameters that this rank holds in whole
         self._compute = task.precision.compute
         self._cuts = 0 < task.step.micro_batch_rows < task.step.batch_size
-        self._recomputes = task.step.remat is not Remat.none
         self._task = task
         self.clipped = ""
         """A gradient that does not grow with the loss, as `warmup` found; empty: all do."""
@@ -159,7 +152,7 @@ class Replica:
                 self.changing.begin_micro_batch()
                 sums.append(self._pass(ready, factor, last=j == len(parts) - 1))
                 self.changing.end_micro_batch()
-        if self.divided and not self._recomputes and first < last:
+        if self.divided and first < last:
             self.statistics.check_calls(self.instead)
         self.statistics.end()
         if self.divided:
@@ -200,7 +193,7 @@ class Replica:
                 self._passes.forward(self._forward if last else self.model, batch.inputs), batch
             )
             total, seed = self._passes.seeded(loss, factor)
-            if not last and self._reach:
+            if self._warming and self._reach:
                 self._reach = not recomputes_inside(total)
             if last and self._reach:
                 total = Reached.apply(total, *self._trained)
@@ -220,7 +213,7 @@ class Replica:
         for what cannot run: a single row under batch normalisation and, if rows are divided, a model that keeps
         something from pass to pass.
         """
-        self._trials = []
+        self._trials, self._warming = [], True
         self._passes.loss.undivided = not self.divided and not self._cuts
         rows = rows_of(batch, 0, 2), rows_of(batch, 0, 4), rows_of(batch, max(0, len(batch.ids) - 4), len(batch.ids))
         attributes, places = Attributes(self.model), parameter_places(self.model)
@@ -264,6 +257,7 @@ class Replica:
                 "parts of a model are divided too finely for that: use strategy=ddp"
             ) from error
         finally:
+            self._warming = False
             attributes.restore()
             self._restore_parameters(places)
         return drew
@@ -278,6 +272,12 @@ class Replica:
             for name, parameter in self.model.named_parameters():
                 if name in changed:
                     parameter.data.copy_(start[name].data)
+
+    def follow(self, other: Replica) -> None:
+        """Take over what `warmup` has found of another copy of the model."""
+        self.masks.seed_as(other.masks)
+        self.changing.take(self.statistics.release(other.statistics.uneven - self.statistics.uneven))
+        self._passes.loss.undivided = other._passes.loss.undivided
 
     def _release_uneven(self, calls: Mapping[str, int]) -> None:
         """Keep the averages of normalisations that a pass does not call exactly once by the rule for buffers."""

@@ -17,7 +17,7 @@ from dtf.core.errors import ConfigError
 from dtf.model.attributes import GENERATOR
 
 Numbers = dict[str, float]
-"""What a trial pass gives: name -> number. `loss` and the other sums, and the norm of each gradient."""
+"""What a trial pass gives: name -> number. The sums of `Recipe.measure`, and the norm of each gradient."""
 
 _TOLERANCES = {Format.fp64: 1e-9, Format.fp32: 2e-5, Format.bf16: 3e-2, Format.fp16: 1e-2}
 """Relative differences that rounding may make: kernels of GPUs need not sum in the same order twice."""
@@ -152,7 +152,11 @@ def _recorded(modules: Mapping[str, nn.Module]) -> Iterator[list[tuple[str, Tens
 
         return hook
 
-    hooks = [module.register_forward_hook(note(name)) for name, module in modules.items()]
+    hooks = [
+        module.register_forward_hook(note(name))
+        for name, module in modules.items()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
     try:
         yield outputs
     finally:

@@ -297,31 +297,38 @@ def _modes() -> tuple[bool, ...]:
 
 def _trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
     """The nodes of the model's forward, the same in training and evaluation; the model is left as it was."""
-    training = {module: module.training for module in model.modules()}
-    known = set(vars(model))
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    places = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     buffers = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
-    graphs = []
+    graphs, changed = [], ""
     for mode in (True, False):
-        for module in training:
+        for module in model.modules():
             module.training = mode
         try:
             with _constructors_followed():
                 graphs.append(_Tracer(opened).trace(model))
+            now = dict(model.named_buffers())
+            changed = changed or next(
+                (name for name, (buffer, version) in buffers.items() if _differs(now.get(name), buffer, version)), ""
+            )
         except Exception as error:  # the model's own code, run on stand-ins for tensors, may raise anything
             raise _refusal(model, f"its forward cannot be followed: {error}, {where}") from error
-        finally:
-            for module, before in training.items():
-                module.training = before
-            for name in set(vars(model)) - known:  # constants that the tracer met
-                delattr(model, name)
-    for name, (buffer, version) in buffers.items():
-        if model.get_buffer(name) is not buffer or buffer._version != version:
-            raise _refusal(
-                model, f"the forward pass changes the buffer {name}, which only one process can keep right, {where}"
-            )
+        finally:  # constants that the tracer met, and stand-ins that the forward assigned
+            for values, before in [*attributes, *places]:
+                values.clear()
+                values.update(before)
+    if changed:
+        raise _refusal(
+            model, f"the forward pass changes the buffer {changed}, which only one process can keep right, {where}"
+        )
     if str(graphs[0]) != str(graphs[1]):
         raise _refusal(model, f"its forward asks for self.training {where}, e.g. nn.Dropout")
     return list(graphs[0].nodes)
+
+
+def _differs(now: Any, buffer: torch.Tensor, version: int) -> bool:
+    """Whether a buffer was changed or replaced. What stands in its place may be a stand-in, which has no version."""
+    return now is not buffer or buffer._version != version
 
 
 def _is_input(node: Node) -> bool:

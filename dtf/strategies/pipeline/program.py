@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from dtf.api.options import Remat
 from dtf.api.strategy import Program, Update
 from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
@@ -195,8 +194,7 @@ class PipelineProgram(Program):
             self._tables.backward(leaf_gradients(parts, self._looked_up) if 0 in self._stages else {})
         self._copied.check()
         for stage in self._stages.values():
-            if self.shares > 1 and self._task.step.remat is Remat.none:
-                stage.statistics.check_calls(INSTEAD)
+            stage.statistics.check_calls(INSTEAD)
             stage.statistics.end()
             if self.shares > 1:
                 stage.changing.check(INSTEAD)
@@ -248,15 +246,24 @@ class PipelineProgram(Program):
         assert batch is not None
         for stage in self._stages.values():
             stage.train(False)
+            stage.changing.begin()
+            if self.shares > 1:
+                stage.changing.mark()
         bounds = micro_batch_bounds(len(batch.ids), self._task.step.evaluation_rows, join=False)
         parts = self._parts(batch, bounds, lambda part, _: self._receiver.evaluate(part), train=False)
 
         def enter(stage: Stage, j: int) -> None:
             stage.masks.begin_micro_batch(EVALUATION, int(parts[j].ids[0]))
+            stage.changing.begin_micro_batch()
 
         if batch.ids[0] < 0:  # padding: only the lookup of rows needs this rank
             return Evaluated(self._no_sums, None)
-        return self._run(parts, self._one, enter, _nothing, train=False)
+        evaluated = self._run(parts, self._one, enter, _nothing, train=False)
+        for stage in self._stages.values():
+            stage.changing.begin_micro_batch()  # an evaluation changes nothing
+            if self.shares > 1:
+                stage.changing.check(INSTEAD)
+        return evaluated
 
     def trial_eval(self, batch: Batch | None) -> Evaluated | None:
         with without_trace([stage.model for stage in self._stages.values()]):

@@ -1,0 +1,80 @@
+"""Buffers that the forward pass changes: the same numbers by a rule, or refused by name before an update."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.changing_model import RULES
+from tests.support.harness import difference, reference, spread, variants
+
+PLUGIN = "tests.support.changing_model"
+KNOWN = ("spectral", "siamese")
+DIVIDING = [pair for pair in variants() if pair[0] not in ("tensor", "pserver")]
+"""tensor needs splits, pserver takes no rules."""
+
+
+def case(kind: str, **more: object) -> dict:
+    recipe = {"name": "changing", "kind": kind, **{k: v for k, v in more.items() if k in ("declared", "pattern")}}
+    return {"plugin": PLUGIN, "recipe": recipe, **{k: v for k, v in more.items() if k not in recipe}}
+
+
+@pytest.mark.parametrize("kind", [*RULES, *KNOWN])
+@pytest.mark.parametrize(("strategy", "options"), DIVIDING)
+def test_every_strategy_follows_the_reference(strategy: str, options: dict, kind: str) -> None:
+    if kind == "siamese" and strategy == "pipeline":
+        with pytest.raises(AssertionError, match="the normalisation inner.norm is called unevenly: "):
+            spread(strategy, 2, options=options, **case(kind))
+        return
+    if kind == "skipped" and (options.get("static_graph") or options.get("balance") == "flops"):
+        return  # both are promises that the rows decide nothing
+    run = spread(strategy, 3 if strategy != "pipeline" else 2, options=options, **case(kind))
+    assert difference(reference(**case(kind)), run) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["average", "rows", "siamese"])
+def test_two_pipelines(kind: str) -> None:
+    rules = {"pattern": "inner.norm"} if kind == "siamese" else {}
+    run = spread("pipeline", 4, options={"degree": 2}, **case(kind, **rules))
+    assert difference(reference(**case(kind, **rules)), run) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["siamese", "skipped"])
+@pytest.mark.parametrize("remat", ["blocks", "selective"])
+def test_with_blocks_that_are_computed_again(kind: str, remat: str) -> None:
+    run = spread("ddp", 3, **case(kind, remat=remat))
+    assert difference(reference(**case(kind)), run) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp", "fsdp", "pserver"])
+@pytest.mark.parametrize("kind", ["average", "rows", "passes", "cache"])
+def test_a_change_without_a_rule_is_refused_by_name(strategy: str, kind: str) -> None:
+    name = {"average": "level", "rows": "seen", "passes": "passes", "cache": "cache"}[kind]
+    with pytest.raises(AssertionError, match=f"the forward pass changes the buffer inner.{name}, which each rank"):
+        spread(strategy, 2, **case(kind, declared=False))
+
+
+def test_a_change_that_only_some_batches_make_is_refused_before_that_update() -> None:
+    """The first rows do not make it."""
+    with pytest.raises(AssertionError, match="the forward pass changes the buffer inner.level, which each rank"):
+        spread("ddp", 2, **case("late"))
+
+
+def test_a_call_that_only_some_batches_leave_out_is_refused() -> None:
+    with pytest.raises(AssertionError, match="the normalisation inner.norm is called unevenly: "):
+        spread("ddp", 2, **case("skipped", declared=False))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [("inner.lvel", "names the buffers 'inner.lvel', and its model has none of that name; did you mean inner.level")],
+)
+def test_a_rule_for_no_buffer_is_refused(pattern: str, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        spread("ddp", 2, **case("average", pattern=pattern))
+
+
+def test_servers_take_no_rules() -> None:
+    with pytest.raises(
+        AssertionError, match="the forward pass changes the buffer inner.level, and servers do not send"
+    ):
+        spread("pserver", 2, **case("average"))

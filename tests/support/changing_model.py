@@ -1,0 +1,91 @@
+"""Models whose forward pass changes buffers, with and without a rule. A plugin.
+
+The kinds of the recipe `changing`. `average`: a running average that the forward pass uses, assigned anew. `rows`: a
+counter of rows. `passes`: a counter of passes. `cache`: scratch memory. `spectral`, `siamese`: what is known.
+`skipped`: a normalisation that some batches leave out. `late`: a buffer that only some batches change.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dtf.api.layout import BufferUpdate, Layout
+from dtf.api.registry import option, register
+from tests.support.toy import Toy
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+RULES = {
+    "average": {"inner.level": BufferUpdate.mean},
+    "rows": {"inner.seen": BufferUpdate.sum},
+    "passes": {"inner.*": BufferUpdate.mean},
+    "cache": {"inner.cache": BufferUpdate.local},
+    "skipped": {"inner.norm": BufferUpdate.mean},
+}
+
+
+@register("recipe", "changing")
+class Changing(Toy):
+    kind: str = option(default="average", doc="what changes")
+    declared: bool = option(default=True, doc="whether the layout has a rule for it")
+    pattern: str = option(default="", doc="another pattern in place of the right one")
+
+    def build_model(self) -> nn.Module:
+        return build(self.kind)
+
+    def layout(self, model: nn.Module) -> Layout:
+        rules = RULES.get(self.kind, {}) if self.declared else {}
+        if self.pattern:
+            rules = {self.pattern: BufferUpdate.mean}
+        return Layout((("first",), ("inner",), ("last",)), buffers=rules)
+
+
+def build(kind: str) -> nn.Module:
+    import torch
+    from torch import nn
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.Linear(12, 12, bias=kind not in ("siamese", "skipped"))  # a normalisation would cancel it
+            self.layer = nn.utils.parametrizations.spectral_norm(layer) if kind == "spectral" else layer
+            if kind in ("siamese", "skipped"):
+                self.norm = nn.BatchNorm1d(12)
+            if kind in ("average", "late"):
+                self.register_buffer("level", torch.zeros(12))
+            if kind == "rows":
+                self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+            if kind == "passes":
+                self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+            if kind == "cache":
+                self.register_buffer("cache", torch.zeros(1, 12), persistent=False)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.layer(x)
+            if kind == "siamese":
+                return torch.relu(self.norm(y)) - torch.relu(self.norm(y.flip(1)))
+            if kind == "skipped" and bool(x.sum() > 0):
+                y = self.norm(y)
+            if self.training and (kind == "average" or (kind == "late" and bool((x.abs() > 0.9).any()))):
+                self.level = 0.9 * self.level + 0.1 * y.detach().mean(0)
+            if kind in ("average", "late"):
+                y = y - self.level
+            if kind == "rows" and self.training:
+                self.seen += len(x)
+                y = y / (1 + 0.01 * self.seen)
+            if kind == "passes":
+                self.passes += 1
+            if kind == "cache":
+                self.cache = y.detach()
+            return torch.relu(y)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner, self.last = nn.Linear(8, 12), Inner(), nn.Linear(12, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.last(self.inner(torch.tanh(self.first(x))))
+
+    return Model()
