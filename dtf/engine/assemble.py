@@ -214,8 +214,8 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
     program.warmup(program.prepare(rows))
     if plan.eval_every:
         count = min(TRIAL_ROWS, settings.step.evaluation_rows, len(splits.eval))
-        evaluated = program.trial_eval(program.prepare(splits.first_eval_rows(count) if rows is not None else None))
-        check_evaluated(settings.recipe, evaluated, count, plan.objective[0])
+        batch = program.prepare(splits.first_eval_rows(count) if rows is not None else None)
+        check_evaluated(settings.recipe, program.trial_eval(batch), batch, plan.objective[0])
     return TrainingSetup(joined, inputs, program, train, evaluation, plan, checkpointer)
 
 

@@ -56,16 +56,17 @@ def check_rows(recipe: Recipe, rows: Any, batch: Batch) -> None:
         )
 
 
-def check_evaluated(recipe: Recipe, evaluated: Evaluated | None, rows: int, objective: str) -> None:
-    """Raise ConfigError where metrics cannot be made of a trial evaluation of `rows` rows, or the objective is not
-    among them. `evaluated`: None or zeros on a rank that owns no outputs, which finds nothing.
+def check_evaluated(recipe: Recipe, evaluated: Evaluated | None, batch: Batch | None, objective: str) -> None:
+    """Raise ConfigError where metrics cannot be made of a trial evaluation of `batch`, or the objective is not among
+    them. `evaluated`: None or zeros on a rank that owns no outputs, which finds nothing.
     """
-    if evaluated is None:
+    if evaluated is None or batch is None:
         return
     sums, who = evaluated.sums.tolist(), type(recipe).__name__
     if not sums[0]:
         return
-    if sums[0] != rows:
+    rows, weight = len(batch.ids), float(batch.weight.sum())  # rows that cannot be read weigh nothing
+    if sums[0] != weight:
         raise ConfigError(
             f"{who}.measure() gives {sums[0]:g} as the first sum of {count_text(rows, 'row')}; it must be the sum of "
             "batch.weight, as of dtf.weighted_sums(batch.weight, ...)"

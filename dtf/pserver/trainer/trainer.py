@@ -299,7 +299,7 @@ class Trainer:
         batch = self._context.open("eval", WHOLE, rows).get(0, 0)
         assert batch is not None
         evaluated = self._model.trial_eval(to_device(batch, self._model.device, self._task))
-        check_evaluated(self._task.recipe, evaluated, len(batch.ids), self._task.recipe.objective[0])
+        check_evaluated(self._task.recipe, evaluated, batch, self._task.recipe.objective[0])
 
     def _join(self) -> None:
         """Tell server 0 that this trainer is there, wait until the servers have their state, and pull what is frozen.
