@@ -133,6 +133,12 @@ def log_folder(log_dir: str, run_folder: Path) -> Path:
     return folder
 
 
+def author_traceback(failure: Failed) -> str:
+    """The traceback of an error that a recipe's author made, for people who have no log. Empty for others."""
+    first, chained, _ = failure.traceback.partition("\nThe above exception was the direct cause")
+    return first.rstrip() if chained and " raised " in failure.message else ""
+
+
 def report(failure: Failed) -> None:
     """Print the failure of a rank on standard error as one line, after its traceback unless the message says all there
     is to know.

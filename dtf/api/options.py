@@ -154,6 +154,11 @@ class TrainOptions:
         doc="updates with a non-finite loss or gradient that may be skipped before the run fails",
         unit="steps",
     )
+    dry_run: bool = option(
+        default=False,
+        doc="try every part of this run on a few steps, in a temporary folder: fetch, step, evaluate, save, resume, "
+        "predict; say of each how long it took, and leave nothing behind",
+    )
     record: bool = option(
         default=False,
         doc="write evidence to record_rank_<r>.jsonl in the run folder: the sample ids each rank trains on, sums over "

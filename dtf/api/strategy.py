@@ -74,6 +74,12 @@ class Program(ABC):
         """
         return
 
+    def trial_eval(self, batch: Batch | None) -> Evaluated | None:
+        """As `eval_step` for a few prepared rows that are the same on all ranks, without a trace in the model. Called
+        after `warmup`, on all ranks. Default: None, nothing is tried.
+        """
+        return None
+
     @abstractmethod
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         """One whole optimizer step over this rank's rows of the global batch. Collective, without host synchronisation.
@@ -283,9 +289,7 @@ class Strategy(ABC):
     @property
     def replaceable(self) -> frozenset[str]:
         """Roles whose processes hold no state. When one of them is lost, it alone is started again while the others go
-        on; none of them outlives the others. Never the role that runs the engine.
-
-        Default: none.
+        on; none of them outlives the others. Never the role that runs the engine. Default: none.
         """
         return frozenset()
 
@@ -310,9 +314,7 @@ class Strategy(ABC):
 
     def external_process(self) -> ExternalProcess | None:
         """The one process that this command is to start, where the others are started elsewhere by their own commands.
-        ConfigError for options that do not say which.
-
-        Default: None, the launcher starts all processes.
+        ConfigError for options that do not say which. Default: None, the launcher starts all processes.
         """
         return None
 
@@ -322,9 +324,7 @@ class Strategy(ABC):
 
     def rendezvous(self, context: RendezvousContext) -> RendezvousContext:
         """Find the other processes and return the rank that this process gets. Called first of all in processes of the
-        role that runs the engine; returns when all are there.
-
-        Default: the context as the launcher set it.
+        role that runs the engine; returns when all are there. Default: the context as the launcher set it.
         """
         return context
 

@@ -210,8 +210,18 @@ class Ended:
     )  # bytes `planned` and, at the peak, `resident` or `allocated` (on CUDA), of the `rank` with the highest peak
 
 
-Event = Started | Measured | Saved | Note | Failed | Ended
-_EVENTS = {cls.__name__: cls for cls in (Started, Measured, Saved, Note, Failed, Ended)}
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A part of a dry run worked, or `failed`. `text`: what there is to say of it."""
+
+    part: str
+    seconds: float
+    text: str = ""
+    failed: bool = False
+
+
+Event = Started | Measured | Saved | Note | Failed | Ended | Tried
+_EVENTS = {cls.__name__: cls for cls in (Started, Measured, Saved, Note, Failed, Ended, Tried)}
 
 
 def event_to_json(event: Event) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 
 from dtf.api.recipe import Dataset
 from dtf.core.types import Batch, Shard
+from dtf.data.answers import check_fetched
 from dtf.data.batches import Epochs, micro_batch_bounds, micro_batches_of
 
 MOST_AHEAD = 64
@@ -80,6 +81,7 @@ class Loader:
         self._pending: dict[tuple[int, int], Future[Batch]] = {}
         self._unread: dict[int, set[int]] = {}  # epoch -> rows
         self.batches = epochs.batches
+        self._checked = False
         self._reading = Reading()
 
     def get(self, epoch: int, index: int) -> Batch | None:
@@ -159,7 +161,11 @@ class Loader:
     def _fetch(self, ids: np.ndarray, epoch: int) -> Batch:
         padding = ids[-1] < 0
         rows = ids[:-1] if padding else ids
-        inputs, targets = self._dataset.fetch(rows, epoch)
+        fetched = self._dataset.fetch(rows, epoch)
+        if not self._checked:
+            check_fetched(self._dataset, len(rows), fetched)
+            self._checked = True
+        inputs, targets = fetched
         weight = torch.zeros(len(rows)) if padding else torch.ones(len(rows))
         if self._dataset.bad and not padding:
             unread = [row in self._dataset.bad for row in (rows % len(self._dataset)).tolist()]

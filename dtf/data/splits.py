@@ -12,6 +12,7 @@ from dtf.api.registry import name_of
 from dtf.api.sampler import Sampler
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import WHOLE, Batch, Shard
+from dtf.data.answers import opened
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.samplers import Sequential
@@ -23,6 +24,7 @@ class FirstRows(Dataset):
 
     def __init__(self, rows: Dataset, count: int) -> None:
         self._rows, self._count = rows, count
+        self.wrapped = rows
         self.prefetch, self.queue_rows, self.threads = rows.prefetch, rows.queue_rows, rows.threads
         self.bad, self.allowed = rows.bad, rows.allowed
 
@@ -59,7 +61,7 @@ class Splits:
 
     def __init__(self, recipe: Recipe, sampler: Sampler, batch: int, seed: int, pin: bool, eval_rows: int = 0) -> None:
         self._recipe, self._sampler, self._batch, self._seed, self._pin = recipe, sampler, batch, seed, pin
-        self.train, self.eval = (recipe.open_data(split, seed) for split in ("train", "eval"))
+        self.train, self.eval = (opened(recipe, split, seed) for split in ("train", "eval"))
         if not len(self.train) or not len(self.eval):
             raise DataError(
                 f"recipe={name_of('recipe', recipe)}: {len(self.train)} training and {len(self.eval)} evaluation rows; "
@@ -102,6 +104,14 @@ class Splits:
         loader = self.loader("train", WHOLE, count)
         try:
             return loader.rows(self._epochs.ids(0, index)[:count], 0)
+        finally:
+            loader.close()
+
+    def first_eval_rows(self, count: int) -> Batch:
+        """The first rows of the evaluation, for a trial; so many at most. The same on all ranks."""
+        loader = evaluation_loader(self.eval, WHOLE, count)
+        try:
+            return loader.rows(np.arange(min(count, len(self.eval))), 0)
         finally:
             loader.close()
 

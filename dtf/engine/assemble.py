@@ -28,11 +28,13 @@ from dtf.data.loader import Loader
 from dtf.data.splits import Splits
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan
+from dtf.engine.dry_run import LEAST_STEPS
 from dtf.engine.initial_numbers import agree_on_start
 from dtf.engine.rank import Rank, ignore
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.ema import with_ema
 from dtf.model.init import construct, start_from
+from dtf.model.metric_checks import TRIAL_ROWS, check_evaluated, check_names
 from dtf.model.pretrained import WeightMatch, Weights, match_weights, open_weights
 from dtf.runs.run_folder import redact
 
@@ -186,6 +188,7 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
     """
     rank, splits, epochs = joined.rank, inputs.splits, inputs.epochs
     settings, config = rank.settings, rank.config
+    check_names(settings.recipe)
     program = settings.strategy.setup(inputs.task, joined.world)
     if settings.recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):
         raise ConfigError(
@@ -209,6 +212,10 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
     last = epochs.batches - 1
     rows = splits.first_rows(last if epochs.size(last) == 1 else 0) if program.shard is not None else None
     program.warmup(program.prepare(rows))
+    if plan.eval_every:
+        count = min(TRIAL_ROWS, settings.step.evaluation_rows, len(splits.eval))
+        batch = program.prepare(splits.first_eval_rows(count) if rows is not None else None)
+        check_evaluated(settings.recipe, program.trial_eval(batch), batch, plan.objective[0])
     return TrainingSetup(joined, inputs, program, train, evaluation, plan, checkpointer)
 
 
@@ -255,6 +262,8 @@ def _plan(settings: Settings, batches: int) -> Plan:
         else recipe.objective
     )
     total = options.steps if options.steps is not None else max(1, round((options.epochs or 0) * batches))
+    if options.dry_run:
+        total = max(total, LEAST_STEPS)
     return Plan(
         total=total,
         log_every=options.log_every,

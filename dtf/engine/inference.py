@@ -39,6 +39,7 @@ class Rest(Dataset):
 
     def __init__(self, rows: Dataset, first: int, whole: bool) -> None:
         self._rows, self._first, self._whole = rows, first, whole
+        self.wrapped = rows
         self.prefetch, self.queue_rows, self.threads = rows.prefetch, rows.queue_rows, rows.threads
         # by numbers of all rows; `first` is 0 where bad rows are counted
         self.bad, self.allowed = rows.bad, rows.allowed

@@ -72,7 +72,7 @@ def run_rank(
             error = Preempted(
                 "interrupted; stopped at once, nothing was saved; start again to go on from the last checkpoint"
             )
-        if _peer_is_gone(error):
+        if peer_is_gone(error):
             error = PeerError(f"lost another rank: {error}")
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         patient = isinstance(error, DtfError) and error.patient
@@ -90,7 +90,7 @@ def run_rank(
         return exit
 
 
-def _peer_is_gone(error: BaseException) -> bool:
+def peer_is_gone(error: BaseException) -> bool:
     """Whether a collective failed because of another rank. gloo has no exception class of its own."""
     phrases = ("closed by peer", "reset by peer", "Timed out", "Broken pipe")
     gloo = isinstance(error, RuntimeError) and "gloo" in str(error) and any(phrase in str(error) for phrase in phrases)

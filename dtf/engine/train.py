@@ -19,10 +19,12 @@ from dtf.core.types import Ended, Event, Memory, Note, Place, Started, Stop
 from dtf.distributed.world import World
 from dtf.engine.assemble import JoinedRank, TaskInputs, TrainingSetup, assemble, join, prepare_task
 from dtf.engine.clock import PlannedClock
+from dtf.engine.dry_run import watched
 from dtf.engine.loop import RECENT, Loop, fit
 from dtf.engine.rank import Rank, run_rank
 from dtf.engine.resume import Resumed, hyperparameters, identity, resume
 from dtf.engine.summary import startup_table
+from dtf.model.author_errors import name_author_errors
 from dtf.model.memory import MemoryMeter
 from dtf.model.perturb import perturb
 from dtf.runs import budget
@@ -31,18 +33,29 @@ from dtf.runs.record import Record
 
 def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
     """Train as one rank. An entry, see `rank_process.Entry`."""
-    return run_rank(_train, config, folder, run_id, place, send)
+    return run_rank(_watched_train, config, folder, run_id, place, send)
 
 
-def _train(rank: Rank) -> None:
-    """One rank's life. Collective over the ranks of its role."""
+def _watched_train(rank: Rank) -> None:
+    with watched(rank) as (rank, enter):
+        _train(rank, enter)
+
+
+def _train(rank: Rank, enter: Callable[[str], None]) -> None:
+    """One rank's life. Collective over the ranks of its role. `enter(part)`: called where parts of the start begin."""
     meter = _set_up_process(rank)
     joined = join(rank)
-    inputs = prepare_task(joined)
+    enter("data")
+    with name_author_errors():
+        inputs = prepare_task(joined)
     if not joined.trains:
+        enter("help")
         _run_helper(joined, inputs)
         return
-    setup = assemble(joined, inputs)
+    enter("model")
+    with name_author_errors():
+        setup = assemble(joined, inputs)
+    enter("resume")
     resumed = resume(setup)
     clock = PlannedClock(setup.plan, inputs.epochs, rank.settings.lr, resumed.clock)
     planned = _report_start(setup, resumed)

@@ -238,6 +238,7 @@ class Relay(Job):
             "train.eval_every": self.steps,
             "train.eval_rows": self.eval_rows,
             "train.early_stop": 0,
+            "train.dry_run": "false",
             "train.record": "true",
             "checkpoint": "every",
             "checkpoint.keep_best": 0,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dtf.api.job import Job
 from dtf.api.observer import Observers
 from dtf.api.registry import register
-from dtf.core.errors import BudgetError, DtfError, Exit
+from dtf.core.errors import BudgetError, ConfigError, DtfError, Exit
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Started
 from dtf.runs.budget import BudgetMeter, key, limit_s, spent_s
 from dtf.runs.run_folder import Run
@@ -36,14 +36,23 @@ class TrainJob(Job):
         self.watch: Callable[[Event], None] = lambda event: None
 
     def run(self, composed: Composed) -> int:
+        if composed.settings.train.dry_run:
+            if self.folder is not None:
+                raise ConfigError("train.dry_run tries one run, which is kept nowhere; leave -m out")
+            from dtf.jobs.dry_run import dry_run
+
+            return dry_run(composed)
+        return self.train(composed)
+
+    def train(self, composed: Composed) -> int:
+        """Train to the end of the plan. Returns the exit code."""
         settings = composed.check()
         launcher = settings.launcher
         launcher.check(settings.strategy)
         processes, devices = launcher.count(), launcher.devices_kind()
-        given_folder = str(self.folder or "")
 
         def make(folder: str) -> Run:
-            run = Run.open(composed.config, settings, processes, devices, folder or given_folder)
+            run = Run.open(composed.config, settings, processes, devices, folder or str(self.folder or ""))
             if self.elsewhere_s + spent_s(run.folder) >= limit_s(settings.budget):
                 error = BudgetError(f"{key(settings.budget)} was spent before; raise it to go on")
                 run.end(error.exit, str(error))

@@ -277,6 +277,7 @@ class Verify(Job):
             "train.eval_every": self.steps if self.eval_rows else 0,
             "train.eval_rows": self.eval_rows,
             "train.early_stop": 0,
+            "train.dry_run": "false",
             "train.record": "true",
             "train.perturb": noise,
             "checkpoint": "every",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from dtf.api.launcher import WORK, Launcher, check_one_role, report
+from dtf.api.launcher import WORK, Launcher, author_traceback, check_one_role, report
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError
 from dtf.core.types import Event, Failed, Place
@@ -95,5 +96,7 @@ class Inline(Launcher):
                 with contextlib.suppress(ValueError):  # not the main thread, where `work` sets none
                     signal.signal(number, handler)
         if failed:
+            if text := author_traceback(failed[0]):
+                print(text, file=sys.stderr)
             report(failed[0])
         return exit

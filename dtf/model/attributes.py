@@ -7,12 +7,15 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from dtf.model.changing_buffers import buffers_restored
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
@@ -99,6 +102,16 @@ class Attributes:
         seen.add(id(value))
         for item in items:
             self._keep(item, seen, depth - 1)
+
+
+@contextmanager
+def without_trace(models: Sequence[nn.Module]) -> Iterator[None]:
+    """A context for passes whose effects on buffers and attributes are undone at its end."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(buffers_restored(model))
+            stack.callback(Attributes(model).restore)
+        yield
 
 
 def _restore(tensor: Tensor, before: Tensor) -> None:

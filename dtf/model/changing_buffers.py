@@ -244,8 +244,13 @@ def buffers_restored(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same numbers; those of meta tensors, which have none, are the same."""
     local_a, local_b = (getattr(t, "_local_tensor", t) for t in (a, b))
-    return local_a.shape == local_b.shape and local_a.dtype is local_b.dtype and _same_bytes(local_a, local_b)
+    return (
+        local_a.shape == local_b.shape
+        and local_a.dtype is local_b.dtype
+        and (local_a.is_meta or _same_bytes(local_a, local_b))
+    )
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from dtf.core.errors import ConfigError, DtfError
+from dtf.model.author_errors import line_of
 
 _OTHERS = ("gloo", "NCCL", "memory", "index out of range in self")
 """Words in errors of other causes: another rank is gone, there is not enough memory, or an embedding got an id that it
@@ -38,8 +39,10 @@ def name_failing_module(model: nn.Module) -> Iterator[None]:
         if any(word in str(error) for word in _OTHERS):
             raise
         hint = "; divided classes need dtf.cross_entropy and dtf.target_rank" if "DTensor" in str(error) else ""
+        line = line_of(error)
+        what = f"{error}, at {line}" if line else f"{error}"
         raise ConfigError(
-            f"the pass fails at or after {entered[-1]} ({error}); look at how the recipe's layout splits it and what "
+            f"the pass fails at or after {entered[-1]} ({what}); look at how the recipe's layout splits it and what "
             f"is before it{hint}"
         ) from error
     finally:

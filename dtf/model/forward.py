@@ -20,6 +20,7 @@ from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
 from dtf.model.init import DTYPES
 from dtf.model.loss_terms import Losses, LossTerms
+from dtf.model.metric_checks import check_rows, check_sums
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -30,6 +31,7 @@ class ForwardPass:
     def __init__(self, task: Task, device: torch.device) -> None:
         self._recipe, self._device = task.recipe, device
         self.loss = Losses(task.recipe)
+        self._measured, self._evaluated = False, False  # whether the first answers of the recipe were checked
         compute = DTYPES[task.precision.compute]
         self._autocast = compute if task.precision.cast is Cast.autocast else None
         self._input = None if self._autocast else compute
@@ -60,12 +62,20 @@ class ForwardPass:
     @torch.no_grad()
     def measure(self, outputs: Any, batch: Batch, loss: LossTerms) -> Tensor:
         """Metric sums (M,), see `Recipe.measure`."""
-        return self._recipe.measure(_detach(outputs), batch, loss.value.detach())
+        sums = self._recipe.measure(_detach(outputs), batch, loss.value.detach())
+        if not self._measured:
+            check_sums(self._recipe, sums)
+            self._measured = True
+        return sums
 
     @torch.no_grad()
     def evaluated(self, outputs: Any, batch: Batch, loss: LossTerms) -> Evaluated:
         """What an evaluation needs of a micro-batch."""
-        return Evaluated(self.measure(outputs, batch, loss), self._recipe.eval_outputs(_detach(outputs), batch))
+        sums, rows = self.measure(outputs, batch, loss), self._recipe.eval_outputs(_detach(outputs), batch)
+        if not self._evaluated:
+            check_rows(self._recipe, rows, batch)
+            self._evaluated = True
+        return Evaluated(sums, rows)
 
 
 def merge_evaluated(parts: Sequence[Evaluated], device: torch.device) -> Evaluated:

@@ -17,6 +17,7 @@ from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
+from dtf.model.attributes import without_trace
 from dtf.model.forward import loss_dtype, merge_evaluated, rows_of, to_device
 from dtf.model.init import cast, model_of
 from dtf.model.module_outputs import ModuleOutputs
@@ -137,6 +138,10 @@ class DataParallelProgram(Program):
             return self._replicas[i].evaluate(self._part(batch, first, last, i))
 
         return merge_evaluated([evaluated for evaluated in self._each(part) if evaluated is not None], self._devices[0])
+
+    def trial_eval(self, batch: Batch | None) -> Evaluated | None:
+        with without_trace([replica.model for replica in self._replicas]):
+            return self.eval_step(batch)
 
     def swap_ema(self, on: bool) -> None:
         for update in self._updates:

@@ -18,6 +18,7 @@ from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.world import World
 from dtf.model.annotate import section
+from dtf.model.attributes import without_trace
 from dtf.model.error_context import name_failing_module
 from dtf.model.forward import (
     global_rng_error,
@@ -140,6 +141,10 @@ class Spmd(Program):
             batch = self._tables.lookup(self._replica.receiver.evaluate(batch), train=False)
         sums, rows = self._replica.evaluate(batch)
         return Evaluated(self._counted_once(sums), rows if self._reads else None)
+
+    def trial_eval(self, batch: Batch | None) -> Evaluated | None:
+        with without_trace([self._replica.model]):
+            return self.eval_step(batch)
 
     def _received(self, ticket: Train, batch: Batch, bounds: list[int], micro_batches: tuple[int, int]) -> Batch:
         receiver, (first, last) = self._replica.receiver, micro_batches

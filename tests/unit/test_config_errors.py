@@ -52,7 +52,7 @@ def composer() -> Composer:
         ("step.batch_size=0", "step.batch_size=0 must be 1 to 1000000" + HERE),
         ("optimizer.momentum=abc", "optimizer.momentum=abc is not of type float" + HERE),
         ("step={batch_size: 3, x: 4}", "step.x=4 is no known key; choices: batch_size"),
-        ("train=3", "train=3 is no group of keys; choices: early_stop"),
+        ("train=3", "train=3 is no group of keys; choices: dry_run"),
         ("strategy.bucket_mb.x=1", "strategy.bucket_mb={...} is not of type float" + HERE),
         (
             "precision.compute.capacity=3",

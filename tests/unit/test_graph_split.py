@@ -370,6 +370,27 @@ def test_what_would_change_when_cut_is_refused(case: str) -> None:
     assert model.training and set(vars(model)) == keys
 
 
+class Counter(nn.Module):
+    """Counts its passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return self.layer(x)
+
+
+def test_a_trace_leaves_buffers_as_they_were() -> None:
+    """One that looks inside of the block runs the line that counts."""
+    model = nn.Sequential(Counter(), nn.Linear(8, 8))
+    with pytest.raises(ConfigError, match="the forward pass changes the buffer 0.passes"):
+        GraphSplit(model, (("0",), ("1",)), fine=True)
+    assert model.get_buffer("0.passes") == 0
+
+
 def test_a_block_that_asks_for_values_can_be_cut_around_but_not_inside() -> None:
     model, blocks, _ = CASES["towers"]()
     with pytest.raises(ConfigError, match="cannot be followed: .* inside of blocks; cut only between them"):

@@ -16,6 +16,7 @@ from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import WHOLE, Batch, Evaluated, Shard
 from dtf.data.batches import micro_batch_bounds, micro_batches_of, share_within
+from dtf.model.attributes import without_trace
 from dtf.model.forward import global_rng_error, loss_dtype, rows_of, zero_rows_for_tables
 from dtf.model.init import cast, model_of
 from dtf.pserver.net.compression import rounded
@@ -130,6 +131,15 @@ class TrainerModel:
             )
         if drew and self._threads > 1:
             raise global_rng_error("pserver", "and the threads of strategy.hogwild_threads share one generator")
+
+    def trial_eval(self, batch: Batch) -> Evaluated:
+        """Evaluate a few rows, with zeros in place of rows of sparse tables, without a trace."""
+        tables = self._task.recipe.tables()
+        if tables:
+            batch = self.replica.receiver.evaluate(batch)
+            batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, tables))
+        with without_trace([self.replica.model]):
+            return self.replica.evaluate(batch)
 
     def gradients(self, prepared: PreparedBatch, pulled: PulledState) -> LeaseResult:
         """Gradients of the sum of losses over the rows of a lease, divided by the rows of the global batch."""

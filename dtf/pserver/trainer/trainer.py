@@ -17,9 +17,11 @@ import torch
 from dtf.api.strategy import RoleContext
 from dtf.api.task import Task
 from dtf.core.errors import BusyError, ConfigError
-from dtf.core.types import Shard, Train
+from dtf.core.types import WHOLE, Shard, Train
+from dtf.model.author_errors import name_author_errors
 from dtf.model.forward import to_device
 from dtf.model.init import construct
+from dtf.model.metric_checks import TRIAL_ROWS, check_evaluated
 from dtf.pserver.leases import EVALUATE, Lease
 from dtf.pserver.net import messages
 from dtf.pserver.net.codec import decode, encode
@@ -283,12 +285,21 @@ class Trainer:
     # ------------------------------------------------------------ the start
 
     def warmup(self) -> None:
-        """A pass whose results are dropped: a model that cannot run fails here, before servers are asked."""
+        """Passes whose results are dropped: a model that cannot run fails here, before servers are asked."""
+        with name_author_errors():
+            self._warmup()
+
+    def _warmup(self) -> None:
         loader = self._context.open("train", Shard(0, self._shares), self._micro_batch_rows)
         last = loader.batches - 1  # it may be a single row, which not every model can compute
         batch = loader.get(0, last if loader.size(last) == 1 else 0)
         assert batch is not None
         self._model.warmup(to_device(batch, self._model.device, self._task))
+        rows = min(TRIAL_ROWS, self._task.step.evaluation_rows)
+        batch = self._context.open("eval", WHOLE, rows).get(0, 0)
+        assert batch is not None
+        evaluated = self._model.trial_eval(to_device(batch, self._model.device, self._task))
+        check_evaluated(self._task.recipe, evaluated, batch, self._task.recipe.objective[0])
 
     def _join(self) -> None:
         """Tell server 0 that this trainer is there, wait until the servers have their state, and pull what is frozen.

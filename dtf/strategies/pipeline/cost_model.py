@@ -119,7 +119,10 @@ def _costs(
                 outputs, kept, again = trial.keep()
                 cost = work(block, trial.forward, trial.backward)
             except RuntimeError as error:
-                raise ConfigError(f"block {name} does not run by itself on {device}: {error}") from error
+                raise ConfigError(
+                    f"block {name} does not run by itself on {device}: {error}; strategy=ddp names the line, where it "
+                    "fails there too"
+                ) from error
             last = index == len(split) - 1
             if not last and not all(isinstance(value, Tensor) for value in outputs):
                 kinds = ", ".join(type(value).__name__ for value in outputs)

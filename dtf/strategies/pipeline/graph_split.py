@@ -17,6 +17,7 @@ from torch.fx.graph import inplace_methods
 from torch.utils._pytree import tree_leaves
 
 from dtf.core.errors import ConfigError
+from dtf.model.attributes import without_trace
 
 DROPOUTS = (nn.modules.dropout._DropoutNd,)
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -305,12 +306,13 @@ def _trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
         for module in model.modules():
             module.training = mode
         try:
-            with _constructors_followed():
+            with without_trace([model]), _constructors_followed():
                 graphs.append(_Tracer(opened).trace(model))
-            now = dict(model.named_buffers())
-            changed = changed or next(
-                (name for name, (buffer, version) in buffers.items() if _differs(now.get(name), buffer, version)), ""
-            )
+                now = dict(model.named_buffers())
+                changed = changed or next(
+                    (name for name, (buffer, version) in buffers.items() if _differs(now.get(name), buffer, version)),
+                    "",
+                )
         except Exception as error:  # the model's own code, run on stand-ins for tensors, may raise anything
             raise _refusal(model, f"its forward cannot be followed: {error}, {where}") from error
         finally:  # constants that the tracer met, and stand-ins that the forward assigned

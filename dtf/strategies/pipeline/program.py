@@ -24,6 +24,7 @@ from dtf.distributed.p2p import P2PChannel
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
+from dtf.model.attributes import without_trace
 from dtf.model.forward import (
     ForwardPass,
     leaf_gradients,
@@ -263,6 +264,10 @@ class PipelineProgram(Program):
             if self.shares > 1:
                 stage.changing.check(INSTEAD)
         return evaluated
+
+    def trial_eval(self, batch: Batch | None) -> Evaluated | None:
+        with without_trace([stage.model for stage in self._stages.values()]):
+            return self.eval_step(batch)
 
     def _run(
         self, parts: list[Batch], factor: Tensor, enter: _MicroBatchHook, leave: _MicroBatchHook, train: bool

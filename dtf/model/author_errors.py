@@ -1,0 +1,148 @@
+"""Errors inside what a recipe's author wrote become errors that name the method or module, and the author's line.
+
+The traceback tells all of it, so nothing is recorded while a model runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+
+import numpy as np
+import torch
+from torch import nn
+
+from dtf.api.recipe import Dataset, Evaluator, Recipe
+from dtf.core.errors import ConfigError, DataError, DtfError
+
+_DTF = f"{Path(__file__).parents[1]}{os.sep}"
+_RECIPES = f"{_DTF}recipes{os.sep}"
+_CALLED_BY_AUTHORS = tuple(
+    _DTF + place for place in ("api", "core", "model/losses.py", "model/metrics.py", "model/auc.py")
+)
+_TORCH, _NUMPY = (f"{package.__path__[0]}{os.sep}" for package in (torch, np))
+_STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
+_PACKAGES = f"{os.sep}site-packages{os.sep}"
+_BASES = (Recipe, Dataset, Evaluator)
+_METHODS = frozenset(name for base in _BASES for name in dir(base) if name == "__len__" or not name.startswith("__"))
+_CALL = re.compile(r"^(?:.*<locals>\.)?(\w+)\.(\w+)\(\) (?:takes|missing|got)")
+_NOT_THEIRS = ("gloo", "NCCL", "CUDA", "cuDNN", "CUBLAS", "out of memory", "allocate memory")
+"""Words in errors of other causes: another rank is gone, a device failed, there is not enough memory."""
+_OPENS_DATA = ("open_data", "open_inputs", "fetch")
+
+
+@contextmanager
+def name_author_errors() -> Iterator[None]:
+    """A context: an error that a method of a recipe, or a module of its model, raises becomes one that names it."""
+    try:
+        yield
+    except Exception as error:
+        named = author_error(error)
+        if named is None:
+            raise
+        raise named from error
+
+
+def author_error(error: Exception) -> DtfError | None:
+    """What to raise for an error that comes from a recipe's methods, a data set's, or its model's passes: a ConfigError
+    that names it, or a DataError where a file of the data cannot be read. None for errors of other causes.
+    """
+    if isinstance(error, DtfError | MemoryError | ConnectionError | torch.distributed.DistError):
+        return None
+    if isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _NOT_THEIRS):
+        return None
+    frames = list(traceback.walk_tb(error.__traceback__))
+    inside = frames[_last_call(frames) + 1 :]
+    if inside and _is_communication(inside[-1][0].f_code.co_filename):
+        return None
+    who, opens_data = _called(frames, inside, error)
+    if not who:
+        return None
+    place = _place(inside)
+    text = f"{who} raised {type(error).__name__}: {error}{f', at {place}' if place else ''}"
+    return DataError(text) if opens_data and isinstance(error, OSError) else ConfigError(text)
+
+
+def line_of(error: Exception) -> str:
+    """The author's line at which a pass failed, `my_model.py:12 in forward`; empty where there is none."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return _place(frames[_last_call(frames) + 1 :])
+
+
+def _last_call(frames: list[tuple[FrameType, int]]) -> int:
+    """The place of the last frame of dtf's own machinery, -1 without one."""
+    return max((i for i, (frame, _) in enumerate(frames) if _calls(frame.f_code)), default=-1)
+
+
+def _called(
+    frames: list[tuple[FrameType, int]], inside: list[tuple[FrameType, int]], error: Exception
+) -> tuple[str, bool]:
+    """What dtf had called when the error came, "" where that is nobody's code, and whether it opens data."""
+    for frame, _ in inside:
+        this, name = frame.f_locals.get("self"), frame.f_code.co_name
+        if isinstance(this, _BASES) and name in _METHODS:
+            return f"{type(this).__name__}.{name}()", name in _OPENS_DATA
+    backward = any(frame.f_code.co_filename.endswith("autograd/__init__.py") for frame, _ in inside)
+    modules = [this for frame, _ in inside if isinstance(this := frame.f_locals.get("self"), nn.Module)]
+    if modules:
+        of = "backward" if backward else "forward"
+        return f"the {of} pass of {_module_name(frames, modules[-1])}", False
+    if backward:
+        return "the backward pass of the model", False
+    call = _CALL.match(str(error)) if isinstance(error, TypeError) else None
+    if call and call[2] in _METHODS:
+        return f"{call[1]}.{call[2]}()", False
+    return "", False
+
+
+def _module_name(frames: list[tuple[FrameType, int]], module: nn.Module) -> str:
+    """`blocks.0 (Residual)`: its name in the outermost module that was called."""
+    kind = type(module).__name__.removeprefix("FSDP").removeprefix("Divided")
+    for frame, _ in frames:
+        root = frame.f_locals.get("self")
+        if isinstance(root, nn.parallel.DistributedDataParallel):
+            root = root.module
+        if isinstance(root, nn.Module):
+            name = next((name for name, other in root.named_modules() if other is module), None)
+            if name is not None:
+                return f"{name} ({kind})" if name else f"the model ({kind})"
+    return f"a {kind}"
+
+
+def _place(frames: list[tuple[FrameType, int]]) -> str:
+    """The author's innermost line, `my_model.py:12 in forward`; one of an installed package where there is no other."""
+    theirs = [(frame, line) for frame, line in frames if not _is_library(frame.f_code.co_filename)]
+    theirs = [pair for pair in theirs if _PACKAGES not in pair[0].f_code.co_filename] or theirs
+    if not theirs:
+        return ""
+    frame, line = theirs[-1]
+    path = frame.f_code.co_filename
+    shown = os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
+    return f"{shown}:{line} in {frame.f_code.co_name}"
+
+
+def _calls(code: CodeType) -> bool:
+    """Whether code is of dtf's own machinery: no recipe, no function that recipes call, and not between torch and
+    its operators.
+    """
+    path = code.co_filename
+    if not path.startswith(_DTF) or code.co_name in ("__torch_dispatch__", "__torch_function__"):
+        return False
+    return not path.startswith((_RECIPES, *_CALLED_BY_AUTHORS))
+
+
+def _is_library(path: str) -> bool:
+    if path.startswith((_DTF, _TORCH, _NUMPY, "<")):
+        return not path.startswith(_RECIPES)
+    return path.startswith(_STANDARD) and _PACKAGES not in path
+
+
+def _is_communication(path: str) -> bool:
+    distributed = f"{_TORCH}distributed{os.sep}"
+    return path.startswith(distributed) and not path.startswith(f"{distributed}tensor{os.sep}")

@@ -1,0 +1,171 @@
+"""Mistakes of a recipe's author are found before the first step, and named. Errors of other causes are left alone."""
+
+from __future__ import annotations
+
+import copy
+import socket
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtf.config.compose import compose
+from dtf.core.errors import ConfigError, DtfError, Exit
+from dtf.core.types import Event, Failed, Measured, Place
+from dtf.engine.train import work
+from dtf.model.attributes import without_trace
+from dtf.model.author_errors import author_error
+from dtf.model.forward import rows_of
+from tests.support.toy import Toy
+
+MISTAKES = {
+    "train_metrics_text": "Mistaken.train_metrics is 'loss'; it must be a tuple of names",
+    "objective_text": "Mistaken.objective is 'top1'; it must be the name of a metric and 'min' or 'max'",
+    "objective_best": "Mistaken.objective is ('top1', 'most')",
+    "objective_unknown": "the objective top2 is no metric of the recipe; did you mean top1?",
+    "build_model_raises": "Mistaken.build_model() raised KeyError: 'width', at",
+    "open_data_list": "Mistaken.open_data('train') returned a list; it must return a dtf.Dataset",
+    "length_half": "MistakenRows.__len__() gives no number of rows",
+    "fetch_raises": "MistakenRows.fetch() raised RuntimeError: the archive is broken",
+    "fetch_one": "MistakenRows.fetch() returned a torch.Tensor; it must return two values",
+    "fetch_three": "MistakenRows.fetch() returned 3 values; it must return two values",
+    "fetch_array": "MistakenRows.fetch() returned a numpy.ndarray as inputs",
+    "fetch_short": "MistakenRows.fetch() returned targets of shape (7,) for 8 ids",
+    "fetch_scalar": "MistakenRows.fetch() returned inputs['scale'] of shape () for 8 ids",
+    "eval_fetch_short": "MistakenRows.fetch() returned inputs of shape (3, 8) for 4 ids",
+    "receive_raises": "Mistaken.receive() raised",
+    "forward_raises": "the forward pass of tail.1 (Part) raised RuntimeError",
+    "forward_wrong_width": "the forward pass of tail.1.narrow (Linear) raised RuntimeError",
+    "backward_raises": "the backward pass of the model raised ValueError: no rule for this gradient, at",
+    "backward_in_place": "the backward pass of the model raised RuntimeError",
+    "loss_raises": "Mistaken.loss() raised ValueError: no such class, at",
+    "measure_raises": "Mistaken.measure() raised AttributeError",
+    "measure_too_few": "Mistaken.measure() returned shape (2,); it must return 3 sums (weights, loss, top1)",
+    "measure_scalar": "Mistaken.measure() returned shape ()",
+    "measure_list": "Mistaken.measure() returned list",
+    "measure_whole_numbers": "Mistaken.measure() returned torch.int64 numbers",
+    "measure_no_weight": "as the first sum of 4 rows; it must be the sum of batch.weight",
+    "eval_outputs_raises": "Mistaken.eval_outputs() raised IndexError",
+    "eval_outputs_flat": "Mistaken.eval_outputs() returned shape (4,) for 4 rows",
+    "eval_outputs_list": "Mistaken.eval_outputs() returned list",
+    "evaluator_without_rows": "Mistaken has an evaluator(), but eval_outputs() returned None",
+    "summarise_raises": "Mistaken.summarise() raised IndexError",
+    "summarise_list": "Mistaken.summarise() returned [4.0, ",
+}
+HERE = "tests/support/mistake"
+
+
+@cache
+def config() -> dict[str, Any]:
+    options = ["launcher=inline", "launcher.devices=cpu", "observer=[]", "strategy=ddp", "train.steps=1"]
+    plugin = ["plugins=[tests.support.mistakes]", "recipe=mistake", "step.batch_size=16", "checkpoint.every_steps=0"]
+    return compose([*plugin, *options]).config
+
+
+def train(folder: Path, mistake: str, **recipe: Any) -> list[Event]:
+    """One step in this process; what the rank reports."""
+    events: list[Event] = []
+    changed = copy.deepcopy(config())
+    changed["recipe"] |= {"mistake": mistake, **recipe}
+    work(changed, str(folder), "run", Place(prefix="run/0"), events.append)
+    return events
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_before_the_first_step(mistake: str, tmp_path: Path) -> None:
+    events = train(tmp_path, mistake)
+    failed = events[-1]
+    assert isinstance(failed, Failed) and not any(isinstance(event, Measured) for event in events)
+    assert (failed.exit, failed.step) == (Exit.CONFIG, 0)
+    assert MISTAKES[mistake] in failed.message
+    if "raised" in MISTAKES[mistake] and mistake != "backward_in_place":  # its line is in no traceback
+        assert f"{HERE}" in failed.message and " in " in failed.message.rpartition(HERE)[2]
+        assert "Traceback" in failed.traceback  # for the log of the rank
+
+
+def test_a_recipe_without_a_mistake_trains(tmp_path: Path) -> None:
+    assert not any(isinstance(event, Failed) for event in train(tmp_path, ""))
+
+
+def test_a_file_of_the_data_that_is_missing_is_an_error_of_the_data(tmp_path: Path) -> None:
+    failed = train(tmp_path, "open_data_missing_file")[-1]
+    assert isinstance(failed, Failed) and failed.exit == Exit.DATA
+    assert "Mistaken.open_data() raised FileNotFoundError" in failed.message
+
+
+def test_a_method_with_other_arguments_is_named(tmp_path: Path) -> None:
+    class Wrong(Toy):
+        def loss(self, outputs: Any) -> Any:  # type: ignore[override]
+            return outputs
+
+    assert "Wrong.loss()" in str(_named(lambda: Wrong().loss(torch.zeros(2, 4), torch.zeros(2))))  # type: ignore[call-arg]
+
+
+class Fails(Toy):
+    error: Exception | None = None
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        assert self.error is not None
+        raise self.error
+
+
+def _named(call: Callable[[], Any]) -> DtfError | None:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  it is looked at
+        return author_error(error)
+    raise AssertionError("it must fail")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("said well"),
+        MemoryError(),
+        ConnectionResetError("the other side"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"),
+        torch.distributed.DistNetworkError("gone"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=lambda error: str(error)[:20],
+)
+def test_errors_of_other_causes_stay_what_they_are(error: Exception) -> None:
+    recipe = Fails()
+    recipe.error = error
+    assert _named(lambda: recipe.loss(None, torch.zeros(1))) is None
+    recipe.error = RuntimeError("the same place, another cause")
+    assert "Fails.loss() raised" in str(_named(lambda: recipe.loss(None, torch.zeros(1))))
+
+
+def test_an_error_inside_dtf_is_not_the_authors() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return rows_of(x, 0, 1)
+
+    assert _named(lambda: Model()(1)) is None
+    assert _named(lambda: socket.create_connection(("", -1))) is None
+
+
+def test_trial_passes_leave_no_trace() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = 0
+            self.register_buffer("total", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            self.total = self.total + x
+            return x
+
+    model = Counts()
+    with without_trace([model]):
+        model(torch.ones(2))
+        assert model.seen == 1 and model.total.tolist() == [1, 1]
+    assert model.seen == 0 and model.total.tolist() == [0, 0]
