@@ -4,8 +4,9 @@ ranks.
     python bench/startup.py
 
 The commands alternate with `python -c "import torch"`; the medians and their spread are printed. The first step is the
-moment when its report appears on standard output. Ends with status 1 when an answer takes more than 0.25 s of the
-processor beyond a bare Hydra application, or a heartbeat more than a microsecond.
+moment when its report appears on standard output. It is compared with that of torchrun: two ranks of a script which
+trains the same network on the same rows by hand, and two ranks of dtf under `launcher=env`. Ends with status 1 when an
+answer takes more than 0.25 s of the processor beyond a bare Hydra application, or a heartbeat more than a microsecond.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from dtf.host.heartbeat import beat
 
 ROUNDS = 7
+FIRST = "first step of 2 ddp ranks"
 ALLOWED_S = 0.25  # an answer over that of a bare Hydra application, of the processor
 ANSWERS = ("dtf --help", "dtf --cfg job", "dtf strategy=ddpp")
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +36,28 @@ from omegaconf import DictConfig, OmegaConf
 def main(config: DictConfig) -> None:
     print(OmegaConf.to_yaml(config))
 main()
+"""
+PLAIN = """
+import torch
+from torch import distributed
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from recipes.resnet.recipe import ResnetShapes
+
+distributed.init_process_group("gloo")
+torch.manual_seed(0)
+rank, recipe = distributed.get_rank(), ResnetShapes()
+model = DistributedDataParallel(recipe.build_model())
+optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+rows = recipe.open_data("train", 0)
+ids = torch.randperm(len(rows))[64 * rank : 64 * rank + 64]
+inputs, targets = rows.fetch(ids.numpy(), 0)
+loss = cross_entropy(model(inputs), targets)
+loss.backward()
+optimizer.step()
+if rank == 0:
+    print("step=1/1 loss", loss.item(), flush=True)
+distributed.destroy_process_group()
 """
 
 
@@ -94,17 +118,18 @@ def main() -> int:
         (folder / "conf" / "config.yaml").write_text("defaults:\n  - db: a\n  - _self_\nx: 1\n")
         (folder / "conf" / "db" / "a.yaml").write_text("y: 2\n")
         (folder / "bare.py").write_text(BARE)
+        (folder / "plain.py").write_text(PLAIN)
         python = sys.executable
         dtf = [python, "-m", "dtf"]
         run = [
             *dtf,
             "strategy=ddp",
-            "launcher.processes=2",
             "train.until=1",
             "train.log_every=1",
             "train.eval_every=0",
             "checkpoint=off",
         ]
+        torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         cases = {
             "bare hydra": ([python, "bare.py"], ""),
             "dtf --help": ([*dtf, "--help"], ""),
@@ -112,7 +137,9 @@ def main() -> int:
             "dtf strategy=ddpp": ([*dtf, "strategy=ddpp"], ""),
             "dtf optimizer.lrr=1": ([*dtf, "optimizer.lrr=1"], ""),
             "import torch": ([python, "-c", "import torch"], ""),
-            "first step of 2 ddp ranks": (run, "step=1/"),
+            FIRST: ([*run, "launcher.processes=2"], "step=1/"),
+            f"{FIRST}, torchrun and a script": ([*torchrun, "plain.py"], "step=1/"),
+            f"{FIRST}, torchrun -m dtf": ([*torchrun, *run[1:], "launcher=env"], "step=1/"),
         }
         times: dict[str, list[float]] = {key: [] for key in cases}
         used: dict[str, list[float]] = {key: [] for key in cases}
@@ -138,6 +165,9 @@ def main() -> int:
                 }
             )
         )
+    for other in (key for key in times if key.startswith(f"{FIRST}, ")):
+        ratios = sorted(ours / theirs for ours, theirs in zip(times[FIRST][1:], times[other][1:], strict=True))
+        print(f"dtf / {other}: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
     return verdict(used)
 
 
