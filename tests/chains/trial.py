@@ -152,7 +152,7 @@ def _taken(call: Any) -> dict[str, Any]:
         for part in str(error).split("Traceback (most recent call last):"):
             found = _CONFIG_ERROR.search(part)
             started = "in fit\n" in part or ("in _live\n" in part and "in __init__\n" not in part)
-            if found and not started:
+            if found and ("in warmup\n" in part or not started):  # trainers live in threads here, and warm up inside
                 raise Refused(found[1]) from error
         raise
 
