@@ -30,6 +30,7 @@ from dtf.distributed.world import World
 from dtf.engine.clock import Plan
 from dtf.engine.initial_numbers import agree_on_start
 from dtf.engine.rank import Rank, ignore
+from dtf.engine.start_record import StartRecord, start_digest
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.ema import with_ema
 from dtf.model.init import construct, start_from
@@ -82,6 +83,8 @@ class TaskInputs:
     weights: Weights | None
     weights_digest: str
     weights_fit: WeightMatch | None
+    start: StartRecord
+    """Where the outcome of the check at the start is remembered."""
 
 
 @dataclass(frozen=True)
@@ -174,9 +177,28 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         if weights is not None:
             start_from(model, weights)
         task.built.append(model)
+    start = _recall_start_check(joined, task, model, facts["training data"])
     numbers = sum(p.numel() for p in parameters.values())
     learning = sum(p.numel() for name, p in parameters.items() if name not in frozen)
-    return TaskInputs(task, splits, epochs, facts, (numbers, learning), weights, weights_digest, weights_fit)
+    return TaskInputs(task, splits, epochs, facts, (numbers, learning), weights, weights_digest, weights_fit, start)
+
+
+def _recall_start_check(joined: JoinedRank, task: Task, model: nn.Module, data: Any) -> StartRecord:
+    """Take what earlier runs found into `task.start_check`. Ranks that run the engine get what rank 0 reads, all
+    others read by themselves. Collective.
+    """
+    rank, world = joined.rank, joined.world
+    reads = rank.place.slots > 1 and (world.rank == 0 or not joined.trains)
+    kind = rank.place.device.partition(":")[0]
+    digest = start_digest(rank.config, task.recipe, model, kind, data) if reads else ""
+    record = StartRecord(digest, rank.place.slots, rank.folder)
+    found = record.read(rank.settings.checkpoint.resume) if reads else None
+    if joined.trains:
+        found = world.broadcast(found)
+    else:
+        task.start_check.keep = record.write
+    task.start_check.found = found
+    return record
 
 
 def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:

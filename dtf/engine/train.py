@@ -82,6 +82,8 @@ def _report_start(setup: TrainingSetup, resumed: Resumed) -> list[Memory]:
     joined, inputs, program, plan = setup.joined, setup.inputs, setup.program, setup.plan
     rank, world, splits = joined.rank, joined.world, inputs.splits
     planned = [Memory(*needs) for needs in world.gather(program.memory() or ()) or () if needs]
+    if world.rank == 0:
+        inputs.start.write(inputs.task.start_check)  # all ranks have passed it: their needs are here
     table = startup_table(
         rank.settings,
         rank.config,

@@ -134,7 +134,8 @@ class PipelineProgram(Program):
             return self._run([part], self._one, enter, _nothing, train=True)
 
         trials = StartTrials(list(self._stages.values()), self._shared, run, self._early_bytes, self._dims)
-        trials.make(part(0, 2), lambda: part(0), lambda: part(1), self._task.precision.compute, self._world)
+        compute, check = self._task.precision.compute, self._task.start_check
+        trials.make(part(0, 2), lambda: part(0), lambda: part(1), compute, self._world, check)
         self._trials = trials.measured
         received = [channel.byte_count for channel in self._channels() if channel.target == self._world.rank]
         sent_back = [channel.byte_count for channel in self._pipeline.backward if channel.source == self._world.rank]
