@@ -133,6 +133,9 @@ class Program(ABC):
         ranks. Collective.
         """
 
+    def check_replicas(self) -> None:
+        """Raise ConfigError where replicas differ. Called after `sync`, before a save. Collective. Default: nothing."""
+
     @abstractmethod
     def state(self) -> State:
         """The boxes that this rank owns, under full parameter names, and scalars. Called after `sync`."""

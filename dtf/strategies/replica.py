@@ -40,7 +40,8 @@ from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.strategies.pass_probes import Reached, count_calls, recomputes_inside, refuse_hooks_on_sums
-from dtf.strategies.start_check import Gather, Numbers, Trials, check_passes, not_linear
+from dtf.strategies.replica_digests import Part
+from dtf.strategies.start_check import Gather, Numbers, Passes, Trials, check_passes, not_linear
 
 LARGE = 2.0**12
 """By how much a loss is multiplied to find gradients that do not grow with it."""
@@ -283,6 +284,25 @@ class Replica:
             for name, parameter in self.model.named_parameters():
                 if name in changed:
                     parameter.data.copy_(start[name].data)
+
+    def passes(self, rows: Batch) -> Passes:
+        """Trial passes over these rows at any time, without a trace. Collective where passes are."""
+
+        def run() -> Numbers:
+            attributes = Attributes(self.model)
+            self.model.train()
+            try:
+                with buffers_restored(self.model), torch.random.fork_rng(devices=[]):
+                    return self._trial(rows, 0, last=False)
+            finally:
+                attributes.restore()
+
+        return Passes(run, lambda: dict(self.model.named_modules()))
+
+    def part(self, name: str, parameters: Mapping[str, Tensor]) -> Part:
+        """What replicas are to have alike, see `Part`."""
+        buffers = {key: buffer for key, buffer in self.model.named_buffers() if key not in self.scratch}
+        return Part(name, {**parameters, **buffers}, self.model)
 
     def follow(self, other: Replica) -> None:
         """Take over what `warmup` has found of another copy of the model."""

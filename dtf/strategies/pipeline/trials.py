@@ -20,7 +20,7 @@ from dtf.model.forward import batch_norm_error, global_rng_error
 from dtf.model.memory import Footprint
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
-from dtf.strategies.start_check import Gather, Numbers, Trials, check_passes
+from dtf.strategies.start_check import Gather, Numbers, Passes, Trials, check_passes
 
 INSTEAD = "strategy.degree=0"
 """What to use where the rows of a model cannot be divided: all ranks in one pipeline."""
@@ -76,11 +76,28 @@ class StartTrials:
             check_buffers()
             if self._divided and check.found is None:
                 trials = Trials(lambda: self._trial(a(), 0), lambda: self._trial(b(), 1), self._modules)
-                peers = Gather(lambda value: self._gather(value, world), world.broadcast)
                 found = [name for attribute in attributes for name in attribute.changed()]
-                check_passes(trials, compute, peers, lambda: _changed(attributes, found), INSTEAD)
+                check_passes(trials, compute, self.peers(world), lambda: _changed(attributes, found), INSTEAD)
                 check_buffers()
                 check.passed({})
+
+    def passes(self, rows: Callable[[], Batch]) -> Passes:
+        """Trial passes over some rows at any time, without a trace. Collective over the pipeline."""
+
+        def run() -> Numbers:
+            with ExitStack() as stack:
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                for stage in self._stages:
+                    stack.callback(Attributes(stage.model).restore)
+                    stack.enter_context(buffers_restored(stage.model))
+                    stage.train()
+                return self._trial(rows(), 0)
+
+        return Passes(run, self._modules)
+
+    def peers(self, world: World) -> Gather:
+        """The pipelines, which make the same passes: one value for each."""
+        return Gather(lambda value: self._gather(value, world), world.broadcast)
 
     def _drew(self, few: Batch, a: Callable[[], Batch]) -> bool:
         """The passes that are measured. Returns whether a stage here drew from a global generator."""
