@@ -27,8 +27,8 @@ MOST_ITEMS = 10_000
 """Of all containers in an attribute; of larger ones the first items and the number of items are compared."""
 MOST_BYTES = 1 << 26
 """Of an array or a text in an attribute; of larger ones evenly spaced numbers, and the ends, are compared."""
-_DTFS_OWN = frozenset({"_calls"})
-"""Attributes that dtf gives modules, and that differ between ranks."""
+_COUNTED = frozenset({"_calls", "momentum"})
+"""Attributes of normalisations that dtf changes from step to step, see `BatchNormStatistics`."""
 
 
 class Attributes:
@@ -123,7 +123,7 @@ def digests(model: nn.Module) -> dict[str, str]:
         f"{prefix}.{key}" if prefix else key: text
         for prefix, module in _modules(model)
         for key, value in _own(vars(module))
-        if key not in _DTFS_OWN and (text := _Digest(modules).of(value, DEPTH))
+        if not (key in _COUNTED and "_calls" in vars(module)) and (text := _Digest(modules).of(value, DEPTH))
     }
 
 

@@ -17,6 +17,9 @@ from dtf.strategies.start_check import Gather
 
 KEPT = "nothing is saved at this step, and the last checkpoint is kept"
 
+NAMED = 4
+"""Attributes that an error names."""
+
 
 class Part(NamedTuple):
     """A part of a model as one replica holds it. Replicas that have a part of the same name have it alike."""
@@ -67,11 +70,12 @@ def compare_replicas(
 
 def _refusal(attributes: list[list[str]], module: str, instead: str) -> str:
     where = f"{module} is the first module whose output differs" if module else "look at what its loss uses"
-    name, first, other = attributes[0]
-    more = f" (and {len(attributes) - 1} other attributes)" if attributes[1:] else ""
+    _, first, other = attributes[0]
+    names = ", ".join(name.removesuffix(GENERATOR) for name, *_ in attributes[:NAMED])
+    more = f" and {len(attributes) - NAMED} more" if attributes[NAMED:] else ""
     return (
-        f"replicas of the model give different numbers for the same rows: {where}; the attribute "
-        f"{name.removesuffix(GENERATOR)} of {other} is not that of {first}{more}. Each rank goes on from its own rows; "
+        f"replicas of the model give different numbers for the same rows: {where}; {other} "
+        f"does not have the attributes of {first}: {names}{more}. Each goes on from its own rows; "
         f"{KEPT}. Make what is kept from pass to pass a buffer with a rule in the recipe's Layout.buffers, draw random "
         f"numbers from torch's global generator, or use {instead}"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -169,8 +169,15 @@ class Spmd(Program):
         place = f"part {self._dims.axis_rank}" if self._dims else "model"
         parts = [*whole_and_slices(self._update.held()), self._replica.part(place, {})]
         compute, peers = self._task.precision.compute, Gather(self._world.gather, self._world.broadcast)
-        passes = [self._replica.passes(self._few)]
-        compare_replicas([parts], peers, lambda: differing_module(passes, compute, peers), self._replica.instead)
+        passes, firsts = [self._replica.passes(self._few)], Gather(self._gather_firsts, self._world.broadcast)
+        compare_replicas([parts], peers, lambda: differing_module(passes, compute, firsts), self._replica.instead)
+
+    def _gather_firsts(self, value: Any) -> list[Any] | None:
+        """As `World.gather`, the value of one rank of each replica: others may have slices of the outputs."""
+        everyone = self._world.gather(value)
+        if everyone is None or self._dims is None:
+            return everyone
+        return [everyone[ranks[0]] for ranks in self._dims.mesh_rows]
 
     def state(self) -> State:
         state = self._update.state()

@@ -160,6 +160,25 @@ def start(rank: int, size: int, **case: Any) -> dict[str, Any]:
     return _Run(rank, size, Case(**{key: value for key, value in case.items() if value is not None})).result()
 
 
+def train_unjudged(rank: int, size: int, **case: Any) -> dict[str, Any]:
+    """As `train`. Fails where replicas look as if they had gone astray, so that passes have to tell."""
+    from dtf.strategies import dp_program, spmd
+    from dtf.strategies.pipeline import program
+
+    def judge(*_: Any) -> None:
+        raise AssertionError("replicas look astray")
+
+    modules = (dp_program, spmd, program)
+    before = [module.differing_module for module in modules]
+    try:
+        for module in modules:
+            module.differing_module = judge
+        return train(rank, size, **case)
+    finally:
+        for module, function in zip(modules, before, strict=True):
+            module.differing_module = function
+
+
 class _Run:
     """One rank of a run: made ready by the constructor, which is collective."""
 
