@@ -96,6 +96,8 @@ def _report_start(setup: TrainingSetup, resumed: Resumed) -> list[Memory]:
         len(splits.train),
         len(splits.eval),
     )
+    if inputs.turns is not None:
+        table |= inputs.turns.row(planned)
     table |= _best_possible(splits.eval, world)
     if inputs.weights and inputs.weights_fit:
         digest = inputs.weights_digest[:19]

@@ -87,7 +87,7 @@ def test_what_dtf_itself_does_looks_never_astray(
 ) -> None:
     """Then no passes are needed to tell."""
     case = {"folder": str(tmp_path), "save_every": 1, "ema": 0.9, "precision": "fp32"}
-    spread(strategy, processes, call="train_unjudged", options=options, **case)
+    spread(strategy, processes, call="tests.support.unjudged:train_unjudged", options=options, **case)
     assert len(saved(tmp_path)) == 3
 
 

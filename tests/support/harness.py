@@ -160,25 +160,6 @@ def start(rank: int, size: int, **case: Any) -> dict[str, Any]:
     return _Run(rank, size, Case(**{key: value for key, value in case.items() if value is not None})).result()
 
 
-def train_unjudged(rank: int, size: int, **case: Any) -> dict[str, Any]:
-    """As `train`. Fails where replicas look as if they had gone astray, so that passes have to tell."""
-    from dtf.strategies import dp_program, spmd
-    from dtf.strategies.pipeline import program
-
-    def judge(*_: Any) -> None:
-        raise AssertionError("replicas look astray")
-
-    modules = (dp_program, spmd, program)
-    before = [module.differing_module for module in modules]
-    try:
-        for module in modules:
-            module.differing_module = judge
-        return train(rank, size, **case)
-    finally:
-        for module, function in zip(modules, before, strict=True):
-            module.differing_module = function
-
-
 class _Run:
     """One rank of a run: made ready by the constructor, which is collective."""
 
@@ -356,10 +337,11 @@ def spread(strategy: str, processes: int, **case: Any) -> dict[str, Any]:
     `call`: another function than `train`.
     """
     call = case.pop("call", "train")
+    call = call if ":" in call else f"{__name__}:{call}"
     chosen = lookup("strategy", strategy)
     size = next(iter(chosen(**_enums(chosen, case.get("options") or {})).roles(processes).values()))
-    calm = not case.keys() & {"network", "deaths"}  # late requests, and trainers that died, leave threads behind
-    results = ranks(size, f"tests.support.harness:{call}", shared=calm, strategy=strategy, slots=processes, **case)
+    calm = not case.keys() & {"network", "deaths"}  # late requests and dead trainers leave threads behind
+    results = ranks(size, call, shared=calm, strategy=strategy, slots=processes, **case)
     merged = _whole(results)
     for other in results[1:]:
         for step, ids in other["ids"].items():

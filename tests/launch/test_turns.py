@@ -1,0 +1,50 @@
+"""Ranks of a host that has too little memory build the model one after another, and start from the same numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dtf.core.errors import Exit
+from tests.launch.test_train import tensors
+
+RUN = [
+    "recipe=told",
+    "step.batch_size=16",
+    "train.steps=2",
+    "train.eval_every=0",
+    "launcher.devices=cpu",
+    "observer=[]",
+]
+
+
+@pytest.fixture(autouse=True)
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    return tmp_path / "built"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes"), [("fsdp", 3), ("ddp", 2), ("pipeline", 2), ("tensor", 2)], ids=lambda value: str(value)
+)
+def test_one_after_another(run_dtf, told: Path, strategy: str, processes: int) -> None:
+    options = [*RUN, f"strategy={strategy}", f"launcher.processes={processes}"]
+    done = run_dtf(*options, "plugins=[tests.support.little_memory]")
+    assert done.code == Exit.OK, done.err
+    lines = [line.split() for line in told.read_text().splitlines()]
+    turns = lines[-2 * processes :]  # before them come those that were given up
+    assert [what for what, _ in turns] == ["begin", "end"] * processes
+    assert [process for _, process in turns[::2]] == [process for _, process in turns[1::2]]
+    assert len({process for _, process in turns}) == processes
+    assert len(lines) - len(turns) == processes and all(what == "begin" for what, _ in lines[:processes])
+    row = json.loads((done.folder / "run.json").read_text())["table"]["start"]
+    assert row.startswith(f"ranks build the model one after another, as {processes} do not fit into the 8.0 kB that")
+    assert "of the whole model + " in row
+    told.unlink()
+    free = run_dtf(*options, "plugins=[tests.support.little_memory, tests.support.much_memory]")
+    assert free.code == Exit.OK and "start" not in json.loads((free.folder / "run.json").read_text())["table"]
+    assert len(told.read_text().splitlines()) == 2 * processes
+    expected = tensors(free.folder, 2)
+    assert expected and tensors(done.folder, 2) == expected

@@ -1,0 +1,37 @@
+"""The host has little memory left, and a model tells when it is built. A plugin.
+
+`FOLDER` in the environment: where `built` gets a line at the begin and the end of each construction.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtf.api.registry import register
+from dtf.host import memory
+from tests.support.toy import Toy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LEFT = 8_000
+"""Bytes: more than one model takes, less than two."""
+
+memory.available_bytes = lambda: LEFT
+
+
+@register("recipe", "told")
+class Told(Toy):
+    def build_model(self) -> nn.Module:
+        path = Path(os.environ["FOLDER"]) / "built"
+
+        def tell(what: str) -> None:
+            with path.open("a") as file:
+                file.write(f"{what} {os.getpid()}\n")
+
+        tell("begin")
+        model = super().build_model()
+        tell("end")
+        return model
