@@ -11,6 +11,7 @@ from dtf.core.errors import Exit
 from tests.launch.test_train import tensors
 
 RUN = [
+    "plugins=[tests.support.little_memory]",
     "recipe=told",
     "step.batch_size=16",
     "train.steps=2",
@@ -29,9 +30,10 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("strategy", "processes"), [("fsdp", 3), ("ddp", 2), ("pipeline", 2), ("tensor", 2)], ids=lambda value: str(value)
 )
-def test_one_after_another(run_dtf, told: Path, strategy: str, processes: int) -> None:
+def test_one_after_another(run_dtf, told: Path, strategy: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [*RUN, f"strategy={strategy}", f"launcher.processes={processes}"]
-    done = run_dtf(*options, "plugins=[tests.support.little_memory]")
+    monkeypatch.setenv("LEFT", "8000")  # more than one model takes, less than two
+    done = run_dtf(*options)
     assert done.code == Exit.OK, done.err
     lines = [line.split() for line in told.read_text().splitlines()]
     turns = lines[-2 * processes :]  # before them come those that were given up
@@ -43,8 +45,10 @@ def test_one_after_another(run_dtf, told: Path, strategy: str, processes: int) -
     assert row.startswith(f"ranks build the model one after another, as {processes} do not fit into the 8.0 kB that")
     assert "of the whole model + " in row
     told.unlink()
-    free = run_dtf(*options, "plugins=[tests.support.little_memory, tests.support.much_memory]")
-    assert free.code == Exit.OK and "start" not in json.loads((free.folder / "run.json").read_text())["table"]
+    monkeypatch.setenv("LEFT", str(1 << 40))
+    free = run_dtf(*options)
+    assert free.code == Exit.OK, free.err
+    assert "start" not in json.loads((free.folder / "run.json").read_text())["table"]
     assert len(told.read_text().splitlines()) == 2 * processes
     expected = tensors(free.folder, 2)
     assert expected and tensors(done.folder, 2) == expected
