@@ -4,6 +4,7 @@ numbers of one: the memory of a file without a name, from which strategies cut t
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -34,6 +35,8 @@ from dtf.host.waits import Operation, group_of
 SHARE = 0.8
 """Of the memory that a host has left, what the models of its ranks may take together."""
 _POLL_S = 0.02
+_BEAT_S = 30.0
+"""Between signs of life of a rank that waits: late enough for the launching process to say first for whom it waits."""
 _ALIGNMENT = 64
 
 
@@ -100,7 +103,7 @@ def build(
         assert model is not None
         return model, None
     model = None
-    gc.collect()
+    _give_back()
     ranks = [rank for rank, (other, _) in enumerate(everyone) if other == host]
     model = _in_turn(make, world, ranks, beat)
     why = f"as {len(ranks)} do not fit into the {bytes_text(free or 0)} that this host has left"
@@ -119,9 +122,12 @@ def _in_turn(make: Callable[[], nn.Module], world: World, ranks: list[int], beat
     def wait(for_place: int, name: str) -> None:
         pair = tuple(sorted((world.rank, ranks[for_place])))
         with Operation(name, group_of(f"turns {name}", pair), ordered=False):
+            alive = time.monotonic()
             while os.pread(board, 1, for_place) != b"1":
-                beat()
                 time.sleep(_POLL_S)
+                if time.monotonic() - alive > _BEAT_S:
+                    beat()
+                    alive = time.monotonic()
 
     try:
         if place + 1 < len(ranks):
@@ -129,7 +135,7 @@ def _in_turn(make: Callable[[], nn.Module], world: World, ranks: list[int], beat
         model = make()
         if place:
             _drop_numbers(model)
-        gc.collect()
+        _give_back()
         os.pwrite(board, b"1", place)
         if place:
             wait(0, f"the last turn to build the model, that of rank {ranks[0]}")
@@ -181,6 +187,14 @@ def _at_most(limit: int | None) -> Iterator[None]:
             hook.remove()
 
 
+def _give_back() -> None:
+    """Return memory that is not used any more to the host: the allocator would keep it for this process."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
@@ -216,6 +230,7 @@ def _write(model: nn.Module) -> tuple[int, list[Any]]:
         view = torch.empty(0, dtype=torch.uint8).set_(held)
         _write_all(file, view.numpy().data if held.nbytes() else b"", start)
         del held, view
+    _give_back()
     return file, [f"/proc/{os.getpid()}/fd/{file}", list(tensors), places]
 
 

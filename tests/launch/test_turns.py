@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from dtf.core.errors import Exit
+from dtf.core.types import Note
+from dtf.launch import waits
 from tests.launch.test_train import tensors
 
 RUN = [
@@ -52,3 +55,35 @@ def test_one_after_another(run_dtf, told: Path, strategy: str, processes: int, m
     assert len(told.read_text().splitlines()) == 2 * processes
     expected = tensors(free.folder, 2)
     assert expected and tensors(done.folder, 2) == expected
+
+
+def test_weights_that_were_given_are_shared_too(run_dtf, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [*RUN, "strategy=fsdp", "launcher.processes=2"]
+    monkeypatch.setenv("LEFT", str(1 << 40))
+    first = run_dtf(*options)
+    given = [*options, "seed=1", f"recipe.model.weights={first.folder}"]
+    free = run_dtf(*given)
+    monkeypatch.setenv("LEFT", "8000")
+    done = run_dtf(*given)
+    assert free.code == done.code == Exit.OK, free.err + done.err
+    assert "start" in json.loads((done.folder / "run.json").read_text())["table"]
+    assert tensors(done.folder, 2) == tensors(free.folder, 2)
+
+
+def test_who_waits_for_whom(run_dtf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank whose turn it is waits until the line is written."""
+    said, texts = tmp_path / "said", []
+
+    def note(level: str, text: str) -> Note:
+        texts.append(text)
+        said.touch()
+        return Note(level, text)
+
+    monkeypatch.setattr(waits, "WAIT_S", 1.0)
+    monkeypatch.setattr(waits, "Note", note)
+    monkeypatch.setenv("LEFT", "8000")
+    monkeypatch.setenv("UNTIL", str(said))
+    done = run_dtf(*RUN, "observer=[console]", "strategy=fsdp", "launcher.processes=2")
+    assert done.code == Exit.OK, done.err
+    pattern = r"rank 0 has waited for \d+ s in its turn to build the model, after rank 1, rank 1 has not entered it: "
+    assert re.match(pattern, texts[0]) and texts[0] in done.err + done.out

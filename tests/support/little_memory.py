@@ -1,12 +1,13 @@
 """The host has little memory left, and a model tells when it is built. A plugin.
 
 In the environment, `LEFT`: bytes that the host has left. `FOLDER`: where the file `built` gets a line at the begin and
-the end of each construction.
+the end of each construction. `UNTIL`: a file; the first construction that is not given up waits until it is there.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,10 @@ class Told(Toy):
                 file.write(f"{what} {os.getpid()}\n")
 
         tell("begin")
+        until = os.environ.get("UNTIL")
+        lines = path.read_text().splitlines()
+        while until and lines.count(f"begin {os.getpid()}") > 1 and len(lines) == 3 and not Path(until).exists():
+            time.sleep(0.01)
         model = super().build_model()
         tell("end")
         return model
