@@ -15,11 +15,10 @@ import stat
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ _LONGEST = 1 << 16
 """Bytes of a record."""
 _GROUPS = ("recipe", "strategy", "precision", "step", "sparse", "plugins")
 """What of the config decides the outcome."""
-_DTF = Path(__file__).parents[1]
+_DTF = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
@@ -136,26 +135,49 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _code(recipe: Recipe, model: nn.Module) -> dict[str, str] | None:
-    """Digests of source files: dtf's own, those loaded from outside of Python's folders for libraries, and of the
-    libraries that define the recipe or a part of the model those that are loaded. None where a class has no file, or
-    its code is none of Python's.
+    """What tells source files from others: dtf's own, those loaded from outside of Python's folders for libraries, and
+    of the libraries that define the recipe or a part of the model those that are loaded. None where a class has no
+    file, or its code is none of Python's.
     """
     classes = {cls for part in (recipe, *model.modules()) for cls in type(part).__mro__}
     own = {cls.__module__ for cls in classes} - {"builtins", "__builtin__"}
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         return None
-    if any(_file(sys.modules.get(name)) is None for name in own if not _is_frozen(name)):
+    if any(not _has_file(name) for name in own if not _is_frozen(name)):
         return None
-    packages = {name.partition(".")[0] for name in own} - {"torch", "dtf"}
-    found = {}
+    packages = {name.partition(".")[0] for name in own}
+    roots = tuple(f"{sysconfig.get_path(key)}{os.sep}" for key in ("stdlib", "platstdlib"))
+    found = {"dtf": _dtf()}
     for name, module in sorted(sys.modules.items()):
-        path = _file(module)
-        if path is None or path.is_relative_to(_DTF) or _DTF in path.parents:
+        package, path = name.partition(".")[0], getattr(module, "__file__", None)
+        if package in ("torch", "dtf") or not isinstance(path, str) or path.startswith(_DTF):
             continue
-        if name.partition(".")[0] in packages or not _is_library(path):
-            found[name] = _digest([path])
-    found["dtf"] = _digest(sorted(_DTF.rglob("*.py")))
+        library = path.startswith(roots) or "site-packages" in path or "dist-packages" in path
+        if not library:
+            found[name] = _digest(path)
+        elif package in packages and package not in sys.stdlib_module_names:
+            found[name] = _stamp(path)
     return None if "" in found.values() else found
+
+
+def _dtf() -> str:
+    """Of all source files of dtf."""
+    paths = [
+        os.path.join(folder, name)
+        for folder, _, names in os.walk(_DTF, followlinks=True)
+        for name in names
+        if name.endswith(".py")
+    ]
+    return hashlib.sha256(repr([(path, _stamp(path)) for path in sorted(paths)]).encode()).hexdigest()
+
+
+def _stamp(path: str) -> str:
+    """Size and time of change of an installed file, of which there are hundreds."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ""
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def _is_frozen(name: str) -> bool:
@@ -163,27 +185,17 @@ def _is_frozen(name: str) -> bool:
     return name in sys.builtin_module_names or name.partition(".")[0] in sys.stdlib_module_names
 
 
-def _file(module: ModuleType | None) -> Path | None:
-    path = getattr(module, "__file__", None)
-    return Path(path) if isinstance(path, str) and os.path.isfile(path) else None
+def _has_file(name: str) -> bool:
+    path = getattr(sys.modules.get(name), "__file__", None)
+    return isinstance(path, str) and os.path.isfile(path)
 
 
-def _is_library(path: Path) -> bool:
-    """Whether a file belongs to the standard library, or to what was installed."""
-    if {"site-packages", "dist-packages"} & set(path.parts):
-        return True
-    return any(path.is_relative_to(sysconfig.get_paths()[key]) for key in ("stdlib", "platstdlib"))
-
-
-def _digest(paths: Iterable[Path]) -> str:
-    """Of the content of files. Empty where one cannot be read."""
-    total = hashlib.sha256()
+def _digest(path: str) -> str:
+    """Of the content of a file. Empty where it cannot be read."""
     try:
-        for path in paths:
-            total.update(hashlib.sha256(path.read_bytes()).digest())
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:
         return ""
-    return total.hexdigest()
 
 
 # ------------------------------------------------------------ files
