@@ -22,6 +22,8 @@ from tests.support.budget import BUDGET_S, Budget
 # Dozens of processes import dtf and torch: without bytecode each of them compiles dtf again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# No test depends on what another one, or a run of this user, has found of a model.
+os.environ["XDG_CACHE_HOME"] = os.path.join(os.devnull, "cache")
 
 # A busy machine is not a failing property; two workers would share a database of examples.
 settings.register_profile("dtf", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])

@@ -122,7 +122,6 @@ class Program(ABC):
 
     def end(self, reason: str = "finished") -> None:
         """The run has ended. Release the processes that work for this rank. `reason`: that of the clock's Stop.
-
         Default: nothing.
         """
 
@@ -139,6 +138,9 @@ class Program(ABC):
         ranks. Collective.
         """
 
+    def check_replicas(self) -> None:
+        """Raise ConfigError where replicas differ. Called after `sync`, before a save. Collective. Default: nothing."""
+
     @abstractmethod
     def state(self) -> State:
         """The boxes that this rank owns, under full parameter names, and scalars. Called after `sync`."""
@@ -148,10 +150,7 @@ class Program(ABC):
         """Take this rank's part from a checkpoint that was written under any strategy and any number of ranks."""
 
     def replicated(self) -> list[dict[str, Tensor]]:
-        """Copies of the parameters on this rank, by name. Copies of one name on all ranks must be bitwise equal.
-
-        Default: none.
-        """
+        """Copies of the parameters here, by name, bitwise equal to those of this name elsewhere. Default: none."""
         return []
 
     def memory(self) -> Memory | None:

@@ -45,6 +45,28 @@ class Weights(Protocol):
         ...
 
 
+@dataclass
+class StartCheck:
+    """What the check before the first step found in this process, or in an earlier run of the same. See
+    `dtf.strategies.start_check`.
+    """
+
+    found: dict[str, str] | None = None
+    """None: the check is to be made."""
+
+    fresh: bool = False
+    """Whether it was made in this process."""
+
+    keep: Callable[[StartCheck], None] | None = None
+    """Called once it was made, where this process alone makes the check."""
+
+    def passed(self, found: dict[str, str]) -> None:
+        """The check was made, and refused nothing."""
+        self.found, self.fresh = found, True
+        if self.keep is not None:
+            self.keep(self)
+
+
 @dataclass(frozen=True)
 class Task:
     """What to train: all that a strategy needs to know of a run."""
@@ -67,6 +89,8 @@ class Task:
 
     built: list[nn.Module] = field(default_factory=list)
     """The model, where this process has built it already; whoever takes it takes it out. See `dtf.model.init`."""
+
+    start_check: StartCheck = field(default_factory=StartCheck)
 
 
 class Source(Protocol):

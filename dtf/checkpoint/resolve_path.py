@@ -46,6 +46,18 @@ def resolve_checkpoints(path: str | Path, key: str) -> list[Path]:
     return folders
 
 
+def run_folder_of(resume: str) -> Path | None:
+    """The run folder that `checkpoint.resume` names, or that has the checkpoint which it names. None where it names
+    none.
+    """
+    if resume in ("", "auto", "never"):
+        return None
+    try:
+        return resolve_checkpoints(resume, "checkpoint.resume")[0].absolute().parent.parent
+    except DataError:
+        return None
+
+
 def check_weights_path(given: str, key: str) -> None:
     """Raise DataError when it can be seen, without reading, that a path holds no weights.
 

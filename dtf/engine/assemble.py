@@ -31,6 +31,8 @@ from dtf.engine.clock import Plan
 from dtf.engine.dry_run import LEAST_STEPS
 from dtf.engine.initial_numbers import agree_on_start
 from dtf.engine.rank import Rank, ignore
+from dtf.engine.start_record import StartRecord, start_digest
+from dtf.engine.turns import Turns, build
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.ema import with_ema
 from dtf.model.init import construct, start_from
@@ -84,6 +86,11 @@ class TaskInputs:
     weights: Weights | None
     weights_digest: str
     weights_fit: WeightMatch | None
+    start: StartRecord
+    """Where the outcome of the check at the start is remembered."""
+
+    turns: Turns | None
+    """How ranks built the model, where they did so one after another."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         world.facts, world.folder = facts, rank.folder
         check_consistent(world, facts | {"finds the run folder": _finds(rank.folder, rank.run_id)})
     epochs = splits.cut()
-    model = construct(recipe, settings.seed)
+    model, turns = _build(joined)
     parameters = dict(model.named_parameters())
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
     check_used("recipe.model.freeze", recipe.fine_tuning.freeze, parameters)
@@ -171,14 +178,50 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         settings.sparse,
     )
     if not draws_by_name(recipe):
+        holds = turns is None or turns.holds
         if joined.trains:
-            agree_on_start(world, model, lambda text: joined.see(Note("warning", text)))
-        if weights is not None:
+            agree_on_start(world, model, lambda text: joined.see(Note("warning", text)), holds)
+        if weights is not None and holds:
             start_from(model, weights)
+        if turns is not None:
+            turns.share(model)
         task.built.append(model)
+    start = _recall_start_check(joined, task, model, facts["training data"])
     numbers = sum(p.numel() for p in parameters.values())
     learning = sum(p.numel() for name, p in parameters.items() if name not in frozen)
-    return TaskInputs(task, splits, epochs, facts, (numbers, learning), weights, weights_digest, weights_fit)
+    return TaskInputs(
+        task, splits, epochs, facts, (numbers, learning), weights, weights_digest, weights_fit, start, turns
+    )
+
+
+def _build(joined: JoinedRank) -> tuple[nn.Module, Turns | None]:
+    """The recipe's model, see `construct`; built in turn where ranks of a host have no memory for all. Collective."""
+    rank, recipe = joined.rank, joined.rank.settings.recipe
+
+    def make() -> nn.Module:
+        return construct(recipe, rank.settings.seed)
+
+    if not joined.trains or draws_by_name(recipe):
+        return make(), None
+    return build(make, joined.world, min(rank.place.local_size, joined.world.size), lambda: rank.beat("start", 0))
+
+
+def _recall_start_check(joined: JoinedRank, task: Task, model: nn.Module, data: Any) -> StartRecord:
+    """Take what earlier runs found into `task.start_check`. Ranks that run the engine get what rank 0 reads, all
+    others read by themselves. Collective.
+    """
+    rank, world = joined.rank, joined.world
+    reads = rank.place.slots > 1 and (world.rank == 0 or not joined.trains)
+    kind = rank.place.device.partition(":")[0]
+    digest = start_digest(rank.config, task.recipe, model, kind, data) if reads else ""
+    record = StartRecord(digest, rank.place.slots, rank.folder)
+    found = record.read(rank.settings.checkpoint.resume) if reads else None
+    if joined.trains:
+        found = world.broadcast(found)
+    else:
+        task.start_check.keep = record.write
+    task.start_check.found = found
+    return record
 
 
 def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:

@@ -13,20 +13,22 @@ from dtf.core.text import count_text
 from dtf.distributed.world import World
 
 
-def agree_on_start(world: World, model: nn.Module, say: Callable[[str], None]) -> None:
+def agree_on_start(world: World, model: nn.Module, say: Callable[[str], None], holds: bool = True) -> None:
     """Give all ranks rank 0's parameters and buffers where those of any rank differ, and say so. Collective.
 
     Processors and numbers of threads may draw differently, and a constructor may draw from what no seed reaches.
-    ConfigError where models differ in names or shapes.
+    `holds`: whether this rank has numbers of its own. ConfigError where models differ in names or shapes.
     """
     if world.size == 1:
         return
     tensors = _tensors(model)
-    digests = world.gather({name: _digest(tensor) for name, tensor in tensors.items()})
+    digests = world.gather({name: _digest(tensor) for name, tensor in tensors.items()} if holds else None)
     unequal: list[str] = []
     if digests is not None:
         first, *others = digests
         for rank, other in enumerate(others, 1):
+            if other is None:
+                continue
             if list(other) != list(first):
                 name = next(iter(other.keys() ^ first.keys()), next(iter(first)))
                 unequal = [f"!rank {rank} builds another model than rank 0: they differ in {name}"]
@@ -37,7 +39,7 @@ def agree_on_start(world: World, model: nn.Module, say: Callable[[str], None]) -
         raise ConfigError(f"{unequal[0][1:]}; build_model() must make the same modules on all ranks")
     if unequal:
         for name in unequal:
-            world.send_from_first(tensors[name].data)
+            world.send_from_first(tensors[name].data if holds else torch.empty_like(tensors[name]).contiguous())
         say(
             f"ranks drew different initial numbers for {count_text(len(unequal), 'tensor')}, {unequal[0]} first; all "
             "start from rank 0's. The seed does not reach what build_model() draws from, or their machines differ"

@@ -234,6 +234,7 @@ class _TicketHandler:
             loop.beat("save", step)
             started = time.perf_counter()
             self.program.sync()
+            self.program.check_replicas()
             carried = self._close_window()
             self.window = Window(carried)
             state = self.program.state()

@@ -95,6 +95,8 @@ def _report_start(setup: TrainingSetup, resumed: Resumed) -> list[Memory]:
     joined, inputs, program, plan = setup.joined, setup.inputs, setup.program, setup.plan
     rank, world, splits = joined.rank, joined.world, inputs.splits
     planned = [Memory(*needs) for needs in world.gather(program.memory() or ()) or () if needs]
+    if world.rank == 0:
+        inputs.start.write(inputs.task.start_check)  # all ranks have passed it: their needs are here
     table = startup_table(
         rank.settings,
         rank.config,
@@ -107,6 +109,8 @@ def _report_start(setup: TrainingSetup, resumed: Resumed) -> list[Memory]:
         len(splits.train),
         len(splits.eval),
     )
+    if inputs.turns is not None:
+        table |= inputs.turns.row(planned)
     table |= _best_possible(splits.eval, world)
     if inputs.weights and inputs.weights_fit:
         digest = inputs.weights_digest[:19]

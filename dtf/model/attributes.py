@@ -7,8 +7,9 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.model.changing_buffers import buffers_restored
+from dtf.model.fingerprint import fingerprints
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
@@ -23,6 +25,12 @@ GENERATOR = " (a generator)"
 """Ends the name of an attribute that is a generator of random numbers, in `Attributes.changed`."""
 DEPTH = 4
 """How deep containers and objects in attributes are followed."""
+MOST_ITEMS = 10_000
+"""Of all containers in an attribute; of larger ones the first items and the number of items are compared."""
+MOST_BYTES = 1 << 26
+"""Of an array or a text in an attribute; of larger ones evenly spaced numbers, and the ends, are compared."""
+_COUNTED = frozenset({"_calls", "momentum"})
+"""Attributes of normalisations that dtf changes from step to step, see `BatchNormStatistics`."""
 
 
 class Attributes:
@@ -127,7 +135,7 @@ def digests(model: nn.Module) -> dict[str, str]:
         f"{prefix}.{key}" if prefix else key: text
         for prefix, module in _modules(model)
         for key, value in _own(vars(module))
-        if (text := _digest(value, modules, DEPTH))
+        if not (key in _COUNTED and "_calls" in vars(module)) and (text := _Digest(modules).of(value, DEPTH))
     }
 
 
@@ -140,40 +148,64 @@ def _own(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     return ((key, value) for key, value in list(values.items()) if key not in _TORCHS_OWN and key != "training")
 
 
-def _digest(value: Any, modules: set[int], depth: int) -> str:
-    """Empty for what cannot be compared."""
-    if depth == 0 or isinstance(value, nn.Module | nn.Parameter | type) or callable(value):
+class _Digest:
+    """Texts for the value of one attribute, which look at MOST_ITEMS items."""
+
+    def __init__(self, modules: set[int]) -> None:
+        self._modules, self._left = modules, MOST_ITEMS
+
+    def of(self, value: Any, depth: int) -> str:
+        """Empty for what cannot be compared."""
+        if depth == 0 or isinstance(value, nn.Module | nn.Parameter | type) or callable(value):
+            return ""
+        if isinstance(value, bool | int | float | complex | None):
+            return repr(value)
+        if isinstance(value, str | bytes):
+            data = value.encode(errors="replace") if isinstance(value, str) else value
+            return repr(value) if len(data) < 80 else f"text {_crc(np.frombuffer(data, np.uint8))} {len(data)}"
+        if isinstance(value, Tensor):
+            return f"tensor {fingerprints([value])[0]:x} {tuple(value.shape)}" if not value.is_meta else ""
+        if isinstance(value, torch.Generator):
+            return f"generator {_crc(value.get_state().numpy())}"
+        if isinstance(value, random.Random):
+            return f"random {zlib.crc32(repr(value.getstate()).encode()):08x}"
+        if isinstance(value, np.random.Generator):
+            return f"random {zlib.crc32(repr(value.bit_generator.state).encode()):08x}"
+        if isinstance(value, np.ndarray):
+            return f"array {_crc(value)} {value.shape}"
+        return self._of_container(value, depth)
+
+    def _of_container(self, value: Any, depth: int) -> str:
+        if isinstance(value, dict):
+            items = [(repr(key)[:80], self.of(value[key], depth - 1)) for key in self._some(value)]
+            return f"{len(value)} {items}"
+        if isinstance(value, list | tuple | deque):
+            return f"{len(value)} {[self.of(item, depth - 1) for item in self._some(value)]}"
+        if isinstance(value, set | frozenset):
+            members = sorted(repr(item)[:80] for item in value) if len(value) <= self._left else []
+            self._left -= len(members)
+            return f"{len(value)} {members}"
+        return f"({self.of(vars(value), depth - 1)})" if _has_fields(value) else ""
+
+    def _some(self, items: Collection[Any]) -> list[Any]:
+        """As many items as are still looked at."""
+        some = list(islice(items, self._left))
+        self._left -= len(some)
+        return some
+
+
+def _crc(array: np.ndarray) -> str:
+    """Of an array's bytes, or of some of them."""
+    if array.dtype.hasobject:
         return ""
-    if isinstance(value, bool | int | float | str | bytes | complex | None):
-        return repr(value)
-    if isinstance(value, Tensor):
-        return f"tensor {_bytes(value):08x} {tuple(value.shape)}" if not value.is_meta else ""
-    if isinstance(value, torch.Generator):
-        return f"generator {_bytes(value.get_state()):08x}"
-    if isinstance(value, random.Random):
-        return f"random {zlib.crc32(repr(value.getstate()).encode()):08x}"
-    if isinstance(value, np.random.Generator):
-        return f"random {zlib.crc32(repr(value.bit_generator.state).encode()):08x}"
-    if isinstance(value, np.ndarray):
-        return f"array {zlib.crc32(np.ascontiguousarray(value).tobytes()):08x} {value.shape}"
-    if isinstance(value, dict):
-        items = [(repr(key)[:80], _digest(item, modules, depth - 1)) for key, item in value.items()]
-        return repr(items)
-    if isinstance(value, list | tuple | deque):
-        return repr([_digest(item, modules, depth - 1) for item in value])
-    if isinstance(value, set | frozenset):
-        return repr(sorted(repr(item)[:80] for item in value))
-    return repr(_digest(vars(value), modules, depth - 1)) if _has_fields(value) else ""
+    if array.nbytes > MOST_BYTES:
+        flat = array.reshape(-1)
+        step = -(-array.nbytes // MOST_BYTES)
+        array = np.concatenate([flat[::step], flat[-step:]])
+    return f"{zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data if array.size else b''):08x}"
 
 
 def _has_fields(value: Any) -> bool:
     """Whether a value is an object of someone's own class, with attributes that may change."""
     module = type(value).__module__.partition(".")[0]
     return hasattr(value, "__dict__") and not callable(value) and module not in ("torch", "dtf", "builtins", "numpy")
-
-
-def _bytes(tensor: Tensor) -> int:
-    part = getattr(tensor, "_local_tensor", tensor)
-    if part.layout is not torch.strided or not part.numel():
-        return 0
-    return zlib.crc32(part.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().data)

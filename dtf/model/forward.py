@@ -94,6 +94,13 @@ def rows_of(batch: Batch, first: int, last: int) -> Batch:
     )
 
 
+def few_rows(batch: Batch) -> Batch:
+    """The first four rows, or all there are, in memory of their own."""
+    few = rows_of(batch, 0, 4)
+    inputs = {k: v.clone() for k, v in few.inputs.items()} if isinstance(few.inputs, dict) else few.inputs.clone()
+    return Batch(inputs, few.targets.clone(), few.weight.clone(), few.ids.copy())
+
+
 def rows_of_inputs(inputs: Any, first: int, last: int) -> Any:
     """Rows [first, last) of inputs, a tensor or a dict of tensors, as views."""
     return {k: v[first:last] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[first:last]

@@ -18,7 +18,7 @@ from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
 from dtf.model.attributes import without_trace
-from dtf.model.forward import loss_dtype, merge_evaluated, rows_of, to_device
+from dtf.model.forward import few_rows, loss_dtype, merge_evaluated, rows_of, to_device
 from dtf.model.init import cast, model_of
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import Receiver
@@ -26,8 +26,9 @@ from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.replica import Replica
+from dtf.strategies.replica_digests import compare_replicas
 from dtf.strategies.spmd import microbatch_load
-from dtf.strategies.start_check import ALONE
+from dtf.strategies.start_check import ALONE, differing_module
 
 
 class DataParallelProgram(Program):
@@ -67,6 +68,7 @@ class DataParallelProgram(Program):
         self._synced = True
         for replica in self._replicas:
             replica.divided = self.shares > 1
+        self._few: Batch | None = None  # for passes of all replicas over the same rows
         self._in_turn = False
         """Whether replicas compute one after the other, because the model draws from generators that they share."""
 
@@ -74,6 +76,7 @@ class DataParallelProgram(Program):
         assert batch is not None
         if self._tables is not None:
             batch = self._tables.lookup(self._receiver.train(batch, 0, 0), train=False)
+        self._few = few_rows(batch)
         part = self._part(batch, 0, 8, 0)
         self._in_turn = self._replicas[0].warmup(part, ALONE)
         for replica in self._replicas[1:]:
@@ -161,6 +164,14 @@ class DataParallelProgram(Program):
             for t in same:
                 t.copy_(mean)
         self._synced = True
+
+    def check_replicas(self) -> None:
+        if self.shares == 1 or self._few is None:
+            return
+        parts = [[r.part("model", dict(r.model.named_parameters()))] for r in self._replicas]
+        passes = [replica.passes(self._part(self._few, 0, 4, i)) for i, replica in enumerate(self._replicas)]
+        compute, instead = self._task.precision.compute, self._replicas[0].instead
+        compare_replicas(parts, ALONE, lambda: differing_module(passes, compute, ALONE), instead)
 
     def state(self) -> State:
         state = self._updates[0].state()

@@ -40,10 +40,13 @@ from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.strategies.pass_probes import Reached, count_calls, recomputes_inside, refuse_hooks_on_sums
-from dtf.strategies.start_check import Gather, Numbers, Trials, check_passes, not_linear
+from dtf.strategies.replica_digests import Part
+from dtf.strategies.start_check import Gather, Numbers, Passes, Trials, check_passes, not_linear
 
 LARGE = 2.0**12
 """By how much a loss is multiplied to find gradients that do not grow with it."""
+CLIPPED = "clipped"
+"""What `StartCheck.found` calls the gradient that does not grow with the loss."""
 
 
 class Replica:
@@ -233,15 +236,7 @@ class Replica:
                     refuse_hooks_on_sums(self.model, self.instead)
                     refuse_changed_parameters(self.model, places, self.instead)
                     self.changing.refuse(changed(), self.instead)
-                    trials = Trials(
-                        lambda: self._trial(rows[1], 0, last=False),
-                        lambda: self._trial(rows[2], 1, last=False),
-                        lambda: dict(self.model.named_modules()),
-                    )
-                    once = check_passes(trials, self._compute, peers, attributes.changed, self.instead)
-                    if self._compute in (Format.fp64, Format.fp32):  # narrower gradients overflow or vanish
-                        more = self._trial(rows[1], 0, last=False, factor=LARGE)
-                        self.clipped = not_linear(once, more, LARGE, self._compute)
+                    self._check_start(rows[1], rows[2], peers, attributes)
                     self.changing.refuse(changed(), self.instead)
         except ValueError as error:
             raise batch_norm_error(error, len(batch.ids)) from error
@@ -262,6 +257,23 @@ class Replica:
             self._restore_parameters(places)
         return drew
 
+    def _check_start(self, a: Batch, b: Batch, peers: Gather, attributes: Attributes) -> None:
+        """The check at the start, unless an earlier run has made it: see `check_passes`. Collective over `peers`."""
+        check = self._task.start_check
+        if check.found is None or CLIPPED not in check.found:
+            trials = Trials(
+                lambda: self._trial(a, 0, last=False),
+                lambda: self._trial(b, 1, last=False),
+                lambda: dict(self.model.named_modules()),
+            )
+            once = check_passes(trials, self._compute, peers, attributes.changed, self.instead)
+            clipped = ""
+            if self._compute in (Format.fp64, Format.fp32):  # narrower gradients overflow or vanish
+                more = self._trial(a, 0, last=False, factor=LARGE)
+                clipped = not_linear(once, more, LARGE, self._compute)
+            check.passed({CLIPPED: clipped})
+        self.clipped = (check.found or {})[CLIPPED]
+
     @torch.no_grad()
     def _restore_parameters(self, places: Mapping[str, tuple[int, int]]) -> None:
         """Give parameters that trial passes have changed since `places` the values they start from."""
@@ -272,6 +284,25 @@ class Replica:
             for name, parameter in self.model.named_parameters():
                 if name in changed:
                     parameter.data.copy_(start[name].data)
+
+    def passes(self, rows: Batch) -> Passes:
+        """Trial passes over these rows at any time, without a trace. Collective where passes are."""
+
+        def run() -> Numbers:
+            attributes = Attributes(self.model)
+            self.model.train()
+            try:
+                with buffers_restored(self.model), torch.random.fork_rng(devices=[]):
+                    return self._trial(rows, 0, last=False)
+            finally:
+                attributes.restore()
+
+        return Passes(run, lambda: dict(self.model.named_modules()))
+
+    def part(self, name: str, parameters: Mapping[str, Tensor]) -> Part:
+        """What replicas are to have alike, see `Part`."""
+        buffers = {key: buffer for key, buffer in self.model.named_buffers() if key not in self.scratch}
+        return Part(name, {**parameters, **buffers}, self.model)
 
     def follow(self, other: Replica) -> None:
         """Take over what `warmup` has found of another copy of the model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from dtf.model.annotate import section
 from dtf.model.attributes import without_trace
 from dtf.model.error_context import name_failing_module
 from dtf.model.forward import (
+    few_rows,
     global_rng_error,
     loss_dtype,
     to_device,
@@ -31,7 +32,8 @@ from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.replica import Replica
-from dtf.strategies.start_check import Gather
+from dtf.strategies.replica_digests import compare_replicas, whole_and_slices
+from dtf.strategies.start_check import Gather, differing_module
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import ShardedTables
@@ -65,6 +67,7 @@ class Spmd(Program):
         self._replica, self._update, self._task, self._world, self._dims = replica, update, task, world, dims
         self._average = dims.average if dims else world.average
         self._synced, self._exchange = True, exchange
+        self._few: Batch | None = None  # for passes of all replicas over the same rows
         replica.divided = self.shares > 1
         self._no_norm = torch.zeros(2, device=world.device)
         self._factor = torch.full((), 1.0 if dims else world.size, device=world.device, dtype=loss_dtype(task))
@@ -78,6 +81,7 @@ class Spmd(Program):
         assert batch is not None
         if self._tables is not None:
             batch = self._tables.lookup(self._replica.receiver.train(batch, 0, 0), train=False)
+        self._few = few_rows(batch)
         peers = Gather(self._world.gather, self._world.broadcast)
         if self._dims is None:
             self._replica.warmup(batch, peers)
@@ -163,6 +167,22 @@ class Spmd(Program):
         if not self._synced:
             self._replica.statistics.average(self._average)
             self._synced = True
+
+    def check_replicas(self) -> None:
+        if self.shares == 1 or self._few is None:
+            return
+        place = f"part {self._dims.axis_rank}" if self._dims else "model"
+        parts = [*whole_and_slices(self._update.held()), self._replica.part(place, {})]
+        compute, peers = self._task.precision.compute, Gather(self._world.gather, self._world.broadcast)
+        passes, firsts = [self._replica.passes(self._few)], Gather(self._gather_firsts, self._world.broadcast)
+        compare_replicas([parts], peers, lambda: differing_module(passes, compute, firsts), self._replica.instead)
+
+    def _gather_firsts(self, value: Any) -> list[Any] | None:
+        """As `World.gather`, the value of one rank of each replica: others may have slices of the outputs."""
+        everyone = self._world.gather(value)
+        if everyone is None or self._dims is None:
+            return everyone
+        return [everyone[ranks[0]] for ranks in self._dims.mesh_rows]
 
     def state(self) -> State:
         state = self._update.state()

@@ -4,7 +4,7 @@ ranks take the same rows. Where the numbers differ the model keeps or draws some
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -84,6 +84,37 @@ def check_passes(
         place = [names[0] if names else "", sorted({name for _, _, more in answers for name in more})]
     module, attributes = peers.broadcast(place)
     raise ConfigError(_refusal(kind, module, attributes, instead))
+
+
+class Passes(NamedTuple):
+    """What one replica computes of rows that are the same for all replicas."""
+
+    run: Callable[[], Numbers]
+    modules: Callable[[], Mapping[str, nn.Module]]
+
+
+def differing_module(replicas: Sequence[Passes], compute: Format, peers: Gather) -> str | None:
+    """Have all replicas, those of this process and of all `peers`, compute the same rows. None where they give the same
+    numbers, else the first module whose outputs differ; empty where those of all are the same. Collective.
+    """
+    bound = _TOLERANCES[compute]
+    numbers = peers.gather([replica.run() for replica in replicas])
+    differ = None
+    if numbers is not None:
+        first, *others = (_sums(one) for own in numbers for one in own)
+        differ = any(_differ(first, other, bound) for other in others)
+    if not peers.broadcast(differ):
+        return None
+    recorded = []
+    for replica in replicas:
+        with _recorded(replica.modules()) as outputs:
+            replica.run()
+        recorded.append(_taken(outputs))
+    everyone, name = peers.gather(recorded), None
+    if everyone is not None:
+        first, *others = (one for own in everyone for one in own)
+        name = next((found for other in others if (found := _first_difference(first, other, bound))), "")
+    return peers.broadcast(name)
 
 
 def _refusal(kind: str, module: str, attributes: list[str], instead: str) -> str:

@@ -98,6 +98,7 @@ class Case:
     sampler_options: dict[str, Any] = field(default_factory=dict)
     sparse: str = "adagrad"
     sparse_options: dict[str, Any] = field(default_factory=dict)
+    checked: dict[str, str] | None = None  # what an earlier check at the start has found
     # the seed of a bad one between processes of several roles; its faults are counted in `met`
     network: int | None = None
     deaths: int | None = None  # the seed of the deaths of trainers, which are counted in `died`
@@ -170,6 +171,7 @@ class _Run:
         self.world = World(Place(rank=rank, size=size, slots=self.slots))
         self.training, self.evaluation = (self.toy.open_data(split, 0) for split in ("train", "eval"))
         self.task = replace(self.task, sample=self._sample)
+        self.task.start_check.found = case.checked
         self.strategy.check(self.task, self.slots, "cpu")
         self.several_roles = len(self.strategy.roles(1)) > 1
         self.networks: list[LossyTransport] = []
@@ -286,6 +288,7 @@ class _Run:
             boxes = self.found["tensors"].setdefault(box.name, [])
             boxes.append([list(box.shape), list(box.offset), tensor.tolist()])
         self.program.end()
+        self.found["start_check"] = self.task.start_check.found
         if self.helpers:
             self.helpers.join()
             met = sum((network.met for network in self.networks), Counter())
@@ -334,10 +337,11 @@ def spread(strategy: str, processes: int, **case: Any) -> dict[str, Any]:
     `call`: another function than `train`.
     """
     call = case.pop("call", "train")
+    call = call if ":" in call else f"{__name__}:{call}"
     chosen = lookup("strategy", strategy)
     size = next(iter(chosen(**_enums(chosen, case.get("options") or {})).roles(processes).values()))
-    calm = not case.keys() & {"network", "deaths"}  # late requests, and trainers that died, leave threads behind
-    results = ranks(size, f"tests.support.harness:{call}", shared=calm, strategy=strategy, slots=processes, **case)
+    calm = not case.keys() & {"network", "deaths"}  # late requests and dead trainers leave threads behind
+    results = ranks(size, call, shared=calm, strategy=strategy, slots=processes, **case)
     merged = _whole(results)
     for other in results[1:]:
         for step, ids in other["ids"].items():

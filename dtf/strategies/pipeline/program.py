@@ -27,6 +27,7 @@ from dtf.model.annotate import section
 from dtf.model.attributes import without_trace
 from dtf.model.forward import (
     ForwardPass,
+    few_rows,
     leaf_gradients,
     loss_dtype,
     merge_evaluated,
@@ -44,7 +45,9 @@ from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
 from dtf.strategies.pipeline.shared_tensors import CopiedBuffers, RenamedSource, SharedTensors
 from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.pipeline.trials import INSTEAD, StartTrials
+from dtf.strategies.replica_digests import Part, compare_replicas
 from dtf.strategies.spmd import microbatch_load
+from dtf.strategies.start_check import Gather, differing_module
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import ShardedTables
@@ -101,6 +104,7 @@ class PipelineProgram(Program):
         self._answers = cache(lambda count: answers(order(schedule, (pipeline.place - 1) % shape[0], *shape, count)))
         self._synced = True
         self._trials: list[tuple[int, Footprint]] = []
+        self._again: tuple[StartTrials, Callable[[], Batch]] | None = None  # for passes of all pipelines over one batch
         self._row_bytes = 0.0  # of messages that wait in memory
         dtype = loss_dtype(task)
         self._one = torch.ones((), device=world.device, dtype=dtype)
@@ -135,7 +139,10 @@ class PipelineProgram(Program):
             return self._run([part], self._one, enter, _nothing, train=True)
 
         trials = StartTrials(list(self._stages.values()), self._shared, run, self._early_bytes, self._dims)
-        trials.make(part(0, 2), lambda: part(0), lambda: part(1), self._task.precision.compute, self._world)
+        compute, check = self._task.precision.compute, self._task.start_check
+        trials.make(part(0, 2), lambda: part(0), lambda: part(1), compute, self._world, check)
+        rows[:] = [few_rows(part) for part in rows]  # not the whole batch
+        self._again = trials, lambda: part(0)
         self._trials = trials.measured
         received = [channel.byte_count for channel in self._channels() if channel.target == self._world.rank]
         sent_back = [channel.byte_count for channel in self._pipeline.backward if channel.source == self._world.rank]
@@ -338,6 +345,18 @@ class PipelineProgram(Program):
             for stage in self._stages.values():
                 stage.statistics.average(self._dims.average)
             self._synced = True
+
+    def check_replicas(self) -> None:
+        if self.shares == 1 or self._again is None:
+            return
+        parts = [self._part(stage) for stage in self._stages.values()]
+        (trials, rows), compute = self._again, self._task.precision.compute
+        peers, pipelines = Gather(self._world.gather, self._world.broadcast), trials.peers(self._world)
+        compare_replicas([parts], peers, lambda: differing_module([trials.passes(rows)], compute, pipelines), INSTEAD)
+
+    def _part(self, stage: Stage) -> Part:
+        buffers = {name: buffer for name, buffer in stage.model.named_buffers() if name not in stage.scratch}
+        return Part(f"stage {stage.index}", {**dict(stage.model.named_parameters()), **buffers}, stage.model)
 
     def state(self) -> State:
         state = self._update.state()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.api.precision import Format
+from dtf.api.task import StartCheck
 from dtf.core.types import Batch, Evaluated
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.world import World
@@ -19,7 +20,7 @@ from dtf.model.forward import batch_norm_error, global_rng_error
 from dtf.model.memory import Footprint
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
-from dtf.strategies.start_check import Gather, Numbers, Trials, check_passes
+from dtf.strategies.start_check import Gather, Numbers, Passes, Trials, check_passes
 
 INSTEAD = "strategy.degree=0"
 """What to use where the rows of a model cannot be divided: all ranks in one pipeline."""
@@ -42,9 +43,17 @@ class StartTrials:
         self.measured: list[tuple[int, Footprint]] = []
         """The first two passes, with their rows."""
 
-    def make(self, few: Batch, a: Callable[[], Batch], b: Callable[[], Batch], compute: Format, world: World) -> None:
-        """Measure a pass over `few` rows and one over `a`; then, where rows are divided, compare passes over `a`, `b`
-        and `a`. ConfigError for what cannot run.
+    def make(
+        self,
+        few: Batch,
+        a: Callable[[], Batch],
+        b: Callable[[], Batch],
+        compute: Format,
+        world: World,
+        check: StartCheck,
+    ) -> None:
+        """Measure a pass over `few` rows and one over `a`; then, where rows are divided and no earlier run has done so,
+        compare passes over `a`, `b` and `a`. ConfigError for what cannot run.
         """
         attributes = [Attributes(stage.model) for stage in self._stages]
         places = [parameter_places(stage.model) for stage in self._stages]
@@ -65,12 +74,30 @@ class StartTrials:
             for stage, place in zip(self._stages, places, strict=True) if self._divided else ():
                 refuse_changed_parameters(stage.model, place, INSTEAD)
             check_buffers()
-            if self._divided:
+            if self._divided and check.found is None:
                 trials = Trials(lambda: self._trial(a(), 0), lambda: self._trial(b(), 1), self._modules)
-                peers = Gather(lambda value: self._gather(value, world), world.broadcast)
                 found = [name for attribute in attributes for name in attribute.changed()]
-                check_passes(trials, compute, peers, lambda: _changed(attributes, found), INSTEAD)
+                check_passes(trials, compute, self.peers(world), lambda: _changed(attributes, found), INSTEAD)
                 check_buffers()
+                check.passed({})
+
+    def passes(self, rows: Callable[[], Batch]) -> Passes:
+        """Trial passes over some rows at any time, without a trace. Collective over the pipeline."""
+
+        def run() -> Numbers:
+            with ExitStack() as stack:
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                for stage in self._stages:
+                    stack.callback(Attributes(stage.model).restore)
+                    stack.enter_context(buffers_restored(stage.model))
+                    stage.train()
+                return self._trial(rows(), 0)
+
+        return Passes(run, self._modules)
+
+    def peers(self, world: World) -> Gather:
+        """The pipelines, which make the same passes: one value for each."""
+        return Gather(lambda value: self._gather(value, world), world.broadcast)
 
     def _drew(self, few: Batch, a: Callable[[], Batch]) -> bool:
         """The passes that are measured. Returns whether a stage here drew from a global generator."""

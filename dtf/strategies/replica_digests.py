@@ -1,0 +1,131 @@
+"""Compares what replicas of a model must have alike, before a save: parameters, buffers, and plain attributes, in which
+a model may keep what it makes of the rows of one rank.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from dtf.core.errors import ConfigError
+from dtf.model.attributes import GENERATOR, digests
+from dtf.model.fingerprint import fingerprints
+from dtf.strategies.start_check import Gather
+
+KEPT = "nothing is saved at this step, and the last checkpoint is kept"
+
+NAMED = 4
+"""Attributes that an error names."""
+
+
+class Part(NamedTuple):
+    """A part of a model as one replica holds it. Replicas that have a part of the same name have it alike."""
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    model: nn.Module | None = None
+    """Whose plain attributes are compared too."""
+
+
+_Digests = dict[str, tuple[dict[str, int], dict[str, str]]]
+"""Name of a part -> digests of its tensors and attributes, by name."""
+
+
+def compare_replicas(
+    replicas: Sequence[Sequence[Part]], peers: Gather, judge: Callable[[], str | None], instead: str
+) -> None:
+    """Raise ConfigError on all ranks where replicas differ. `replicas`: the parts of those of this process. Collective.
+
+    Tensors are compared bit by bit. A plain attribute may differ, such as a clock or what a layer keeps to be looked
+    at: then `judge` has all replicas compute the same rows, and says which module gives other numbers, or None; see
+    `differing_module`. `instead`: what to use for a model that cannot be divided.
+    """
+    own = [_digests(parts) for parts in replicas]
+    everyone = peers.gather([{name: _crc(found) for name, found in one.items()} for one in own])
+    unequal = None
+    if everyone is not None:
+        unequal = sorted(_unequal([one for own in everyone for one in own]))
+    unequal = peers.broadcast(unequal)
+    if not unequal:
+        return
+    details = peers.gather([{name: one[name] for name in unequal if name in one} for one in own])
+    found = None
+    if details is not None:
+        found = [_differences(details, unequal, kind) for kind in (0, 1)]
+    tensors, attributes = peers.broadcast(found)
+    if tensors:
+        name, first, other = tensors[0]
+        raise ConfigError(
+            f"{name} of {other} is not that of {first}, and replicas start and are updated alike: the model changes it "
+            f"by the rows of one rank, or memory was damaged; {KEPT}. Let the model change nothing but buffers with a "
+            f"rule in the recipe's Layout.buffers, or use {instead}; if it does not, look at the machine"
+        )
+    module = judge() if attributes else None
+    if module is not None:
+        raise ConfigError(_refusal(attributes, module, instead))
+
+
+def _refusal(attributes: list[list[str]], module: str, instead: str) -> str:
+    where = f"{module} is the first module whose output differs" if module else "look at what its loss uses"
+    _, first, other = attributes[0]
+    names = ", ".join(name.removesuffix(GENERATOR) for name, *_ in attributes[:NAMED])
+    more = f" and {len(attributes) - NAMED} more" if attributes[NAMED:] else ""
+    return (
+        f"replicas of the model give different numbers for the same rows: {where}; {other} "
+        f"does not have the attributes of {first}: {names}{more}. Each goes on from its own rows; "
+        f"{KEPT}. Make what is kept from pass to pass a buffer with a rule in the recipe's Layout.buffers, draw random "
+        f"numbers from torch's global generator, or use {instead}"
+    )
+
+
+def whole_and_slices(held: Mapping[str, Tensor]) -> list[Part]:
+    """Parameters as of `Update.held`: those that all ranks hold, and slices, which the ranks with the same ones have
+    alike.
+    """
+    slices = {name: tensor for name, tensor in held.items() if " at [" in name}
+    whole = {name: tensor for name, tensor in held.items() if name not in slices}
+    return [Part("parameters", whole), Part(f"slices {_crc(sorted(slices))}", slices)]
+
+
+def _digests(parts: Sequence[Part]) -> _Digests:
+    names = [(part.name, name) for part in parts for name in part.tensors]
+    numbers = iter(fingerprints(tensor for part in parts for tensor in part.tensors.values()))
+    tensors: dict[str, dict[str, int]] = {part.name: {} for part in parts}
+    for part, name in names:
+        tensors[part][name] = next(numbers)
+    return {part.name: (tensors[part.name], digests(part.model) if part.model else {}) for part in parts}
+
+
+def _crc(value: Any) -> int:
+    return zlib.crc32(repr(value).encode())
+
+
+def _labelled(everyone: Sequence[Sequence[Any]]) -> list[tuple[str, Any]]:
+    """The replicas of all processes, with the name of each."""
+    if len(everyone) == 1:
+        return [(f"replica {number}", one) for number, one in enumerate(everyone[0])]
+    return [(f"rank {rank}", one) for rank, own in enumerate(everyone) for one in own]
+
+
+def _unequal(replicas: Sequence[Mapping[str, int]]) -> set[str]:
+    """Names of parts that some replicas do not have alike."""
+    first: dict[str, int] = {}
+    return {name for one in replicas for name, digest in one.items() if first.setdefault(name, digest) != digest}
+
+
+def _differences(everyone: Sequence[Sequence[Any]], parts: list[str], kind: int) -> list[list[str]]:
+    """[name, first replica, another one] of each tensor (`kind` 0) or attribute (1) that two replicas do not have
+    alike.
+    """
+    found: dict[str, list[str]] = {}
+    for part in parts:
+        holders = [(who, one[part][kind]) for who, one in _labelled(everyone) if part in one]
+        first, expected = holders[0]
+        for other, actual in holders[1:]:
+            for name in {**expected, **actual}:
+                if expected.get(name) != actual.get(name):
+                    found.setdefault(name, [name, first, other])
+    return list(found.values())

@@ -1,0 +1,119 @@
+"""Replicas that go astray are found before a save, and the checkpoint before it stays; what only looks so is none."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtf.config.settings import load_parts
+from dtf.model.fingerprint import fingerprints
+from tests.support.harness import spread
+
+load_parts([])
+HOARDING = {
+    "plugin": "tests.support.hoarding_model",
+    "save_every": 1,
+    "steps": 6,
+    "eval_every": 0,
+    "micro_batch_rows": 2,
+}
+DIVIDED = [
+    ("dp", {}, 2),
+    ("ddp", {}, 2),
+    ("ddp", {"shard_optimizer": True}, 2),
+    ("fsdp", {}, 2),
+    ("fsdp", {"replicate": 2}, 4),
+    ("tensor", {"degree": 2}, 4),
+    ("pipeline", {"degree": 2}, 4),
+]
+"""Strategies with replicas."""
+
+
+def run(strategy: str, options: dict[str, Any], processes: int, kind: str, **case: Any) -> dict[str, Any]:
+    recipe = {"name": "hoarding", "kind": kind, "dropout": case.pop("dropout", 0.0)}
+    return spread(strategy, processes, options=options, recipe=recipe, **{**HOARDING, **case})
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("step_"))
+
+
+@pytest.mark.parametrize(("strategy", "options", "processes"), DIVIDED)
+def test_what_begins_late_is_found_before_the_next_save(
+    strategy: str, options: dict[str, Any], processes: int, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="ConfigError") as refused:
+        run(strategy, options, processes, "late", folder=str(tmp_path))
+    text = str(refused.value)
+    assert "8 is the first module whose output differs" in text
+    assert re.search("(rank|replica) [0-3] does not have the attributes of (rank|replica) [0-3]: .*8.kept", text)
+    assert "the last checkpoint is kept" in text and "Layout.buffers" in text
+    kept = saved(tmp_path)
+    assert kept and kept == [f"step_{step + 1:06d}" for step in range(len(kept))] and len(kept) < 4
+
+
+@pytest.mark.parametrize("kind", ["always", "once", "parameter"])
+def test_each_way_to_go_astray(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="ConfigError") as refused:
+        run("ddp", {}, 2, kind, folder=str(tmp_path))
+    text = str(refused.value)
+    if kind == "always":  # before the first step
+        assert "the model gives other numbers for the same rows after it has seen others: 8" in text
+    elif kind == "once":
+        assert "8.passes, 8.seen" in text
+    else:
+        assert "8.scale of rank 1 is not that of rank 0" in text
+    assert saved(tmp_path) == ([] if kind == "always" else ["step_000001"])
+
+
+@pytest.mark.parametrize("kind", ["shown", "grown", "clock"])
+@pytest.mark.parametrize(("strategy", "options", "processes"), [DIVIDED[0], DIVIDED[1], DIVIDED[3], DIVIDED[6]])
+def test_what_only_looks_astray_is_saved_and_changes_nothing(
+    strategy: str, options: dict[str, Any], processes: int, kind: str, tmp_path: Path
+) -> None:
+    """The passes that tell leave no trace either: without a save there are none."""
+    watched = run(strategy, options, processes, kind, folder=str(tmp_path), steps=3, dropout=0.2)
+    assert saved(tmp_path) == ["step_000001", "step_000002", "step_000003"]
+    assert watched == run(strategy, options, processes, kind, save_every=0, steps=3, dropout=0.2)
+
+
+@pytest.mark.parametrize(("strategy", "options", "processes"), DIVIDED)
+def test_what_dtf_itself_does_looks_never_astray(
+    strategy: str, options: dict[str, Any], processes: int, tmp_path: Path
+) -> None:
+    """Then no passes are needed to tell."""
+    case = {"folder": str(tmp_path), "save_every": 1, "ema": 0.9, "precision": "fp32"}
+    spread(strategy, processes, call="tests.support.unjudged:train_unjudged", options=options, **case)
+    assert len(saved(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(), (7,), (4096,), (3, 4099), (4, 3, 8, 8)])
+def test_a_fingerprint_differs_with_each_number_and_its_place(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    moved = torch.empty(tensor.numel() + 1, dtype=dtype)[1:].view(shape).copy_(tensor)
+    if tensor.dim() == 4:
+        tensor = tensor.to(memory_format=torch.channels_last)
+        moved = tensor.clone()
+    others = []
+    for number in {0, tensor.numel() // 2, tensor.numel() - 1}:
+        flat = tensor.flatten().clone()
+        flat[number] += 0.125
+        others.append(flat.view(shape).to(memory_format=torch.preserve_format))
+    if tensor.numel() > 1:
+        flat = tensor.flatten().clone()
+        flat[[0, -1]] = flat[[-1, 0]]
+        others.append(flat.view(shape))
+    if tensor.dim() == 4:
+        others = [other.to(memory_format=torch.channels_last) for other in others]
+    first, same, *rest = fingerprints([tensor, moved, *others])
+    assert first == same and first not in rest
+
+
+def test_all_kinds_of_tensors_have_a_fingerprint() -> None:
+    kinds = [torch.ones(5, dtype=dtype) for dtype in (torch.bool, torch.uint8, torch.int16, torch.complex128)]
+    assert len(fingerprints([*kinds, torch.ones(0), torch.ones(2).to_sparse(), torch.ones(2, device="meta")])) == 7
