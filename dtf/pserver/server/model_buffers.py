@@ -68,9 +68,9 @@ class ModelBuffers:
         return self._changing.numbers
 
     def whole(self) -> list[torch.Tensor]:
-        """All buffers, as bytes."""
-        buffers = (buffer.detach().cpu().contiguous() for _, buffer in self.model.named_buffers())
-        return [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]
+        """All buffers but scratch memory, as bytes."""
+        kept = [buffer.detach() for name, buffer in self.model.named_buffers() if name not in self.scratch]
+        return [buffer.cpu().contiguous().reshape(-1).view(torch.uint8) for buffer in kept]
 
     def absorb(self, pushes: Sequence[Push], tickets: Tickets, whole: bool) -> None:
         """Change what the pushes of one update say. `whole`: whether the update was made.

@@ -103,7 +103,7 @@ class TrainerModel:
                 parameter.data = first.parameters[name].data
         self._flat = [self._flattened(layout) for layout in layouts] if first is None else first._flat
         self.replica = Replica(model, task, device)
-        self.replica.divided, self.replica.instead = True, "strategy=ddp"
+        self.replica.divided, self.replica.instead = True, "strategy=ddp launcher.processes=1"
         self._learning = [
             [block.of(self.parameters[block.name].data) for block in layout.learning] for layout in layouts
         ]
@@ -268,7 +268,9 @@ class TrainerModel:
         for block, view in zip(layout.frozen, views(memory, layout.frozen), strict=True):
             block.of(self.parameters[block.name].data).copy_(view)
         at = layout.frozen_bytes
-        for _, buffer in self.replica.model.named_buffers() if server == 0 else ():
+        for name, buffer in self.replica.model.named_buffers() if server == 0 else ():
+            if name in self.replica.scratch:
+                continue
             size = buffer.numel() * buffer.element_size()
             buffer.copy_(memory[at : at + size].clone().view(buffer.dtype).view(buffer.shape))
             at += size
