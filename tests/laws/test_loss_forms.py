@@ -73,6 +73,7 @@ def test_the_first_step_is_that_of_plain_torch_over_the_whole_batch(form: str) -
     [
         ("sum", "ddp", "LossForms.loss returned a scalar that is no mean over rows"),
         ("two", "ddp", "two losses that both need a gradient, as for two optimizers"),
+        ("named", "ddp", "3 losses that all need a gradient, as for 3 optimizers"),
     ],
 )
 def test_what_has_no_denominator_is_refused(form: str, strategy: str, words: str) -> None:
