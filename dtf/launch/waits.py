@@ -235,16 +235,25 @@ def _last(one: Seen) -> Entry:
 
 
 def _unused(seen: Mapping[int, Seen], ranks: list[int]) -> tuple[int, str]:
-    """The first of these ranks that has not used a module, in this pass, that another one has; and the advice for it.
+    """One of these ranks that has not used a module, in this pass, that another one has; and the advice for it.
 
-    Without such a module: the rank with the fewest finished steps, and no advice.
+    One that has finished its forward pass comes before one that may still come to the module. Of modules the one that
+    earlier passes used first. Without such a module: the rank with the fewest finished steps, and no advice.
     """
-    used = {rank: _used(seen[rank]) for rank in ranks}
+    used, order = {rank: _used(seen[rank]) for rank in ranks}, dict[str, int]()
     for rank in ranks:
-        for other in ranks:
-            for name, advice in used[other].items():
-                if name not in used[rank]:
-                    return rank, advice.format(rank=rank)
+        for entry in seen[rank].position.entries:
+            order.setdefault(entry.name, len(order))
+    found = [
+        (seen[rank].position.place == "forward", order[name], rank, advice)
+        for rank in ranks
+        for other in ranks
+        for name, advice in used[other].items()
+        if name not in used[rank]
+    ]
+    if found:
+        _, _, rank, advice = min(found)
+        return rank, advice.format(rank=rank)
     return min(ranks, key=lambda rank: (seen[rank].beat.step, rank)), ""
 
 

@@ -213,15 +213,16 @@ class BatchNormStatistics:
         if added is None:
             return
         at = 0
-        for _, layer, base in self._layers:
-            for kind in _KINDS if layer.training else ():
+        for name, layer, base in self._layers:
+            for kind in _KINDS if layer.training and name not in self._uneven else ():
                 running = getattr(layer, kind)
                 running.mul_(1 - self._momentum(base)).add_(added[at : at + running.numel()].view(running.shape))
                 at += running.numel()
         self._average_steps()
 
     def _training(self) -> list[Tensor]:
-        return _averages([entry for entry in self._layers if entry[1].training])
+        """The averages of layers in training that are not left to others."""
+        return _averages([entry for entry in self._layers if entry[1].training and entry[0] not in self._uneven])
 
     def swap_ema(self, on: bool) -> None:
         """`on=True` puts the averages over steps in place of the running averages, `on=False` puts these back."""

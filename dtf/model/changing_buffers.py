@@ -82,6 +82,24 @@ class ChangingBuffers:
         """Of the buffers whose rule needs all micro-batches."""
         return [buffer.name for buffer in self._stepped]
 
+    # ------------------------------------------------------------ elsewhere
+
+    def values(self) -> Tensor:
+        """The buffers whose rule needs all micro-batches, as bytes in the order of `names`."""
+        return torch.cat([buffer.value.cpu().contiguous().reshape(-1).view(torch.uint8) for buffer in self._stepped])
+
+    @torch.no_grad()
+    def take_values(self, values: Tensor) -> None:
+        """Inverse of `values`."""
+        parts = values.split([buffer.value.numel() * buffer.value.element_size() for buffer in self._stepped])
+        for buffer, part in zip(self._stepped, parts, strict=True):
+            buffer.value.copy_(part.clone().view(buffer.value.dtype).view(buffer.value.shape))
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers `total` has."""
+        return sum(buffer.value.numel() for buffer in self._stepped)
+
     # ------------------------------------------------------------ a step
 
     def begin(self) -> None:
@@ -165,12 +183,17 @@ class _Stepped:
         self._before = tensor.detach().clone()
         self.total = torch.zeros(tensor.shape, dtype=torch.float64, device=tensor.device)
 
-    @torch.no_grad()
-    def begin(self) -> None:
+    @property
+    def value(self) -> Tensor:
+        """The buffer as it is between two passes."""
         current = self._module._buffers[self._key]
         if current is not self._tensor and current is not None:  # assigned meanwhile, such as by an evaluation
             self._tensor = current.detach()
-        self._before = self._tensor.clone()
+        return self._tensor
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        self._before = self.value.clone()
         self.total = torch.zeros(self._tensor.shape, dtype=torch.float64, device=self._tensor.device)
 
     @torch.no_grad()

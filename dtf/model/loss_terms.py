@@ -6,6 +6,7 @@ micro-batch in two proves of what it is the mean.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -61,6 +62,7 @@ class Losses:
         ConfigError for what is none of the forms.
         """
         loss = self._recipe.loss(outputs, batch.targets)
+        self._refuse_several(loss)
         if isinstance(loss, tuple | list) and len(loss) == 2:
             return self._counted(loss[0], loss[1], batch)
         if not isinstance(loss, Tensor):
@@ -77,16 +79,23 @@ class Losses:
             f"{tuple(batch.weight.shape)}, or sums and counts"
         )
 
+    def _refuse_several(self, loss: Any) -> None:
+        """Raise ConfigError for several losses to differentiate."""
+        values = loss.values() if isinstance(loss, Mapping) else loss if isinstance(loss, tuple | list) else ()
+        learning = sum(isinstance(value, Tensor) and value.requires_grad for value in values)
+        if learning > 1:
+            count = "two" if learning == 2 else str(learning)
+            raise ConfigError(
+                f"{self._who} returned {count} losses that {'both' if learning == 2 else 'all'} need a gradient, as "
+                f"for {count} optimizers. A recipe has one optimizer: return one loss, their sum, with a layer between "
+                "the models that reverses the gradient (docs/own-recipe.md, 'Two losses'); or sums and counts, where "
+                "counts need no gradient"
+            )
+
     def _counted(self, sums: Any, counts: Any, batch: Batch) -> LossTerms:
         shapes = ((), tuple(batch.weight.shape))
         if not isinstance(sums, Tensor) or not isinstance(counts, Tensor):
             raise ConfigError(f"{self._who} returned two values that are not both tensors; sums and counts are tensors")
-        if counts.requires_grad:
-            raise ConfigError(
-                f"{self._who} returned two losses that both need a gradient, as for two optimizers. A recipe has one "
-                "optimizer: return one loss, their sum, with a layer between the models that reverses the gradient "
-                "(docs/own-recipe.md, 'Two losses'); or sums and counts, where counts need no gradient"
-            )
         if tuple(sums.shape) not in shapes or sums.shape != counts.shape:
             raise ConfigError(
                 f"{self._who} returned sums of shape {tuple(sums.shape)} and counts of shape {tuple(counts.shape)}; "

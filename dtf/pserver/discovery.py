@@ -16,7 +16,7 @@ import numpy as np
 from dtf.core.consistency import describe_differences
 from dtf.core.errors import ConfigError, PeerError
 from dtf.pserver.net.codec import decode, encode
-from dtf.pserver.net.messages import MEET, facts_of, meet_schemas
+from dtf.pserver.net.messages import MEET, json_of, meet_schemas
 from dtf.pserver.net.transport import Lost, Refused, Transport
 
 TRAINER = -1
@@ -75,7 +75,7 @@ class Coordinator:
             raise Refused(f"strategy.endpoints names {servers} server(s), and {len(self._others) + 1} for server 0")
         if server != TRAINER and server not in self._others:
             raise Refused(f"strategy.server_id={server} is none of 1 to {len(self._others)}")
-        refusal = describe_differences({"server 0": self._facts, "this process": facts_of(message)})
+        refusal = describe_differences({"server 0": self._facts, "this process": json_of(message, "facts")})
         if refusal:
             raise Refused(refusal)
         with self._lock:

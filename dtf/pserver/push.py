@@ -29,3 +29,5 @@ class Push(NamedTuple):
     sums: np.ndarray  # (M,); empty but for server 0, as all that follows
     statistics: np.ndarray  # of each step, see `BatchNormStatistics.added`; not finite where a trainer skipped one
     ids: np.ndarray  # sample ids
+    counts: float | None = None  # what the losses are divided by in place of rows, where they come with counts
+    buffers: np.ndarray = np.empty(0)  # see `ChangingBuffers.total`; empty but for server 0

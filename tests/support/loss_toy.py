@@ -58,6 +58,8 @@ class LossForms(Toy):
                 return losses.sum(), counts.sum()
             case "two":
                 return losses.mean(), losses.square().mean()
+            case "named":
+                return {"generator": losses.mean(), "critic": -losses.mean(), "penalty": losses.square().mean()}
         return losses.mean(1).mean()
 
     def measure(self, outputs: Any, batch: Any, loss: Tensor) -> Tensor:

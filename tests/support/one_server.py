@@ -105,13 +105,14 @@ def lease(servicer: Servicer, trainer: int, **scalars: Any) -> Any:
     return decode(reply, servicer.handlers[LEASE](encode(request, given, keys)))
 
 
-def greet(servicer: Servicer, trainer: int, launch_id: str, facts: dict[str, Any] | None = None) -> Any:
+def greet(
+    servicer: Servicer, trainer: int, launch_id: str, facts: dict[str, Any] | None = None, uneven: Any = ()
+) -> Any:
     request, reply = messages.hello_schemas()
-    told = np.frombuffer(json.dumps(facts or {}).encode(), np.uint8)
-    return decode(
-        reply, servicer.handlers[HELLO](encode(request, {"trainer": trainer, "starter": launch_id}, {"facts": told}))
-    )
+    texts = {"facts": json.dumps(facts or {}), "uneven": json.dumps(uneven)}
+    told = {name: np.frombuffer(text.encode(), np.uint8) for name, text in texts.items()}
+    return decode(reply, servicer.handlers[HELLO](encode(request, {"trainer": trainer, "starter": launch_id}, told)))
 
 
-def hello(servicer: Servicer, trainer: int, facts: dict[str, Any] | None = None) -> str:
-    return greet(servicer, trainer, "", facts).arrays["refusal"].tobytes().decode()
+def hello(servicer: Servicer, trainer: int, facts: dict[str, Any] | None = None, uneven: Any = ()) -> str:
+    return greet(servicer, trainer, "", facts, uneven).arrays["refusal"].tobytes().decode()

@@ -6,7 +6,6 @@ One set of ranks of a size serves many tests, so that nothing is imported or con
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import importlib
 import itertools
@@ -26,11 +25,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dtf.core.errors import Exit
 from dtf.core.types import Event, Failed, Note, Place, event_from_json
 from dtf.host.heartbeat import Board
 from dtf.launch import forkserver_cache
+from dtf.launch.exit_cause import GroupResult
 from dtf.launch.forkserver import ForkServer
 from dtf.launch.rank_process import MESSAGE_BYTES
+from dtf.launch.waits import WaitWatch
 
 if "tests.support.preload" not in forkserver_cache.PRELOAD:
     forkserver_cache.PRELOAD.append("tests.support.preload")
@@ -79,16 +81,13 @@ class RankSet:
             "run_id": "",
             **_surroundings(),
         }
-        with (
-            socket.create_server(("127.0.0.1", 0)) as listener,
-            contextlib.closing(Board(self.numbers[-1] + 1)) as board,
-            tempfile.TemporaryFile() as shared,
-        ):
+        self.board = Board(self.numbers[-1] + 1)
+        with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryFile() as shared:
             shared.write(json.dumps(order).encode())
             shared.flush()
             store = f"127.0.0.1:{listener.getsockname()[1]}"
             for rank in range(count):
-                fds = [board.fd, shared.fileno(), *([] if rank else [listener.fileno()])]
+                fds = [self.board.fd, shared.fileno(), *([] if rank else [listener.fileno()])]
                 self.selector.register(self._start(rank, store, fds), selectors.EVENT_READ, rank)
 
     def _path(self, rank: int, kind: str) -> Path:
@@ -120,10 +119,20 @@ class RankSet:
             failed = sorted((at, rank, why) for at, rank, why in heard if why)
             if failed or not heard:
                 _, rank, why = failed[0] if failed else (0.0, min(missing), f"no answer within {timeout_s:g} s")
+                why = self._refusal(rank, why) or why
                 log = self._path(rank, "log").read_text(errors="replace")[-4000:]
                 raise AssertionError(f"{target}: rank {rank} of {self.count}: {why}\nits log:\n{log}")
             missing -= {rank for _, rank, _ in heard}
         return [json.loads(self._path(rank, "json").read_text()) for rank in range(self.count)]
+
+    def _refusal(self, rank: int, why: str) -> str:
+        """What the launcher says where ranks had entered different operations, after which gloo ends one of them."""
+        if "exit status" not in why and "lost another rank" not in why:
+            return ""
+        cause = Failed(rank, 0, int(Exit.BUG), f"gloo: {why}", "")
+        watch = WaitWatch(_Places(self.board, self.numbers[0]), lambda note: None)  # type: ignore[arg-type]
+        result = watch.explain(GroupResult(Exit.BUG, cause), [*range(self.count)])
+        return f"\nConfigError: {result.cause.message}" if result.exit is Exit.CONFIG and result.cause else ""
 
     def _signal(self, number: signal.Signals) -> None:
         for rank_number in self.numbers:
@@ -151,7 +160,21 @@ class RankSet:
         for key in list(self.selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self.selector.close()
+        self.board.close()
         shutil.rmtree(self.folder)
+
+
+class _Places:
+    """The places of a set of ranks on a board, from 0 on as they count themselves."""
+
+    def __init__(self, board: Board, first: int) -> None:
+        self._board, self._first = board, first
+
+    def read(self, rank: int) -> Any:
+        return self._board.read(self._first + rank)
+
+    def position(self, rank: int, last: int) -> Any:
+        return self._board.position(self._first + rank, last)
 
 
 @cache

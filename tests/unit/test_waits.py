@@ -25,8 +25,8 @@ def gather(name: str, number: int, group: str = "shards 0,1", ranks: tuple[int, 
     return Entry(f"the all-gather of {name}", group, ranks, number, True, places=1)
 
 
-def uses(name: str) -> Entry:
-    return Entry(name, "", (), 0, False, True, f"{name}: {ADVICE}", 1)
+def uses(name: str, places: int = 1) -> Entry:
+    return Entry(name, "", (), 0, False, True, f"{name}: {ADVICE}", places)
 
 
 def at(
@@ -46,6 +46,19 @@ def test_ranks_in_different_operations_are_refused_and_the_unused_module_is_name
         "rank 1 has waited for 20 s in the all-gather of b, which rank 0 has not entered; rank 0 has waited for 20 s "
         "in the all-gather of c, which rank 1 has not entered. They never meet. b: Rank 0 leaves it out."
     )
+
+
+def test_the_rank_that_went_past_a_module_is_named_not_the_one_that_may_still_come_to_another() -> None:
+    """Both left the start together. Rank 1 is at the last module, or in its backward pass, without the one before."""
+    before = [uses("a", 0), uses("b", 0), uses("last", 0)]
+    for place, places in (("forward", 1), ("backward", 2)):
+        seen = {
+            0: at(*before, uses("a"), gather("a", 1), uses("b"), gather("b", 2)),
+            1: at(*before, uses("a"), gather("a", 1), uses("last"), gather("last", 2), place=place),
+        }
+        seen[1] = seen[1]._replace(position=seen[1].position._replace(places=places))
+        found = stuck(seen, NOW, 10)
+        assert found and found.rank == 1 and found.text.endswith("b: Rank 1 leaves it out.")
 
 
 def test_operations_left_long_ago_prove_it_too() -> None:

@@ -78,14 +78,24 @@ def _report(results: Results, strategies: list[str]) -> int:
         print(f"refused for {cause} ({CAUSES.get(cause, 'no cause of the list')}): {count}")
     kinds = Counter(outcome.kind for outcome in results.values())
     print(", ".join(f"{kind}: {count}" for kind, count in kinds.most_common()))
-    for strategy in strategies:
-        outcomes = [outcome for key, outcome in results.items() if key[1] == strategy]
-        if outcomes:
-            clean = sum(outcome.kind == "same" for outcome in outcomes)
-            print(f"{strategy}: {clean} of {len(outcomes)} clean ({clean / len(outcomes):.0%})")
+    _print_shares(results, strategies)
     unexpected = list(_unexpected(results))
     print("\n".join(["not as its entry says:", *unexpected]) if unexpected else "all as their entries say")
     return int(bool(unexpected))
+
+
+def _print_shares(results: Results, strategies: list[str]) -> None:
+    """How many trials of each strategy train clean: of all, and of those that need not be refused for what they are."""
+    zoo = load_zoo()
+    for strategy in strategies:
+        outcomes = {key: outcome for key, outcome in results.items() if key[1] == strategy}
+        free = [outcome for key, outcome in outcomes.items() if not zoo[key[0]].must_refuse(strategy)]
+        if free:
+            clean = sum(outcome.kind == "same" for outcome in free)
+            print(
+                f"{strategy}: {clean} of {len(free)} clean ({clean / len(free):.1%}), and {len(outcomes) - len(free)} "
+                f"that must be refused; of all {clean / len(outcomes):.1%}"
+            )
 
 
 def _unexpected(results: Results) -> list[str]:
@@ -95,7 +105,7 @@ def _unexpected(results: Results) -> list[str]:
         if strategy == "plain":
             allowed = trial.is_allowed_alone(zoo[name], outcome)
         else:
-            allowed = trial.is_allowed(zoo[name], strategy, outcome)
+            allowed = trial.is_allowed(zoo[name], strategy, processes, outcome)
         if not allowed:
             lines.append(f"  {name} {strategy} x{processes}: {outcome.shown} {outcome.text}")
     return lines

@@ -30,6 +30,8 @@ MODULES = (
     "outputs",
     "autograd",
     "loss",
+    "declared",
+    "strangers",
 )
 """The files `models_<name>.py`."""
 
@@ -47,11 +49,13 @@ class ZooModel:
     loss: Loss
     tags: frozenset[str] = field(default_factory=frozenset)
     refused: dict[str, str] = field(default_factory=dict)
-    """Strategy -> the cause (see `causes.CAUSES`) for which it must refuse; "*": all, one process too; "divided": all
-    that divide a global batch over replicas.
+    """Must be refused: strategy -> the cause (see `causes.CAUSES`); "*": all, one process too; "divided": all that
+    divide a global batch over replicas. No share of clean ones counts these.
     """
     may: dict[str, str] = field(default_factory=dict)
     """As `refused`, for what may be refused and may be trained."""
+    buffers: dict[str, str] = field(default_factory=dict)
+    """What its author declares of buffers that the forward pass changes: name or pattern -> mean, sum or local."""
     slow: bool = False
     precision: str = "fp64"
     """fp32 for a model that names this format itself, and for one too large for fp64."""
@@ -65,6 +69,10 @@ class ZooModel:
     def draws(self) -> bool:
         """Whether training draws random numbers, so that only dtf's own masks make it repeatable."""
         return "draws" in self.tags
+
+    def must_refuse(self, strategy: str) -> str:
+        """The cause for which a strategy has to refuse it; empty where it need not."""
+        return next((self.refused[key] for key in (strategy, "divided", "*") if key in self.refused), "")
 
     def rows(self, rows: int, seed: int) -> tuple[Any, Tensor]:
         """`rows` rows, the same each time."""
@@ -81,6 +89,7 @@ def zoo_model(
     *tags: str,
     refused: dict[str, str] | None = None,
     may: dict[str, str] | None = None,
+    buffers: dict[str, str] | None = None,
     slow: bool = False,
     precision: str = "fp64",
 ) -> Callable[[Build], Build]:
@@ -96,6 +105,7 @@ def zoo_model(
             tags=frozenset(tags),
             refused=refused or ({"divided": "hidden state"} if "hidden state" in tags else {}),
             may=may or {},
+            buffers=buffers or {},
             slow=slow,
             precision=precision,
         )

@@ -35,7 +35,7 @@ class Block(nn.Module):
         return x + self.mlp(self.ln2(x))
 
 
-@zoo_model("gpt_tied", tokens(LENGTH), token_loss, "attention", "tied", "sums and counts", may={"pserver": "loss"})
+@zoo_model("gpt_tied", tokens(LENGTH), token_loss, "attention", "tied", "sums and counts")
 class TiedGpt(nn.Module):
     """The output layer is the embedding, used as a function."""
 
@@ -93,7 +93,7 @@ class Encoder(nn.Module):
         return self.head(self.encoder(self.embed(x), src_key_padding_mask=padding)[:, 0])
 
 
-@zoo_model("encoder_decoder", tokens(LENGTH), token_loss, "attention", "sums and counts", may={"pserver": "loss"})
+@zoo_model("encoder_decoder", tokens(LENGTH), token_loss, "attention", "sums and counts")
 class EncoderDecoder(nn.Module):
     """nn.Transformer with masks, without dropout."""
 
@@ -193,7 +193,8 @@ class Experts(nn.Module):
     cross_entropy,
     "attention",
     "data-dependent",
-    may={"fsdp": "uneven use", "ddp": "uneven use", "zero1": "uneven use"},
+    "unused in a step",
+    may={"fsdp": "uneven use"},
 )
 class Mixture(nn.Module):
     def __init__(self) -> None:

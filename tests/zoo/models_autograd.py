@@ -96,9 +96,9 @@ class ClampHook(Net):
         self.first.weight.register_hook(lambda gradient: gradient.clamp(-0.002, 0.002))
 
 
-@zoo_model("accumulated_gradient_hook", vectors(), cross_entropy, "hooks", may={"fsdp": "layout"})
+@zoo_model("accumulated_gradient_hook", vectors(), cross_entropy, "hooks", refused={"divided": "layout"})
 class AfterHook(Net):
-    """A hook that runs after a gradient is accumulated, and changes it."""
+    """A hook that runs after a gradient is accumulated, and changes it: what it does depends on the sum so far."""
 
     def prepare(self) -> None:
         def scale(parameter: Tensor) -> None:

@@ -54,7 +54,9 @@ class OddBuffers(Odd):
         return h[:, self.order] * self.mask * self.scale * self.scratch
 
 
-@zoo_model("complex_buffer", vectors(), cross_entropy, "buffers", may={"*": "non-real parameters"}, precision="fp32")
+@zoo_model(
+    "complex_buffer", vectors(), cross_entropy, "buffers", refused={"*": "non-real parameters"}, precision="fp32"
+)
 class ComplexBuffer(Odd):
     def add(self) -> None:
         self.register_buffer("turn", torch.polar(torch.ones(6), torch.linspace(0, math.pi, 6)))

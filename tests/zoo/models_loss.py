@@ -113,7 +113,7 @@ def triplet_loss(outputs: tuple[Tensor, Tensor, Tensor], targets: Tensor) -> Ten
     return F.triplet_margin_loss(*outputs, margin=0.5, reduction="none")
 
 
-@zoo_model("triplet", triplets, triplet_loss, "loss", "calls", may={"pserver": "hidden state"})
+@zoo_model("triplet", triplets, triplet_loss, "loss", "calls")
 class Triplet(nn.Module):
     """One encoder, called three times."""
 
@@ -141,14 +141,13 @@ class Cosine(nn.Module):
 
 # ---------------------------------------------------------------- tokens
 
-zoo_model("token_sums", tokens(), token_loss, "loss", "sums and counts", may={"pserver": "loss"})(Tagger)
+zoo_model("token_sums", tokens(), token_loss, "loss", "sums and counts")(Tagger)
 zoo_model(
     "token_totals",
     tokens(),
     lambda out, y: tuple(part.sum() for part in token_loss(out, y)),
     "loss",
     "sums and counts",
-    may={"pserver": "loss"},
 )(Tagger)
 zoo_model(
     "token_mean",
@@ -165,7 +164,6 @@ zoo_model(
     lambda out, y: (cross_entropy(out, y) * WEIGHTS.to(out)[y], WEIGHTS.to(out)[y]),
     "loss",
     "sums and counts",
-    may={"pserver": "loss"},
 )(Net)
 zoo_model(
     "weighted_classes",

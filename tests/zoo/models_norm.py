@@ -37,12 +37,12 @@ zoo_model("instance_norm_tracked", images(), cross_entropy, "norm")(
 )
 zoo_model("local_response_norm", images(), cross_entropy, "norm")(lambda: _conv(nn.LocalResponseNorm(3)))
 zoo_model("rms_norm", vectors(), cross_entropy, "norm")(lambda: _net(nn.RMSNorm(12)))
-zoo_model("sync_batch_norm", vectors(), cross_entropy, "norm", refused={"*": "layout"}, may={"*": "layout"})(
+zoo_model("sync_batch_norm", vectors(), cross_entropy, "norm", refused={"*": "layout"})(
     lambda: nn.SyncBatchNorm.convert_sync_batchnorm(_net(nn.BatchNorm1d(12)))
 )
 
 
-@zoo_model("siamese", vectors(16), cross_entropy, "norm", "calls", may={"pserver": "hidden state"})
+@zoo_model("siamese", vectors(16), cross_entropy, "norm", "calls")
 class Siamese(nn.Module):
     """One encoder for two inputs: its batch norm is called twice per micro-batch."""
 
@@ -72,7 +72,7 @@ class Sometimes(nn.Module):
         return self.last(torch.relu(h))
 
 
-@zoo_model("shared_norm", vectors(), cross_entropy, "norm", "calls", may={"pserver": "hidden state"})
+@zoo_model("shared_norm", vectors(), cross_entropy, "norm", "calls")
 class SharedNorm(nn.Module):
     """One batch norm after each of two layers."""
 

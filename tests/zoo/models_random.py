@@ -140,10 +140,7 @@ class Depth(Net):
         return h + keep * torch.relu(self.middle(h))
 
 
-MAY = {"fsdp": "uneven use", "ddp": "uneven use", "zero1": "uneven use"}
-
-
-@zoo_model("layer_drop", vectors(), cross_entropy, "draws", "data-dependent", "calls", may=MAY)
+@zoo_model("layer_drop", vectors(), cross_entropy, "draws", "data-dependent", "calls", may={"divided": "uneven use"})
 class LayerDrop(Net):
     """Whole blocks, with batch norm, are left out at random (torch's generator)."""
 
@@ -157,7 +154,7 @@ class LayerDrop(Net):
         return h
 
 
-@zoo_model("layer_drop_python", vectors(), cross_entropy, "draws", "data-dependent", refused=UNSEEN)
+@zoo_model("layer_drop_python", vectors(), cross_entropy, "draws", "data-dependent", may={"fsdp": "uneven use"})
 class PythonDrop(Net):
     """The same with Python's generator."""
 
@@ -168,7 +165,7 @@ class PythonDrop(Net):
         return h + torch.relu(self.middle(h)) if not self.training or random.random() > 0.5 else h
 
 
-@zoo_model("noise_numpy", vectors(), cross_entropy, "draws", refused=UNSEEN)
+@zoo_model("noise_numpy", vectors(), cross_entropy, "draws")
 class NumpyNoise(Net):
     def between(self, h: Tensor) -> Tensor:
         return h + torch.from_numpy(0.1 * np.random.randn(*h.shape)).to(h) if self.training else h

@@ -83,7 +83,7 @@ class Packed(nn.Module):
         return self.head(torch.cat([last[0], last[1]], -1) + padded.mean(1))
 
 
-@zoo_model("gru_language_model", tokens(), token_loss, "sequence", "sums and counts", may={"pserver": "loss"})
+@zoo_model("gru_language_model", tokens(), token_loss, "sequence", "sums and counts")
 class LanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from tests.zoo.entries import cross_entropy, squared_error, vectors, zoo_model
 CLASSES = 4
 
 
-def _double(make: Any) -> Any:
+def autoencoded(make: Any) -> Any:
     """Inputs as they are and targets that are the inputs."""
 
     def data(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,7 @@ def _double(make: Any) -> Any:
     return data
 
 
-@zoo_model("codebook", _double(vectors()), squared_error, "state", "hidden state", "buffers")
+@zoo_model("codebook", autoencoded(vectors()), squared_error, "state", "hidden state", "buffers")
 class Codebook(nn.Module):
     """Vector quantisation; the codes follow moving averages that the forward pass assigns."""
 

@@ -56,10 +56,7 @@ class Loop(nn.Module):
         return self.last(h)
 
 
-UNUSED = {"ddp": "uneven use", "zero1": "uneven use"}
-
-
-@zoo_model("unused_parameters", vectors(), cross_entropy, "unused", may=UNUSED)
+@zoo_model("unused_parameters", vectors(), cross_entropy, "unused")
 class Unused(nn.Module):
     """A layer that no pass uses, and a parameter that only evaluation uses."""
 
@@ -74,7 +71,13 @@ class Unused(nn.Module):
 
 
 @zoo_model(
-    "sometimes_unused", vectors(), cross_entropy, "unused", "data-dependent", may=UNUSED | {"fsdp": "uneven use"}
+    "sometimes_unused",
+    vectors(),
+    cross_entropy,
+    "unused",
+    "unused in a step",
+    "data-dependent",
+    may={"fsdp": "uneven use"},
 )
 class Branch(nn.Module):
     """A branch that the rows of the micro-batch choose."""
@@ -96,7 +99,7 @@ def frozen_half() -> nn.Module:
     return model
 
 
-@zoo_model("detached_half", vectors(), cross_entropy, "frozen", "unused", may=UNUSED)
+@zoo_model("detached_half", vectors(), cross_entropy, "frozen", "unused")
 class Detached(nn.Module):
     """Parameters want gradients, but a no_grad block gives them none."""
 
@@ -184,7 +187,7 @@ class Checkpointed(nn.Module):
         return self.last(checkpoint(self.b, h, use_reentrant=False))
 
 
-@zoo_model("checkpointed_reentrant", vectors(), cross_entropy, "checkpoint", may=UNUSED)
+@zoo_model("checkpointed_reentrant", vectors(), cross_entropy, "checkpoint")
 class Reentrant(nn.Module):
     """The older kind, which runs a backward pass inside the backward pass."""
 

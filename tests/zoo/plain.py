@@ -1,9 +1,14 @@
-"""The loop that a stranger would write: plain torch, no engine. It says what a model starts from and how it learns."""
+"""The loop that a stranger would write: plain torch, no engine. It says what a model starts from and how it learns.
+
+Two things it does as docs/own-recipe.md says. Buffers with a rule begin each micro-batch as before the step. In models
+with the tag `unused in a step` a parameter without a gradient has one of zero: momentum moves it on.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -61,14 +66,58 @@ def run(
     losses, norms = [], []
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
     model.train()
+    changing = Changing(model, _rules(entry, model))
     for rows in batches:
-        loss = _step(entry, model, inputs, targets, _cut(rows, micro_batch_rows), wide)
+        loss = _step(entry, model, inputs, targets, _cut(rows, micro_batch_rows), wide, changing)
+        for parameter in model.parameters() if "unused in a step" in entry.tags else ():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss)
         norms.append(float(norm))
     return Plain(initial, losses, norms)
+
+
+class Changing:
+    """The buffers of a model that have a rule, `mean` or `sum`, in a step of several micro-batches."""
+
+    def __init__(self, model: nn.Module, rules: dict[str, str]) -> None:
+        self._model, self._rules = model, rules
+
+    def begin(self) -> None:
+        self._before = {name: self._model.get_buffer(name).clone() for name in self._rules}
+        self._made: dict[str, list[Tensor]] = {name: [] for name in self._rules}
+
+    def rewind(self) -> None:
+        for name, value in self._before.items():
+            self._set(name, value.clone())
+
+    def keep(self) -> None:
+        for name, values in self._made.items():
+            values.append(self._model.get_buffer(name).detach().clone())
+
+    def finish(self) -> None:
+        for name, values in self._made.items():
+            before, made = self._before[name].double(), torch.stack(values).double()
+            new = made.mean(0) if self._rules[name] == "mean" else before + (made - before).sum(0)
+            self._set(name, new.to(self._before[name].dtype))
+
+    def _set(self, name: str, value: Tensor) -> None:
+        module, _, key = name.rpartition(".")
+        self._model.get_submodule(module)._buffers[key] = value
+
+
+def _rules(entry: ZooModel, model: nn.Module) -> dict[str, str]:
+    """Name of each buffer whose micro-batches are joined -> its rule. That of spectral normalisation is dtf's own."""
+    rules = {}
+    for name, _ in model.named_buffers():
+        declared = [rule for pattern, rule in entry.buffers.items() if fnmatch(name, pattern)]
+        if "power iteration" in entry.tags and name.endswith(("_u", "_v")):
+            declared.append("mean")
+        if declared and declared[0] != "local":
+            rules[name] = declared[0]
+    return rules
 
 
 def first_loss(entry: ZooModel, rows: int) -> tuple[Tensor, nn.Module]:
@@ -95,7 +144,13 @@ def _cut(rows: Sequence[int], micro_batch_rows: int) -> list[Sequence[int]]:
 
 
 def _step(
-    entry: ZooModel, model: nn.Module, inputs: Any, targets: Tensor, parts: list[Sequence[int]], wide: bool
+    entry: ZooModel,
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor,
+    parts: list[Sequence[int]],
+    wide: bool,
+    changing: Changing,
 ) -> float:
     """Accumulate the gradients of one global batch; its loss, where there are counts the sum of sums for each row.
 
@@ -103,9 +158,12 @@ def _step(
     """
     rows, mean = sum(map(len, parts)), 0.0
     waiting = []  # for the counts of all parts
+    changing.begin()
     for part in parts:
         labels = targets[list(part)]
+        changing.rewind()
         loss = entry.loss(model(select(inputs, part, wide)), labels)
+        changing.keep()
         if isinstance(loss, Tensor) and not loss.dim() and bool((targets == -100).any()):  # a mean over labels
             counted = (labels != -100).sum()
             waiting.append((loss * counted, float(counted)))
@@ -118,6 +176,7 @@ def _step(
         else:
             waiting.append((total, count))
             mean += float(total.detach()) / rows
+    changing.finish()
     counts = sum(count for _, count in waiting)
     for total, _ in waiting:
         (total / counts).backward()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dtf.api.layout import Layout, Split
+from dtf.api.layout import BufferUpdate, Layout, Split
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import option, register
 from dtf.model.metrics import weighted_sums
@@ -36,6 +37,7 @@ LAYOUTS: dict[str, Layout] = {
     "frozen_half": Layout((("0", "1"), ("3",), ("4",))),
     "gru": Layout(_chain("embed", "rnn", "head")),
     "siamese": Layout(_chain("encoder", "head")),
+    "siamese_declared": Layout(_chain("encoder", "head")),
     "resnet": Layout((("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",), ("layer4",), ("fc",))),
     "convnext_still": Layout(_chain(*(f"features.{i}" for i in range(4)), "classifier")),
     "vit": Layout(
@@ -72,7 +74,8 @@ class Zoo(Recipe):
         return self.entry.build()
 
     def layout(self, model: nn.Module) -> Layout:
-        return LAYOUTS.get(self.which, Layout())
+        rules = {pattern: BufferUpdate(rule) for pattern, rule in self.entry.buffers.items()}
+        return replace(LAYOUTS.get(self.which, Layout()), buffers=rules)
 
     def open_data(self, split: str, seed: int) -> Dataset:
         return Rows(self.entry, self.rows if split == "train" else EVALUATED, len(split))

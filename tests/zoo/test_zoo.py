@@ -67,7 +67,7 @@ def _trials() -> list:
 @pytest.mark.parametrize(("name", "strategy", "processes"), _trials())
 def test_the_same_numbers_or_a_clear_no(name: str, strategy: str, processes: int) -> None:
     outcome = trial.attempt(ZOO[name], strategy, processes)
-    assert trial.is_allowed(ZOO[name], strategy, outcome), f"{outcome.shown}: {outcome.text}"
+    assert trial.is_allowed(ZOO[name], strategy, processes, outcome), f"{outcome.shown}: {outcome.text}"
 
 
 @pytest.mark.slow

@@ -249,21 +249,22 @@ def attempt_plain(entry: ZooModel) -> Outcome:
     return Outcome("same" if apart <= bound else "WRONG", text=f"{where} differs by {apart:.1e}")
 
 
-def is_allowed(entry: ZooModel, strategy: str, outcome: Outcome) -> bool:
-    """Whether an entry says that a strategy may come to this outcome. What divides a model may ask for a layout."""
-    keys = [strategy, "divided", "*"]
-    must = next((entry.refused[key] for key in keys if key in entry.refused), None)
-    layout = LAYOUTS.get(entry.name, Layout())
-    divided = {"pipeline": layout.blocks, "tensor": layout.splits}.get(strategy)
-    if divided is not None and not divided and outcome.kind == "refused" and outcome.cause in ("layout", must):
+def is_allowed(entry: ZooModel, strategy: str, processes: int, outcome: Outcome) -> bool:
+    """Whether an entry says that a strategy may come to this outcome. What divides a model may ask for a layout, or for
+    one of more blocks.
+    """
+    must, layout = entry.must_refuse(strategy), LAYOUTS.get(entry.name, Layout())
+    parts = {"pipeline": len(layout.blocks) // processes, "tensor": len(layout.splits)}.get(strategy, 1)
+    if not parts and outcome.kind == "refused" and outcome.cause in ("layout", must):
         return True
     if must:
         return (outcome.kind, outcome.cause) == ("refused", must)
-    may = [entry.may[key] for key in keys if key in entry.may]
+    may = [entry.may[key] for key in (strategy, "divided", "*") if key in entry.may]
     return outcome.kind == "same" or (outcome.kind == "refused" and outcome.cause in may)
 
 
 def is_allowed_alone(entry: ZooModel, outcome: Outcome) -> bool:
     """As `is_allowed`, of one process against plain torch."""
-    causes = [cause["*"] for cause in (entry.refused, entry.may) if "*" in cause]
-    return outcome.kind == "same" or (outcome.kind == "refused" and outcome.cause in causes)
+    if "*" in entry.refused:
+        return (outcome.kind, outcome.cause) == ("refused", entry.refused["*"])
+    return outcome.kind == "same" or (outcome.kind == "refused" and outcome.cause == entry.may.get("*"))

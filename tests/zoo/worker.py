@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from dtf.model import init
 from dtf.pserver.trainer import compute
 from tests.support.checkpoints import boxes_of_others
 from tests.support.harness import Case, _Run
@@ -32,10 +34,22 @@ def _locked(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_seeded = init._seeded
+
+
+@contextmanager
+def _seeded_alone(seed: int) -> Iterator[None]:
+    """As dtf seeds the building of a model, one at a time."""
+    with _alone, _seeded(seed):
+        yield
+
+
+init._seeded = _seeded_alone
 # Trainers are threads of one rank here. As processes they would have a global generator each.
 compute.TrainerModel.__init__ = _locked(compute.TrainerModel.__init__)
 compute.TrainerModel.warmup = _locked(compute.TrainerModel.warmup)
 compute.TrainerModel.forward_backward = _locked(compute.TrainerModel.forward_backward)
+compute.TrainerModel.evaluate = _locked(compute.TrainerModel.evaluate)
 
 
 def train(rank: int, size: int, folder: str, which: str, **case: Any) -> dict[str, Any]:

@@ -50,20 +50,21 @@ def hello_schemas() -> tuple[Schema, Schema]:
     """Request and reply of HELLO.
 
     `starter`: launch id of the trainer, the same as long as the same launcher restarts it. `facts`: JSON text of what
-    all processes must have alike. `refusal`: why this trainer cannot take part; empty where it can. `taken`: whether
-    the reason is that another trainer of this number is alive.
+    all processes must have alike. `uneven`: JSON list of the normalisations that its passes do not call exactly once,
+    see `BatchNormStatistics.release`. `refusal`: why this trainer cannot take part; empty where it can. `taken`:
+    whether the reason is that another trainer of this number is alive.
     """
-    return Schema({"trainer": int, "starter": str}, {"facts": BYTES}), Schema(
+    return Schema({"trainer": int, "starter": str}, {"facts": BYTES, "uneven": BYTES}), Schema(
         {"ready": int, "taken": int}, {"refusal": BYTES}
     )
 
 
-def facts_of(message: Message) -> Any:
-    """The JSON value under `facts`. WireError when it is no JSON."""
+def json_of(message: Message, name: str) -> Any:
+    """The JSON value of an array of bytes. WireError when it is no JSON."""
     try:
-        return json.loads(message.arrays["facts"].tobytes())
+        return json.loads(message.arrays[name].tobytes())
     except (ValueError, RecursionError):
-        raise WireError("facts are no JSON") from None
+        raise WireError(f"{name} is no JSON") from None
 
 
 def meet_schemas() -> tuple[Schema, Schema]:
@@ -104,7 +105,10 @@ def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
     in the reply, `rows/<name>` (V, width). `dense`: learning blocks as `param_slices.views` lays them out. `frozen`:
     the other blocks, then server 0's buffers.
 
-    To server 0 alone: `sums` (M,), `statistics` (tickets x F, see `Push`), `rows`: sample ids.
+    `counts`: what the losses of the push are divided by in place of rows, where they come with counts.
+
+    To server 0 alone: `sums` (M,), `statistics` (tickets x F, see `Push`), `rows`: sample ids, `buffers` (G,): what the
+    micro-batches made of the buffers with a rule. With each pull for training server 0 sends these: `buffers`, bytes.
 
     With local training (`SyncMode.local_training`) the same names stand for changes of blocks with their optimizer
     state, see `param_slices.state_fields`, and of rows with theirs; `train` asks for these.
@@ -129,15 +133,15 @@ def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
         "frozen",
     )
     request = Schema(
-        {"trainer": int, **dict.fromkeys(numbers, int), "norm": float, "wait_s": float},
-        {"dense": BYTES, "sums": SUMS, "statistics": Array(1, REAL), "rows": NUMBERS}
+        {"trainer": int, **dict.fromkeys(numbers, int), "norm": float, "counts": float, "wait_s": float},
+        {"dense": BYTES, "sums": SUMS, "statistics": Array(1, REAL), "buffers": SUMS, "rows": NUMBERS}
         | {f"ids/{name}": NUMBERS for name in names}
         | {f"gradients/{name}": ROWS for name in names}
         | {f"want/{name}": NUMBERS for name in names},
     )
     reply = Schema(
         {"pulled": int, "stamp": int, "applied": int, "scale": float},
-        {"dense": BYTES, "frozen": BYTES} | {f"rows/{name}": ROWS for name in names},
+        {"dense": BYTES, "frozen": BYTES, "buffers": BYTES} | {f"rows/{name}": ROWS for name in names},
     )
     return request, reply
 

@@ -217,7 +217,7 @@ class Replay:
                 0,
                 result.skipped,
             ),
-            *(nothing, result.statistics, nothing),
+            *(nothing, result.statistics, nothing, result.counts),
         )
 
     def _gradients(self, trainer: int, lease: Lease, server: int, seen: int) -> LeaseResult:

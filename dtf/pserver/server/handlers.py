@@ -13,6 +13,7 @@ import torch
 
 from dtf.api.task import Task
 from dtf.core.consistency import describe_differences
+from dtf.core.errors import ConfigError
 from dtf.pserver.net import messages
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.compression import compress, decompress
@@ -51,8 +52,12 @@ class Servicer:
         message = decode(self._hello[0], data)
         trainer, launch_id = int(message.scalars["trainer"]), str(message.scalars.get("starter", ""))
         program = self._program
-        refusal = describe_differences({"server 0": self._facts, f"trainer {trainer}": messages.facts_of(message)})
-        taken = False
+        refusal = describe_differences(
+            {"server 0": self._facts, f"trainer {trainer}": messages.json_of(message, "facts")}
+        )
+        taken, uneven = False, messages.json_of(message, "uneven") if "uneven" in message.arrays else []
+        if not isinstance(uneven, list) or not all(isinstance(name, str) for name in uneven):
+            raise Refused("uneven is no list of names")
         with program.change:
             ready = program.change.wait_for(lambda: program.begun or program.over, LONGEST_WAIT_S)
             if ready and not refusal:
@@ -60,7 +65,8 @@ class Servicer:
                 program.change.wait_for(lambda: self._other(trainer, launch_id, asked) != SILENT, LONGEST_WAIT_S)
                 heard = self._other(trainer, launch_id, asked)
                 ready, taken = heard is None, heard not in (None, SILENT)
-                if ready:
+                refusal = self._release(frozenset(uneven)) if ready else ""
+                if ready and not refusal:
                     program.ledger.join(trainer, time.monotonic(), launch_id)
                     program.change.notify_all()
         if taken:
@@ -70,6 +76,14 @@ class Servicer:
             )
         text = np.frombuffer(refusal.encode(errors="backslashreplace"), np.uint8)
         return encode(self._hello[1], {"ready": int(ready), "taken": int(taken)}, {"refusal": text})
+
+    def _release(self, uneven: frozenset[str]) -> str:
+        """Why a trainer with these unevenly called normalisations cannot take part; empty where it can."""
+        try:
+            self._program.server_state.release(uneven)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     def _other(self, trainer: int, launch_id: str, since: float) -> float | None:
         """When a trainer of this number with another launch id was heard last: SILENT if not since `since`, None where
@@ -151,6 +165,9 @@ class Servicer:
                     }
                     if dense is not None:
                         arrays["dense"] = dense
+                    changing = program.server_state.buffers() if scalars["train"] else None
+                    if changing is not None:
+                        arrays["buffers"] = changing
                     return encode(self._exchange[1], {"pulled": state, **answer}, arrays)
         return encode(self._exchange[1], {"pulled": state, **answer}, arrays)
 
@@ -185,6 +202,8 @@ class Servicer:
                 f"dense has {len(arrays['dense'])} bytes, this server takes {self._program.server_state.push_bytes}"
             )
         tables = [name for name in self._names if f"ids/{name}" in arrays]
+        if float(scalars.get("counts", 0.0)) < 0:
+            raise Refused(f"counts={scalars['counts']}; they are 0 or more")
         if not self._program.may_come(int(scalars["step"])):
             raise Refused(f"step {scalars['step']} is not open")
         if self._leads:
@@ -217,6 +236,8 @@ class Servicer:
             arrays.get("sums", nothing),
             arrays.get("statistics", nothing),
             arrays.get("rows", nothing),
+            float(scalars["counts"]) if "counts" in scalars else None,
+            arrays.get("buffers", nothing),
         )
 
     def _check_leading(self, scalars: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
@@ -226,6 +247,9 @@ class Servicer:
             raise Refused(f"step {scalars['step']} is not open")
         if len(arrays["sums"]) != self._metric_count:
             raise Refused(f"sums are {len(arrays['sums'])} numbers, not {self._metric_count}")
+        buffers, numbers = arrays.get("buffers", ()), self._program.server_state.buffers_numbers
+        if len(buffers) != numbers:
+            raise Refused(f"buffers are {len(buffers)} numbers, not {numbers}")
         statistics, per_ticket = arrays["statistics"], self._program.server_state.statistics_numbers
         if len(statistics) != tickets * per_ticket and tickets:
             raise Refused(f"statistics are {len(statistics)} numbers, not {tickets} times {per_ticket}")

@@ -19,9 +19,7 @@ from dtf.api.task import Source, Task
 from dtf.core.types import Memory, Shard, State, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.world import World
-from dtf.model.batch_statistics import BatchNormStatistics
-from dtf.model.changing_buffers import scratch_buffers
-from dtf.model.init import cast, layout_of, model_of
+from dtf.model.init import cast, model_of
 from dtf.optim.update import LocalUpdate, ParamShard, update_applied
 from dtf.pserver.net.compression import WIRE_DTYPES
 from dtf.pserver.net.messages import ANY, NONE
@@ -29,22 +27,13 @@ from dtf.pserver.param_slices import balance, lay_out, state_fields, views, wire
 from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Pull, Recorder
 from dtf.pserver.row_routing import RowGradients, server_shards
+from dtf.pserver.server.model_buffers import ModelBuffers, Tickets
 from dtf.pserver.sync_modes import SyncMode
 from dtf.sparse.table_layouts import owner_of
 from dtf.strategies.buffers import buffers, load_buffers
 
 if TYPE_CHECKING:
     from dtf.pserver.options import PserverOptions
-
-Tickets = Mapping[int, Sequence[Train]]
-"""First step of each lease -> its tickets."""
-
-
-class Part:
-    """What a server has of the model beside blocks: buffers and their running averages. See `spmd.Part`."""
-
-    def __init__(self, model: nn.Module, statistics: BatchNormStatistics, scratch: frozenset[str]) -> None:
-        self.model, self.statistics, self.scratch = model, statistics, scratch
 
 
 class ServerState:
@@ -66,7 +55,7 @@ class ServerState:
         self._task, self._world, self._sync_mode = task, world, sync_mode
         self._shares, self._micro_batch_rows = shares, micro_batch_rows
         model = model_of(task)
-        rules = layout_of(task.recipe, model).buffers
+        self._part = ModelBuffers(task, model, shares, self._micro_batches)
         masters = cast(model, task.precision, world.device)
         layouts = lay_out(
             model, task.precision, world.size, strategy.slice_parameters, strategy.min_block, strategy.placement
@@ -97,7 +86,6 @@ class ServerState:
         for parameter in model.parameters():
             parameter.data = parameter.data.new_zeros(0)  # the blocks have it now
         self._state_fields, self._field_bytes = state_fields(self.layout, task.optimizer)
-        self._part = Part(model, BatchNormStatistics(model, task.step.ema), scratch_buffers(model, rules))
         model.train()
         self._norm: Tensor | None = None  # of the update being made, where trainers know it
         self.lock = threading.Lock()  # of the state
@@ -120,7 +108,8 @@ class ServerState:
                 if self._sync_mode.local_training
                 else self._update_by(pushes, tickets)
             )
-            self._absorb(pushes, tickets, whole)
+            if not self._world.rank:
+                self._part.absorb(pushes, tickets, whole)
             if self.recorder is not None:
                 self.recorder.applied(pushes)
             for push in pushes:
@@ -131,8 +120,10 @@ class ServerState:
 
     def _update_by(self, pushes: Sequence[Push], tickets: Tickets) -> tuple[Tensor, bool]:
         """One optimizer update by the sum of gradients: its norm, (2,), and whether it was made."""
-        ticket, rows = tickets[max(push.step for push in pushes)][-1], sum(self._rows(push, tickets) for push in pushes)
-        weights = [_global_rows(push, tickets) / rows for push in pushes]  # 1 for all shares of one step
+        ticket = tickets[max(push.step for push in pushes)][-1]
+        counts = [self._rows(push, tickets) if push.counts is None else push.counts for push in pushes]
+        # of rows 1 for all shares of one step
+        weights = [_global_rows(push, tickets) / (sum(counts) or float("nan")) for push in pushes]
         alone = self._world.size == 1
         self._sum(pushes, weights)
         if self._shards is not None:
@@ -143,7 +134,8 @@ class ServerState:
         if (
             not alone and not self._sync_mode.collective
         ):  # each server has a part of the gradient, and merges when it likes
-            norm = sum(push.norm for push in pushes) / len(pushes) if finite else float("inf")
+            norms = [weight * push.norm for push, weight in zip(pushes, weights, strict=True)]
+            norm = sum(norms) / len(pushes) if finite else float("inf")
             self._norm = torch.tensor([norm], dtype=torch.float64, device=self._world.device)
             if self._shards is not None:
                 self._shards.norm = torch.zeros((), dtype=torch.float64)
@@ -206,30 +198,6 @@ class ServerState:
         for parameter, gradient in zip(self._learning, self._arriving, strict=True):
             parameter.grad = gradient
 
-    def _absorb(self, pushes: Sequence[Push], tickets: Tickets, whole: bool) -> None:
-        """Add the pushes' statistics to the running averages, which are on server 0.
-
-        A push says, step by step, what its micro-batches add to the averages of one of `shares` ranks. Nothing is added
-        for an update that was not made (`whole` is false), nor for a local step that its trainer skipped: its numbers
-        are not finite.
-        """
-        if self._world.rank or not len(self._part.statistics):
-            return
-        for number in range(max(len(tickets[push.step]) for push in pushes)):
-            added, count, counted, total = 0.0, 0, 0, 0
-            for push in pushes:
-                push_tickets = tickets[push.step]
-                if number < len(push_tickets):
-                    statistics = torch.from_numpy(push.statistics).view(len(push_tickets), -1)[number]
-                    ends, (first, last) = self._micro_batches(push_tickets[number], push.part)
-                    count, total = count + last - first, len(ends)
-                    if whole and statistics.isfinite().all():
-                        added, counted = added + statistics, counted + last - first
-            if count:
-                self._part.statistics.absorb(
-                    added * (total / (self._shares * counted)) if isinstance(added, Tensor) and counted else None
-                )
-
     def _whole_norm(self, norms: Tensor) -> Tensor:
         """Norms whose norm is that of the whole gradient without tables."""
         if self._norm is not None or self._world.size == 1:
@@ -285,13 +253,18 @@ class ServerState:
     def frozen(self) -> np.ndarray:
         """Blocks that do not learn, and on server 0 all buffers, as bytes."""
         with self.lock:
-            tensors = [self._frozen.cpu()]
-            if self._world.rank == 0:
-                tensors += [
-                    buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                    for _, buffer in self._part.model.named_buffers()
-                ]
-            return torch.cat(tensors).numpy()
+            return torch.cat([self._frozen.cpu(), *([] if self._world.rank else self._part.whole())]).numpy()
+
+    def buffers(self) -> np.ndarray | None:
+        """The buffers that passes change and a rule keeps right, as bytes; None where there are none here. Hold `lock`,
+        see `pull`.
+        """
+        return None if self._world.rank else self._part.values()
+
+    def release(self, uneven: frozenset[str]) -> None:
+        """See `ModelBuffers.release`."""
+        with self.lock:
+            self._part.release(uneven)
 
     def scale(self) -> float:
         """The factor of the loss that trainers differentiate."""
@@ -333,6 +306,11 @@ class ServerState:
     def statistics_numbers(self) -> int:
         """How many statistics a push has for each of its steps."""
         return self._part.statistics.added_numbers
+
+    @property
+    def buffers_numbers(self) -> int:
+        """How many numbers of buffers a push has."""
+        return self._part.changing_numbers
 
     @property
     def push_bytes(self) -> int:

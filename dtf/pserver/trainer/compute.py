@@ -44,6 +44,7 @@ class PulledState(NamedTuple):
     rows: list[dict[str, np.ndarray]]
     applied: list[int]  # updates in it
     scale: float
+    buffers: np.ndarray | None = None  # those that passes change and a rule keeps right, as bytes
 
 
 class LeaseResult(NamedTuple):
@@ -56,6 +57,8 @@ class LeaseResult(NamedTuple):
     norm: float
     finite: int
     skipped: int = 0
+    counts: float | None = None
+    buffers: np.ndarray | None = None  # see `Push.buffers`
 
 
 class ModelSetup(NamedTuple):
@@ -63,7 +66,7 @@ class ModelSetup(NamedTuple):
 
     `layouts`: of what is pulled and pushed, by server. `shares`: into how many leases the rows of a step are cut.
     `whole_norm`: whether pushes need the norm of the whole gradient. `wire`: dtype in which fp32 blocks travel, None:
-    unchanged.
+    unchanged. `no_buffers`: why servers cannot keep buffers that passes change, and what to do; empty where they can.
     """
 
     task: Task
@@ -73,6 +76,7 @@ class ModelSetup(NamedTuple):
     micro_batch_rows: int
     whole_norm: bool = False
     wire: torch.dtype | None = None
+    no_buffers: str = ""
 
 
 class TrainerModel:
@@ -89,6 +93,7 @@ class TrainerModel:
         self._task, self.device, self._layouts = task, device, layouts
         self._shares, self._micro_batch_rows = setup.shares, setup.micro_batch_rows
         self._whole_norm, self._wire, self._part = setup.whole_norm, setup.wire, part
+        self._no_buffers = setup.no_buffers
         model = model_of(task)
         self.masters = cast(model, task.precision, device)
         self.parameters = dict(model.named_parameters())
@@ -99,7 +104,7 @@ class TrainerModel:
                 parameter.data = first.parameters[name].data
         self._flat = [self._flattened(layout) for layout in layouts] if first is None else first._flat
         self.replica = Replica(model, task, device)
-        self.replica.divided, self.replica.instead = True, "strategy=ddp"
+        self.replica.divided, self.replica.instead = True, "strategy=ddp launcher.processes=1"
         self._learning = [
             [block.of(self.parameters[block.name].data) for block in layout.learning] for layout in layouts
         ]
@@ -119,15 +124,10 @@ class TrainerModel:
             batch = self.replica.receiver.train(batch, 0, 0)
             batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, tables))
         drew = self.replica.warmup(rows_of(batch, 0, 8), ALONE)
-        if self.replica.changing:
+        if self.replica.changing and self._no_buffers:
             raise ConfigError(
-                f"strategy=pserver: the forward pass changes the buffer {self.replica.changing.names[0]}, and servers "
-                "do not send buffers to trainers in each step; use strategy=ddp"
-            )
-        if self.replica.counts is not None and self._shares * self._part.count > 1:
-            raise ConfigError(
-                f"strategy=pserver: {type(self._task.recipe).__name__}.loss returned sums and counts, and trainers do "
-                "not know the counts of each other; return the loss of each row, use one trainer, or strategy=ddp"
+                f"strategy=pserver: the forward pass changes the buffer {self.replica.changing.names[0]}, and "
+                f"{self._no_buffers}; or use strategy=ddp"
             )
         if drew and self._threads > 1:
             raise global_rng_error("pserver", "and the threads of strategy.hogwild_threads share one generator")
@@ -146,6 +146,10 @@ class TrainerModel:
         self.load(pulled)
         batch = prepared.row_request.fill(prepared.batch, pulled.rows, self.device)
         sums = self.forward_backward(prepared, batch, pulled.scale / prepared.ticket.rows)
+        counts = self.counts
+        if counts is not None and self._shares == 1:  # those of the whole step
+            self.divide_by_counts(prepared.ticket.rows)
+            counts = None
         for layout, outgoing in zip(self._layouts, self._outgoing_views, strict=True):
             grads = [self.parameters[block.name].grad for block in layout.learning]
             parts = [
@@ -159,8 +163,28 @@ class TrainerModel:
         rows = prepared.row_request.gradients(self.replica.row_gradients)
         dense = [memory.cpu().numpy() for memory in self._outgoing]
         norm, added = self._norm(rows) if self._whole_norm else 0.0, self.statistics_added()
-        finite = math.isfinite(norm)
-        return LeaseResult(dense, rows, sums, added, norm if finite else 0.0, int(finite and np.isfinite(added).all()))
+        finite = math.isfinite(norm) and math.isfinite(counts or 0.0)
+        changing = self.replica.changing.total()
+        return LeaseResult(
+            dense,
+            rows,
+            sums,
+            added,
+            norm if finite else 0.0,
+            int(finite and np.isfinite(added).all()),
+            counts=counts if finite or counts is None else 0.0,
+            buffers=None if changing is None else changing.cpu().numpy(),
+        )
+
+    @property
+    def counts(self) -> float | None:
+        """What the losses of the last pass are to be divided by in place of rows; None: rows."""
+        return None if self.replica.counts is None else float(self.replica.counts)
+
+    def divide_by_counts(self, rows: int) -> None:
+        """Divide the gradients of the last pass, which are divided by so many rows, by its counts, if it has some."""
+        if self.counts is not None:
+            self.replica.rescale(torch.tensor(rows / (self.counts or math.nan), dtype=torch.float64))
 
     def forward_backward(self, prepared: PreparedBatch, batch: Batch, factor: float) -> Tensor:
         """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters.
@@ -174,10 +198,7 @@ class TrainerModel:
         self.replica.statistics.forget(ticket.step)
         scale = torch.tensor(factor, dtype=loss_dtype(self._task), device=self.device)
         with self._randomness_to_itself():
-            sums = self.replica.accumulate(ticket, batch, bounds, part, lease, scale)
-        if self.replica.counts is not None:  # of the whole step, see `warmup`
-            self.replica.rescale(ticket.rows / self.replica.counts.double())
-        return sums
+            return self.replica.accumulate(ticket, batch, bounds, part, lease, scale)
 
     def _randomness_to_itself(self) -> AbstractContextManager[object]:
         """A context in which no other thread seeds torch's global generator, of which the model may draw.
@@ -224,6 +245,8 @@ class TrainerModel:
                     else:
                         flat.copy_(blocks)
                     self._loaded[server] = stamp
+        if pulled.buffers is not None:
+            self.replica.changing.take_values(torch.from_numpy(pulled.buffers))
 
     def _flattened(self, layout: Layout) -> Tensor | None:
         """Memory in which the parameters lie from now on exactly as a server's blocks travel.
@@ -255,7 +278,9 @@ class TrainerModel:
         for block, view in zip(layout.frozen, views(memory, layout.frozen), strict=True):
             block.of(self.parameters[block.name].data).copy_(view)
         at = layout.frozen_bytes
-        for _, buffer in self.replica.model.named_buffers() if server == 0 else ():
+        for name, buffer in self.replica.model.named_buffers() if server == 0 else ():
+            if name in self.replica.scratch:
+                continue
             size = buffer.numel() * buffer.element_size()
             buffer.copy_(memory[at : at + size].clone().view(buffer.dtype).view(buffer.shape))
             at += size

@@ -95,6 +95,7 @@ class Exchange:
             "unread": unread,
         }
         common |= {"finite": result.finite, "norm": result.norm, "skipped": result.skipped}
+        common |= {} if result.counts is None else {"counts": result.counts}
         for server in range(len(self._servers)):
             scalars = common | {"seen": seen[server]}
             arrays = {"dense": result.dense[server]}
@@ -105,7 +106,7 @@ class Exchange:
                     "sums": result.sums.cpu().double().numpy(),
                     "statistics": result.statistics,
                     "rows": sample_ids[sample_ids >= 0],
-                }
+                } | ({} if result.buffers is None else {"buffers": result.buffers})
             if following is not None:
                 ids_here, after = following.row_request.ids(server), self._after(following.lease)
                 pull_scalars, pull_arrays = self._pull_request(following, ids_here, after, known[server].stamp)
@@ -142,7 +143,9 @@ class Exchange:
             if "frozen" in message.arrays:
                 self._model.take_frozen(server, message.arrays["frozen"])
         rows, applied = [self._rows(message) for message in answers], [int(m.scalars["applied"]) for m in answers]
-        return READY, PulledState(dense, rows, applied, float(answers[0].scalars["scale"]))
+        return READY, PulledState(
+            dense, rows, applied, float(answers[0].scalars["scale"]), answers[0].arrays.get("buffers")
+        )
 
     def pull_frozen(self) -> None:
         """Put what does not learn into the model: frozen blocks, and server 0's buffers."""

@@ -118,9 +118,10 @@ class GroupModel(TrainerModel):
         and its summed gradients in the parameters. Collective.
         """
         self.replica.model.train()
-        sums, added = (
+        sums, added, counts = (
             torch.zeros(self._metric_count, dtype=torch.float64),
             torch.zeros(len(super().statistics_added()), dtype=torch.float64),
+            torch.zeros(2, dtype=torch.float64),  # their sum, and how many processes have some
         )
         if not _idle(prepared):
             sums += (
@@ -129,7 +130,10 @@ class GroupModel(TrainerModel):
                 .cpu()
             )
             added += torch.from_numpy(super().statistics_added())
-        self._team.reduce([sums, added])
+            if self.replica.counts is not None:
+                counts += torch.stack([self.replica.counts.cpu().double(), counts.new_ones(())])
+        self._team.reduce([sums, added, counts])
+        self.replica.counts = counts[0] if counts[1] else None
         for parameter in self._trained:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         self._team.reduce([parameter.grad for parameter in self._trained if parameter.grad is not None])

@@ -89,7 +89,9 @@ class LocalSgd:
             self._statistics.append(np.zeros_like(self._model.statistics_added()))
             return
         batch = prepared.batch if self._tables is None else self._tables.lookup(prepared.batch, train=True)
-        self._sums += self._model.forward_backward(prepared, batch, 1.0 / (bounds[last] - bounds[first])).cpu().double()
+        rows = bounds[last] - bounds[first]
+        self._sums += self._model.forward_backward(prepared, batch, 1.0 / rows).cpu().double()
+        self._model.divide_by_counts(rows)
         added = self._model.statistics_added()
         if self._tables is not None:
             self._tables.backward(self._model.replica.row_gradients)

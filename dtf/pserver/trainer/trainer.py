@@ -116,6 +116,7 @@ class Trainer:
             self._micro_batch_rows,
             servers > 1 and not sync_mode.collective,
             wire,
+            _no_buffers(strategy, sync_mode),
         )
 
     @property
@@ -308,10 +309,11 @@ class Trainer:
         has this number.
         """
         facts = np.frombuffer(json.dumps(self._context.facts).encode(), np.uint8)
+        uneven = np.frombuffer(json.dumps(sorted(self._model.replica.statistics.uneven)).encode(), np.uint8)
         ready = False
         while not ready:
             self._context.beat("wait", 0)
-            request = encode(self._hellos[0], self._identity, {"facts": facts})
+            request = encode(self._hellos[0], self._identity, {"facts": facts, "uneven": uneven})
             answer = decode(self._hellos[1], self._servers[0].call(HELLO, request, DEADLINE_S))
             refusal = answer.arrays["refusal"].tobytes().decode()
             if refusal:
@@ -320,6 +322,17 @@ class Trainer:
         self._evaluation = ANY
         self._pulling.clear()
         self._exchange.pull_frozen()
+
+
+def _no_buffers(strategy: PserverOptions, sync_mode: SyncMode) -> str:
+    """Why servers cannot keep buffers that passes change, and what to do; empty where they can."""
+    if not sync_mode.synchronous:
+        return f"with strategy.mode={strategy.mode.value} no two trainers start from the same; use sync"
+    if strategy.record:
+        return "strategy.record writes no order of them; leave it out"
+    if strategy.team > 1:
+        return f"the processes of a trainer (strategy.team={strategy.team}) do not exchange it; use more trainers"
+    return ""
 
 
 def _call_now(send: Callable[..., PulledState | None], *arguments: Any) -> Future[PulledState | None]:

@@ -18,6 +18,7 @@ from dtf.model.attributes import Attributes
 from dtf.model.changing_buffers import buffers_restored, parameter_places, refuse_changed_parameters
 from dtf.model.forward import batch_norm_error, global_rng_error
 from dtf.model.memory import Footprint
+from dtf.strategies.pass_probes import count_calls
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.start_check import Gather, Numbers, Passes, Trials, check_passes
@@ -112,10 +113,19 @@ class StartTrials:
             stage.masks.begin_micro_batch(0, 0)
             seeded[:] = [stage.masks.rng_state()]
 
-        with first.find_other_generators():
+        with first.find_other_generators(), ExitStack() as stack:
+            counted = [stack.enter_context(count_calls(s.statistics.layers(), s.masks)) for s in self._stages]
             self._trial(few, 0, enter)
+        self._release_uneven(counted)
         self._trial(rows, 0, enter)
         return any(drew) or first.draws_elsewhere or not torch.equal(seeded[0], first.rng_state())
+
+    def _release_uneven(self, counted: list[dict[str, int]]) -> None:
+        """Keep the averages of normalisations that a pass does not call exactly once by the rule for buffers."""
+        for stage, calls in zip(self._stages, counted, strict=True):
+            uneven = [name for name, layer in stage.statistics.layers().items() if layer.training and calls[name] != 1]
+            stage.changing.take(stage.statistics.release(uneven))
+            self._shared.refuse_changed(stage.index, stage.changing.names)
 
     def _trial(self, rows: Batch, micro_batch: int, enter: Callable[[Stage, int], None] | None = None) -> Numbers:
         """Forward and backward over some rows as a micro-batch of step 0. Returns their sums, the same on all ranks of
