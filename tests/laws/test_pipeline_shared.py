@@ -56,8 +56,14 @@ def test_tied_parameters_can_be_drawn_by_name(processes: int, options: dict[str,
     assert difference(reference(**case), spread("pipeline", processes, options=options, **case)) <= 1e-10
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16_params", "bf16_master", "fp16"])
-@pytest.mark.parametrize("kind", ["function", "modules"])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        pytest.param(kind, precision, marks=() if (j < 2) == (kind == "modules") else pytest.mark.slow)
+        for kind in ("function", "modules")
+        for j, precision in enumerate(("fp16", "bf16_master", "bf16", "bf16_params"))
+    ],
+)
 def test_tied_parameters_in_half_precision(kind: str, precision: str) -> None:
     """Their gradients are sums of two parts, each rounded for itself."""
     case = tied(kind) | {"precision": precision}

@@ -19,6 +19,7 @@ SMALL = [
     "job.batch_size=14",
     "job.precisions=[fp64]",
     "job.micro_batches=[2]",
+    "job.eval_rows=24",  # in micro-batches of 4: as many on each of two ranks
 ]
 
 
