@@ -82,7 +82,7 @@ def copies(rank: int, size: int, **case: Any) -> list[str]:
     return [held["embed.weight"].double().numpy().tobytes().hex()] if "embed.weight" in held else []
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16_master"])
 def test_copies_stay_equal_bit_for_bit(precision: str) -> None:
     case = tied("modules") | {"precision": precision, "options": {"degree": 2}}
     found = ranks(4, "tests.laws.test_pipeline_shared:copies", shared=True, **case)
