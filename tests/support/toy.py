@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from dtf.core.types import Batch
 
-EVAL_ROWS = 13
-"""In three micro-batches of 5 rows at most: one rank of 2, and one of 4, has one less than others."""
+EVAL_ROWS = 17
+"""In four micro-batches of 5 rows at most: two ranks of 3 have one less than the other, and fill up with padding."""
 
 
 @register("recipe", "toy")
