@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_is_leaf, tree_leaves
 
 from dtf.core.text import bytes_text
 from dtf.core.types import Memory
+
+_PLAIN = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+"""Types of arguments of an operation that are no tensors and hold none: most of them, in each of its calls."""
 
 
 class Footprint(TorchDispatchMode):
@@ -79,13 +82,20 @@ class Footprint(TorchDispatchMode):
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
-    for value in tree_leaves(values):
-        if not isinstance(value, Tensor):
-            continue
-        if is_traceable_wrapper_subclass(value):  # a DTensor: the tensor inside is what takes memory
-            yield from _storages([getattr(value, name) for name in value.__tensor_flatten__()[0]])
-        elif value.layout is torch.strided:
-            yield value.untyped_storage()
+    waiting = [values]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            if is_traceable_wrapper_subclass(value):  # a DTensor: the tensor inside is what takes memory
+                waiting += [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+            elif value.layout is torch.strided:
+                yield value.untyped_storage()
+        elif type(value) is tuple or type(value) is list:
+            waiting += value
+        elif type(value) is dict:
+            waiting += value.values()
+        elif value is not None and type(value) not in _PLAIN and not tree_is_leaf(value):
+            waiting += tree_leaves(value)
 
 
 def activations(trials: Sequence[tuple[int, Footprint]], rows: int, under_way: float = 1.0) -> int:

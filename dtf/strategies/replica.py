@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -316,18 +317,20 @@ class Replica:
         self.changing.take(self.statistics.release(uneven))
 
     def _trial(self, rows: Batch, micro_batch: int, last: bool = True, factor: float = 1.0) -> Numbers:
-        """Forward and backward over some rows as a micro-batch of step 0, in memory's measure. Returns their sums and
-        the norms of the gradients, which are dropped.
+        """Forward and backward over some rows as a micro-batch of step 0. The memory of the first two is measured.
+        Returns their sums and the norms of the gradients, which are dropped.
         """
         part = with_leaves(self._received(rows, 0, micro_batch), self._looked_up)
         self.changing.begin()
         self._begin_random(0, micro_batch)
-        with Footprint() as footprint:
+        footprint = Footprint() if len(self._trials) < 2 else None
+        with footprint or nullcontext():
             # a model that talks to others would keep gradients that are not summed
             start = torch.full((), factor, device=self._device)
             sums = self._pass(part, start, last or self._sync is not None)
         self.changing.begin_micro_batch()
-        self._trials = [*self._trials, (len(part.ids), footprint)][:2]
+        if footprint is not None:
+            self._trials.append((len(part.ids), footprint))
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         sparse = [name for name, gradient in gradients.items() if gradient.layout is not torch.strided]
         if sparse:

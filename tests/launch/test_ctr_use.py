@@ -72,7 +72,9 @@ def options(folder: Path, format: str, **values: Any) -> LogOptions:
     )
 
 
-@pytest.mark.parametrize("format", LABELLED)
+@pytest.mark.parametrize(
+    "format", ["criteo", *(pytest.param(name, marks=pytest.mark.slow) for name in LABELLED if name != "criteo")]
+)
 def test_rows_without_labels_are_the_same_rows(format: str, tmp_path: Path) -> None:
     """Of one file, or a folder of files, plain and packed; each has a name."""
     found = []

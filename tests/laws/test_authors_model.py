@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.arrays import crossed, plain
 from tests.support.harness import difference, meshes, reference, spread, variants
 
 PLUGIN = "tests.support.authored"
@@ -34,15 +35,14 @@ def test_every_strategy_starts_from_what_the_constructor_made(strategy: str, opt
         assert torch.tensor(tensors[name], dtype=torch.float64).equal(tensor.double()), name
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-@pytest.mark.parametrize(("strategy", "options"), variants())
+@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(variants(), [2, 3], usual=[2], turns=[3, 2]))
 def test_every_strategy_follows_the_reference(strategy: str, options: dict, processes: int) -> None:
     case = {"plugin": PLUGIN, "recipe": {"name": "authored"}}
     run = spread(strategy, processes, options=options, **case)
     assert difference(reference(**case), run) < 1e-10
 
 
-@pytest.mark.parametrize(("strategy", "options"), variants())
+@pytest.mark.parametrize(("strategy", "options"), plain(variants()))
 def test_a_recipe_may_draw_by_name(strategy: str, options: dict) -> None:
     case = {"plugin": PLUGIN, "recipe": {"name": "by_name"}}
     run = spread(strategy, 2, options=options, **case)

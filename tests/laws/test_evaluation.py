@@ -23,30 +23,30 @@ def recipe(name: str = "coupled_toy", **options: Any) -> dict[str, Any]:
 
 
 LOSS = COUPLED | {"recipe": recipe()}
-"""50 evaluation rows, in micro-batches of 5: rounds of 1, 2 and 3 leave no rest, one and one."""
+"""25 evaluation rows, in micro-batches of 5: rounds of 1, 2 and 3 leave no rest, one and two."""
 
 RECEIVED = COUPLED | {"recipe": recipe(received=True)}
 IDS = COUPLED | {"recipe": recipe("received_tables_toy")}
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options", "processes"), crossed(variants(), [1, 2, 3], usual=[1, 2, 3], turns=[2, 3])
+    ("strategy", "options", "processes"), crossed(variants(), [1, 2, 3], usual=[2], turns=[3, None])
 )
 def test_a_loss_that_couples_rows(strategy: str, options: dict, processes: int) -> None:
     assert difference(reference(**LOSS), spread(strategy, processes, options=options, **LOSS)) <= BOUND
 
 
-@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(meshes(), [2, 4], turns=[4]))
+@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(meshes(), [2, 4], turns=[4, None, 4, 4]))
 def test_a_loss_that_couples_rows_under_combinations(strategy: str, options: dict, processes: int) -> None:
     assert difference(reference(**LOSS), spread(strategy, processes, options=options, **LOSS)) <= BOUND
 
 
-@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(variants(), [2, 3], usual=[2, 3], turns=[2, 3]))
+@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(variants(), [1, 2, 3], turns=[2, 3]))
 def test_receive_draws_and_looks_across_rows(strategy: str, options: dict, processes: int) -> None:
     assert difference(reference(**RECEIVED), spread(strategy, processes, options=options, **RECEIVED)) <= BOUND
 
 
-@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(variants(), [2, 3], usual=[2, 3], turns=[2, 3]))
+@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(variants(), [2, 3], usual=[2], turns=[None]))
 def test_receive_changes_the_ids_of_tables(strategy: str, options: dict, processes: int) -> None:
     assert difference(reference(**IDS), spread(strategy, processes, options=options, **IDS)) <= BOUND
 
@@ -56,7 +56,7 @@ def test_receive_with_tables_on_servers(dense: str) -> None:
     assert difference(reference(**IDS), spread("pserver", 3, options={"servers": 2, "dense": dense}, **IDS)) <= BOUND
 
 
-@pytest.mark.parametrize("rows", [50, 51, 4, 1])
+@pytest.mark.parametrize("rows", [20, 21, 4, 1])
 @pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.parametrize("strategy", ["dp", "ddp", "pipeline", "pserver"])
 def test_ranks_without_a_micro_batch_and_a_last_one_of_one_row(strategy: str, processes: int, rows: int) -> None:
@@ -112,7 +112,7 @@ def test_jobs_that_use_a_model_cut_alike(run_dtf: Any) -> None:
     lines = [json.loads(line) for line in (trained.folder / "metrics.jsonl").read_text().splitlines()]
     expected = next(line["loss"] for line in lines if line["split"] == "eval")
     answers: list[list[dict[str, Any]]] = []
-    for strategy, processes in (("ddp", 1), ("ddp", 3), ("dp", 2), ("fsdp", 2)):
+    for strategy, processes, goes_on in (("ddp", 1, False), ("ddp", 3, True), ("fsdp", 2, False)):
         world = [f"job.model={trained.folder}", f"strategy={strategy}", f"launcher.processes={processes}", USE[0]]
         found = run_dtf("job=evaluate", *world)
         assert found.code == 0, found.err
@@ -122,6 +122,8 @@ def test_jobs_that_use_a_model_cut_alike(run_dtf: Any) -> None:
         assert predicted.code == 0, predicted.err
         file = predicted.folder / "predictions.jsonl"
         answers.append([json.loads(line) for line in file.read_text().splitlines()])
+        if not goes_on:
+            continue
         kept = file.read_text().splitlines(keepends=True)[:6]
         file.write_text("".join(kept))
         assert run_dtf("job=predict", *world, folder=predicted.folder).code == 0

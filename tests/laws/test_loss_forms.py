@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.arrays import crossed
 from tests.support.harness import BATCH, difference, meshes, reference, spread, variants
 from tests.support.loss_toy import LossForms
 
@@ -18,8 +19,7 @@ def case(form: str, **more: object) -> dict:
     return {"plugin": PLUGIN, "recipe": {"name": "losses", "form": form}, **more}
 
 
-@pytest.mark.parametrize("form", ["pair", "labels"])
-@pytest.mark.parametrize(("strategy", "options"), variants())
+@pytest.mark.parametrize(("strategy", "options", "form"), crossed(variants(), ["pair", "labels"]))
 def test_every_strategy_follows_the_reference(strategy: str, options: dict, form: str) -> None:
     run = spread(strategy, 3 if form == "pair" else 2, options=options, **case(form))
     assert difference(reference(**case(form)), run) < 1e-10

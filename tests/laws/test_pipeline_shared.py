@@ -56,8 +56,14 @@ def test_tied_parameters_can_be_drawn_by_name(processes: int, options: dict[str,
     assert difference(reference(**case), spread("pipeline", processes, options=options, **case)) <= 1e-10
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16_params", "bf16_master", "fp16"])
-@pytest.mark.parametrize("kind", ["function", "modules"])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        pytest.param(kind, precision, marks=() if (j < 2) == (kind == "modules") else pytest.mark.slow)
+        for kind in ("function", "modules")
+        for j, precision in enumerate(("fp16", "bf16_master", "bf16", "bf16_params"))
+    ],
+)
 def test_tied_parameters_in_half_precision(kind: str, precision: str) -> None:
     """Their gradients are sums of two parts, each rounded for itself."""
     case = tied(kind) | {"precision": precision}
@@ -76,7 +82,7 @@ def copies(rank: int, size: int, **case: Any) -> list[str]:
     return [held["embed.weight"].double().numpy().tobytes().hex()] if "embed.weight" in held else []
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16_master"])
 def test_copies_stay_equal_bit_for_bit(precision: str) -> None:
     case = tied("modules") | {"precision": precision, "options": {"degree": 2}}
     found = ranks(4, "tests.laws.test_pipeline_shared:copies", shared=True, **case)

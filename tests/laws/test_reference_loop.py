@@ -25,7 +25,7 @@ from dtf.optim.optimizers import Sgd
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.dp import Dp
 from tests.support.harness import BATCH, reference, spread
-from tests.support.toy import Rows, Toy
+from tests.support.toy import EVAL_ROWS, Rows, Toy
 
 
 def test_the_reference_is_what_one_would_write_by_hand() -> None:
@@ -62,7 +62,7 @@ def test_the_reference_is_what_one_would_write_by_hand() -> None:
             rtol=1e-12,
             atol=1e-13,
         )
-    inputs, targets = toy.open_data("eval", 0).fetch(torch.arange(50).numpy(), 0)
+    inputs, targets = toy.open_data("eval", 0).fetch(torch.arange(EVAL_ROWS).numpy(), 0)
     assert found["eval"]["12"]["loss"] == pytest.approx(
         cross_entropy(model(inputs.double()), targets).item(), rel=1e-12
     )

@@ -27,6 +27,7 @@ SMALL = [
     "lr.peak=0.02",
     "job.steps=8",
     "job.save_every=3",
+    "job.eval_rows=24",
 ]
 
 

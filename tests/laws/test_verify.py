@@ -19,6 +19,18 @@ SMALL = [
     "job.batch_size=14",
     "job.precisions=[fp64]",
     "job.micro_batches=[2]",
+    "job.eval_rows=24",  # in micro-batches of 4: as many on each of two ranks
+]
+
+TOYS = [
+    "plugins=[tests.support.rounding_models]",
+    "train.steps=4",
+    "job.steps=4",
+    "job.batch_size=14",
+    "job.micro_batches=[2]",
+    "job.processes=[2]",
+    "job.eval_rows=20",
+    "optimizer=adagrad",
 ]
 
 
@@ -31,13 +43,22 @@ def verify(run_dtf: Any, tmp_path: Path) -> Any:
     return call
 
 
-def test_clean_for_every_strategy_there_is(verify: Any) -> None:
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        [*TOYS, "recipe=toy", "job.precisions=[fp64]"],
+        pytest.param([*SMALL, "job.processes=[2]"], marks=pytest.mark.slow),
+    ],
+    ids=["toy", "shapes"],
+)
+def test_clean_for_every_strategy_there_is(run_dtf: Any, recipe: list[str]) -> None:
     load_parts([])
     # other tests register faulty ones
     own = [name for name, cls in registered("strategy").items() if cls.__module__.startswith("dtf.")]
-    code, report, out = verify("job.processes=[2]", f"job.strategies=[{','.join([*own, 'zero1'])}]")
-    assert code == 0 and report["ok"], out
-    assert {row["strategy"] for row in report["runs"]} >= {"dp", "ddp", "zero1"}
+    done = run_dtf("job=verify", *recipe, f"job.strategies=[{','.join([*own, 'zero1'])}]")
+    report = json.loads((done.folder / "verify.json").read_text())
+    assert done.code == 0 and report["ok"], done.out
+    assert {row["strategy"] for row in report["runs"]} >= {*own, "zero1"}
     assert all(row["tensor"] <= 1e-10 and len(row["tensors"]) > 20 for row in report["runs"])
 
 
@@ -119,20 +140,15 @@ def test_an_entry_that_cannot_run_is_named_before_anything_runs(run_dtf: Any, en
     assert done.code == 2 and words in done.err and not done.folder.exists()
 
 
-TOYS = [
-    "plugins=[tests.support.rounding_models]",
-    "train.steps=4",
-    "job.steps=4",
-    "job.batch_size=14",
-    "job.micro_batches=[2]",
-    "job.processes=[2]",
-    "job.eval_rows=20",
-    "optimizer=adagrad",
-]
-
-
-@pytest.mark.parametrize("recipe", ["cancelled_bias", "key_bias"])
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize(
+    ("recipe", "precision"),
+    [
+        ("cancelled_bias", "fp64"),
+        ("key_bias", "fp32"),
+        pytest.param("cancelled_bias", "fp32", marks=pytest.mark.slow),
+        pytest.param("key_bias", "fp64", marks=pytest.mark.slow),
+    ],
+)
 def test_rounding_alone_is_no_break(run_dtf: Any, recipe: str, precision: str) -> None:
     """Adagrad makes whole steps of a gradient that is rounding: the tensor is told, and how far it may be."""
     done = run_dtf("job=verify", *TOYS, f"recipe={recipe}", f"job.precisions=[{precision}]", "job.strategies=[ddp]")
@@ -143,7 +159,7 @@ def test_rounding_alone_is_no_break(run_dtf: Any, recipe: str, precision: str) -
     assert bias in row["rounding"] and "rounding: " in done.out and len(row["rounding"]) < 6
 
 
-@pytest.mark.parametrize("recipe", ["cancelled_bias", "key_bias"])
+@pytest.mark.parametrize("recipe", ["cancelled_bias", pytest.param("key_bias", marks=pytest.mark.slow)])
 def test_a_fault_beside_rounding_is_found(run_dtf: Any, recipe: str) -> None:
     """The same models, and one tensor that is wrong by a millionth, after the last update, so that losses agree."""
     tensor = {"cancelled_bias": "3.bias", "key_bias": "last.bias"}[recipe]
@@ -171,9 +187,9 @@ def test_the_first_module_that_differs_is_named(run_dtf: Any) -> None:
 
 def test_a_refusal_says_why_in_its_row(run_dtf: Any) -> None:
     """One that a strategy makes is no break; a layout that names a module wrongly is the recipe's mistake."""
-    strategies = "job.strategies=[ddp,tensor]"
-    done = run_dtf("job=verify", *TOYS, "recipe=cancelled_bias", "job.precisions=[fp64]", strategies)
+    toys = ["job=verify", *TOYS[:-1], "optimizer=sgd", "job.precisions=[fp64]", "job.strategies=[ddp,tensor]"]
+    done = run_dtf(*toys, "recipe=cancelled_bias")
     assert done.code == 0 and "refused: strategy=tensor: the layout of CancelledBias splits no module" in done.out
-    done = run_dtf("job=verify", *TOYS, "recipe=wrong_layout", "job.precisions=[fp64]", strategies)
+    done = run_dtf(*toys, "recipe=wrong_layout")
     assert done.code == 2 and "refused: the recipe's layout splits 1 as row" in done.out
     assert "the recipe's own layout is wrong" in done.out

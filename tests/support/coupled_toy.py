@@ -42,7 +42,7 @@ class Coupled(Toy):
     """`received`: whether inputs are noisy, too."""
 
     received: bool = option(default=False, doc="whether inputs get noise and lose their mean")
-    eval_rows: int = option(default=50, doc="evaluation rows", unit="rows")
+    eval_rows: int = option(default=25, doc="evaluation rows", unit="rows")
 
     @property
     def train_metrics(self) -> tuple[str, ...]:

@@ -37,6 +37,9 @@ from dtf.launch.waits import WaitWatch
 if "tests.support.preload" not in forkserver_cache.PRELOAD:
     forkserver_cache.PRELOAD.append("tests.support.preload")
 
+MORE: list[str] = []
+"""What the fork server of these ranks imports besides. Runs of the command line have another one."""
+
 CALLS = 50
 """What a set of ranks answers before another takes its place."""
 
@@ -180,7 +183,7 @@ class _Places:
 @cache
 def _server() -> ForkServer:
     """Not that of runs, which ends with some of them."""
-    server = ForkServer(forkserver_cache.PRELOAD, {})
+    server = ForkServer([*forkserver_cache.PRELOAD, *MORE], {})
     atexit.register(server.close)
     atexit.register(lambda: [chosen.end() for chosen in _waiting.values()])
     return server

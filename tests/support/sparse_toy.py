@@ -11,6 +11,7 @@ from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import option, register
 from dtf.api.sparse_table import Table
 from dtf.model.metrics import weighted_sums
+from tests.support.toy import EVAL_ROWS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,7 +69,7 @@ class Tabled(Recipe):
         return Layout((("first", "norm"), ("drop",), ("second",), ("last",)), splits if self.splits else {})
 
     def open_data(self, split: str, seed: int) -> Dataset:
-        return Clicks(self.rows if split == "train" else 50, split, self.size, self.scale, self.unmet)
+        return Clicks(self.rows if split == "train" else EVAL_ROWS, split, self.size, self.scale, self.unmet)
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         from torch.nn.functional import mse_loss

@@ -18,17 +18,16 @@ from torch import Tensor
 from dtf.api.layout import Layout
 from dtf.api.registry import lookup
 from dtf.config.settings import load_parts
-from dtf.launch import forkserver_cache
 from dtf.strategies.buffers import SHARE
 from tests.support.harness import _enums
-from tests.support.ranks import ranks
+from tests.support.ranks import MORE, ranks
 from tests.zoo import plain
 from tests.zoo.causes import cause_of
 from tests.zoo.entries import ZooModel, load_zoo
 from tests.zoo.recipe import LAYOUTS
 
-if "tests.zoo.preload" not in forkserver_cache.PRELOAD:
-    forkserver_cache.PRELOAD.append("tests.zoo.preload")
+if "tests.zoo.preload" not in MORE:
+    MORE.append("tests.zoo.preload")
 load_parts([])
 
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {

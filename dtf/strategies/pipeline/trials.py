@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -128,23 +128,26 @@ class StartTrials:
             self._shared.refuse_changed(stage.index, stage.changing.names)
 
     def _trial(self, rows: Batch, micro_batch: int, enter: Callable[[Stage, int], None] | None = None) -> Numbers:
-        """Forward and backward over some rows as a micro-batch of step 0. Returns their sums, the same on all ranks of
-        a pipeline, and the norms of the gradients of this rank's parameters.
+        """Forward and backward over some rows as a micro-batch of step 0. The memory of the first two is measured.
+        Returns their sums, the same on all ranks of a pipeline, and the norms of the gradients of this rank's
+        parameters.
         """
 
         def begin(stage: Stage, j: int) -> None:
             stage.masks.begin_micro_batch(0, micro_batch)
 
+        footprint = Footprint() if len(self.measured) < 2 else None
         for stage in self._stages:
             stage.changing.begin()
         try:
-            with Footprint() as footprint:
+            with footprint or nullcontext():
                 sums = self._run(rows, enter or begin).sums
         except ValueError as error:
             raise batch_norm_error(error, len(rows.ids)) from error
-        # there when backward began, but not kept since forward
-        footprint.saved_bytes -= self._received()
-        self.measured = [*self.measured, (len(rows.ids), footprint)][:2]
+        received = self._received()
+        if footprint is not None:
+            footprint.saved_bytes -= received  # there when backward began, but not kept since forward
+            self.measured.append((len(rows.ids), footprint))
         names, norms = [], []
         for stage in self._stages:
             stage.changing.begin_micro_batch()
