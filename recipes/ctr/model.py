@@ -207,12 +207,11 @@ def draw(model: nn.Module, scale: float) -> None:
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=scale)
             nn.init.zeros_(module.weight[0])
-        elif module in weighted:  # inputs as large as these would make a first guess that is sure and wrong
-            nn.init.normal_(module.weight, std=scale)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Linear | nn.Conv1d):
-            nn.init.xavier_normal_(module.weight)
+            if module in weighted:  # inputs as large as these would make a first guess that is sure and wrong
+                nn.init.normal_(module.weight, std=scale)
+            else:
+                nn.init.xavier_normal_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
 
