@@ -6,6 +6,62 @@ SAME = "tests/laws/test_same_numbers.py::test_every_strategy_follows_the_referen
 
 FAULTS = [
     Fault(
+        "a damaged record of the check at the start counts",
+        "dtf/engine/start_record.py",
+        "if seal != _seal(record) or record",
+        "if record",
+        ("tests/unit/test_start_record.py::test_a_damaged_record_counts_for_nothing",),
+    ),
+    Fault(
+        "a record of the check at the start holds for any code",
+        "dtf/engine/start_record.py",
+        '        "code": code,\n',
+        "",
+        ("tests/unit/test_start_record.py::test_helpers_that_the_model_calls_are_in_the_digest",),
+    ),
+    Fault(
+        "what the check at the start found is forgotten",
+        "dtf/strategies/replica.py",
+        "self.clipped = (check.found or {})[CLIPPED]",
+        'self.clipped = ""',
+        ("tests/laws/test_start_check.py::test_what_the_check_found_is_remembered_too",),
+    ),
+    Fault(
+        "attributes of replicas are not compared",
+        "dtf/strategies/replica_digests.py",
+        "digests(part.model) if part.model else {}",
+        "{}",
+        ("tests/laws/test_replica_digests.py::test_each_way_to_go_astray[once]",),
+    ),
+    Fault(
+        "replicas are compared after the save",
+        "dtf/engine/loop.py",
+        "            self.program.check_replicas()\n",
+        "",
+        ("tests/laws/test_replica_digests.py::test_each_way_to_go_astray[parameter]",),
+    ),
+    Fault(
+        "a fingerprint does not see places",
+        "dtf/model/fingerprint.py",
+        "(2 * torch.arange(_WIDTH, dtype=torch.int64, device=device) + 1)",
+        "(0 * torch.arange(_WIDTH, dtype=torch.int64, device=device) + 1)",
+        ("tests/laws/test_replica_digests.py::test_a_fingerprint_differs_with_each_number_and_its_place",),
+    ),
+    Fault(
+        "ranks whose memory is short build at the same time",
+        "dtf/engine/turns.py",
+        "        if place + 1 < len(ranks):\n",
+        "        if place + 1 < 0:\n",
+        ("tests/launch/test_turns.py::test_one_after_another[fsdp-3]",),
+    ),
+    Fault(
+        "what a rank writes into shared numbers reaches the others",
+        "dtf/engine/turns.py",
+        "mmap.MAP_PRIVATE, mmap.PROT_READ",
+        "mmap.MAP_SHARED, mmap.PROT_READ",
+        ("tests/unit/test_turns.py::test_what_one_rank_writes_stays_its_own",),
+    ),
+    Fault(
         "a file of a checkpoint is not synced",
         "dtf/checkpoint/storage.py",
         "rest = rest[os.write(file, rest) :]\n        os.fsync(file)\n",

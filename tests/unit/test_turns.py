@@ -19,6 +19,8 @@ from dtf.engine.turns import TooLargeError
 class Odd(nn.Module):
     """Ties, views, several formats, a hook, an empty and a scalar parameter, buffers that share memory."""
 
+    small: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False)
@@ -42,7 +44,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
     return turns._tensors(model)
 
 
-def _shared(model: nn.Module, other: nn.Module) -> tuple[nn.Module, nn.Module]:
+def _shared(model: nn.Module, other: nn.Module) -> tuple[Any, Any]:
     """What `Turns.share` does with the first rank's model and with one of another rank."""
     turns._drop_numbers(other)
     file, (path, names, places) = turns._write(model)
