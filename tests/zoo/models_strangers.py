@@ -554,6 +554,7 @@ class AdaptiveSoftmax(nn.Module):
     cross_entropy,
     "strangers",
     "buffers",
+    "changes in evaluation",
     "narrow",
     may={"divided": "hidden state"},
     precision="fp32",
@@ -570,6 +571,18 @@ class QuantisationAware(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.watch(torch.relu(self.first(x))))
+
+
+zoo_model(
+    "quantisation_aware_declared",
+    vectors(),
+    cross_entropy,
+    "strangers",
+    "buffers",
+    "narrow",
+    buffers={"watch.*": "mean"},
+    precision="fp32",
+)(QuantisationAware)
 
 
 @zoo_model("narrow_inside", vectors(), cross_entropy, "strangers", "narrow", precision="fp32")

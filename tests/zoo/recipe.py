@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from dtf.core.types import Batch
     from tests.zoo.entries import ZooModel
 
-EVALUATED = 23
-"""Rows of an evaluation: they cannot be divided evenly."""
-
 
 def _chain(*names: str) -> tuple[tuple[str, ...], ...]:
     """Blocks of one module each."""
@@ -90,6 +87,8 @@ class Zoo(Recipe):
         return replace(LAYOUTS.get(self.which, Layout()), buffers=rules)
 
     def open_data(self, split: str, seed: int) -> Dataset:
+        from tests.zoo.plain import EVALUATED
+
         return Rows(self.entry, self.rows if split == "train" else EVALUATED, len(split))
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:

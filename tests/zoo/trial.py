@@ -86,7 +86,8 @@ def train(which: str, strategy: str, processes: int, **case: Any) -> Numbers:
     name, options = STRATEGIES[strategy]
     kind = lookup("strategy", name)
     size = next(iter(kind(**_enums(kind, options)).roles(processes).values()))
-    case = {"strategy": name, "options": options, "slots": processes, "steps": STEPS, "eval_every": 2} | case
+    case = {"steps": STEPS, "eval_every": plain.EVAL_EVERY} | case
+    case |= {"strategy": name, "options": options, "slots": processes}
     with tempfile.TemporaryDirectory(prefix="dtf-zoo-") as folder, _faults():
         patience_s = SILENT_S * (5 if load_zoo()[which].slow else 1)
         results = ranks(size, "tests.zoo.worker:train", patience_s, shared=True, folder=folder, which=which, **case)
