@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -103,14 +104,14 @@ class ParamUse:
 
     def _has_parameter(self, values: Any) -> bool:
         return any(
-            isinstance(value, Tensor) and value.untyped_storage()._cdata in self._storages
+            isinstance(value, Tensor) and _plain(value).untyped_storage()._cdata in self._storages
             for value in tree_leaves(values)
         )
 
     def _note(self, values: Any, stack: list[str]) -> None:
         for value in tree_leaves(values):
             if isinstance(value, Tensor) and value.layout is torch.strided:
-                key = self._storages.get(value.untyped_storage()._cdata)
+                key = self._storages.get(_plain(value).untyped_storage()._cdata)
                 if key is not None:
                     self._users[key].add(stack[-1] if stack else "")
 
@@ -119,6 +120,13 @@ class ParamUse:
         seen of counts as used by its owner.
         """
         return all(_within(user, module) for user in self._users[id(parameter)])
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor that those of `torch.func` transforms, such as vmap, stand for."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
 
 
 class _Uses(TorchFunctionMode):

@@ -137,6 +137,7 @@ class Replica:
             self.changing.mark()
         if first == last:  # padding rows: collectives in the backward pass need a pass, the gradient is zero
             parts = [with_leaves(self._received(batch, ticket.step, first), self._looked_up)]
+            self._begin_random(ticket.step, first)
             sums = [self._pass(parts[0], factor, last=True, padding=True)]
         else:
             at = [bound - bounds[first] for bound in bounds[first : last + 1]]
@@ -145,6 +146,7 @@ class Replica:
             ready = self._received(parts[0], ticket.step, first)
             # another rank has one more, and all make the same number of passes
             if self._sync is not None and last - first < -(-(len(bounds) - 1) // shard.count):
+                self._begin_random(ticket.step, first)
                 self.statistics.begin_padding()
                 self.changing.begin_micro_batch()
                 self._pass(ready._replace(weight=torch.zeros_like(ready.weight)), factor, last=False, padding=True)

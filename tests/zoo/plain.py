@@ -1,6 +1,7 @@
 """The loop that a stranger would write: plain torch, no engine. It says what a model starts from and how it learns.
 
-Two things it does as docs/own-recipe.md says. Buffers with a rule begin each micro-batch as before the step. In models
+Evaluations leave no trace but in models with the tag `changes in evaluation`, and are left out without it. Two things
+it does as docs/own-recipe.md says. Buffers with a rule begin each micro-batch as before the step. In models
 with the tag `unused in a step` a parameter without a gradient has one of zero: momentum moves it on.
 """
 
@@ -17,6 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.zoo.entries import ZooModel
+
+EVALUATED, EVAL_EVERY = 23, 2
+"""Rows of an evaluation, which cannot be divided evenly, and the steps between two."""
 
 
 class Plain(NamedTuple):
@@ -76,7 +80,18 @@ def run(
         optimizer.zero_grad()
         losses.append(loss)
         norms.append(float(norm))
+        if "changes in evaluation" in entry.tags and not len(losses) % EVAL_EVERY:
+            _evaluate(entry, model, micro_batch_rows, wide)
     return Plain(initial, losses, norms)
+
+
+@torch.no_grad()
+def _evaluate(entry: ZooModel, model: nn.Module, micro_batch_rows: int, wide: bool) -> None:
+    inputs, _ = entry.rows(EVALUATED, len("eval"))
+    model.eval()
+    for part in _cut(range(EVALUATED), micro_batch_rows):
+        model(select(inputs, part, wide))
+    model.train()
 
 
 class Changing:

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from dtf.core.types import Batch
     from tests.zoo.entries import ZooModel
 
-EVALUATED = 23
-"""Rows of an evaluation: they cannot be divided evenly."""
-
 
 def _chain(*names: str) -> tuple[tuple[str, ...], ...]:
     """Blocks of one module each."""
@@ -38,6 +35,18 @@ LAYOUTS: dict[str, Layout] = {
     "gru": Layout(_chain("embed", "rnn", "head")),
     "siamese": Layout(_chain("encoder", "head")),
     "siamese_declared": Layout(_chain("encoder", "head")),
+    "unet": Layout(_chain("down1", "down2", "bottom", "up2", "join2", "up1", "join1", "head")),
+    "places_in_attribute": Layout(_chain("embed", "qkv", "head")),
+    "places_registered_declared": Layout(_chain("embed", "qkv", "head")),
+    "cached_mask": Layout(_chain("embed", "qkv", "head")),
+    "lstm_weight_norm": Layout(_chain("embed", "lstm", "head")),
+    "film": Layout((("words",), ("film",), ("conv", "bn"), ("head",))),
+    "bilinear": Layout(_chain("join", "last")),
+    "loss_inside": Layout(_chain("first", "last")),
+    "temperature": Layout(_chain("left", "right")),
+    "fourier_mixing": Layout(_chain("embed", "norm", "head")),
+    "adaptive_softmax": Layout(_chain("first", "softmax")),
+    "quantisation_aware": Layout(_chain("first", "last")),
     "resnet": Layout((("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",), ("layer4",), ("fc",))),
     "convnext_still": Layout(_chain(*(f"features.{i}" for i in range(4)), "classifier")),
     "vit": Layout(
@@ -78,6 +87,8 @@ class Zoo(Recipe):
         return replace(LAYOUTS.get(self.which, Layout()), buffers=rules)
 
     def open_data(self, split: str, seed: int) -> Dataset:
+        from tests.zoo.plain import EVALUATED
+
         return Rows(self.entry, self.rows if split == "train" else EVALUATED, len(split))
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dtf.api.layout import Layout
 from tests.zoo import plain, trial
 from tests.zoo.entries import ZooModel, load_zoo
+from tests.zoo.recipe import LAYOUTS
 
 ZOO = load_zoo()
 
@@ -33,6 +35,8 @@ STARTS = (
     "pruned_old",
     "gradient_hook_mask",
     "shared_parameter",
+    "batch_norm",
+    "deep",
 )
 """Entries whose constructors do what is lost most easily. None of them draws while it trains."""
 
@@ -52,13 +56,15 @@ def test_an_entry_trains_in_plain_torch(name: str) -> None:
 
 
 def _sampled(names: tuple[str, ...]) -> list:
-    """Each entry under one strategy by default, and under all in the slow tests."""
-    strategies = [name for name in trial.STRATEGIES if name in trial.CLEAN]
-    return [
-        pytest.param(name, strategy, marks=() if j == i % len(strategies) and i < 6 else pytest.mark.slow)
-        for i, name in enumerate(names)
-        for j, strategy in enumerate(strategies)
-    ]
+    """Each entry under one strategy by default, and under all that can divide it in the slow tests."""
+    found = []
+    for i, name in enumerate(names):
+        layout = LAYOUTS.get(name, Layout())
+        dividing = [s for s, parts in (("pipeline", layout.blocks), ("tensor", layout.splits)) if parts]
+        for strategy in (*trial.CLEAN, *dividing):
+            fast = strategy == trial.CLEAN[i % len(trial.CLEAN)] and i < 6
+            found.append(pytest.param(name, strategy, marks=() if fast else pytest.mark.slow))
+    return found
 
 
 @pytest.mark.parametrize(("name", "strategy"), _sampled(STARTS))

@@ -45,7 +45,8 @@ CLEAN = ("dp", "ddp", "zero1", "fsdp", "pserver")
 """Strategies that should train nearly everything."""
 
 STEPS = 4
-BOUNDS = {"fp64": 1e-10, "fp32": 1e-5}
+BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "narrow": 1e-3}
+"""By precision; `narrow`: of models that round by themselves, to bfloat16 or to eight bits."""
 ROUNDING = 1e-4
 SILENT_S = 60.0
 """How long a call of all ranks may take; for large models, five times as long."""
@@ -84,7 +85,8 @@ def train(which: str, strategy: str, processes: int, **case: Any) -> Numbers:
     name, options = STRATEGIES[strategy]
     kind = lookup("strategy", name)
     size = next(iter(kind(**_enums(kind, options)).roles(processes).values()))
-    case = {"strategy": name, "options": options, "slots": processes, "steps": STEPS, "eval_every": 2} | case
+    case = {"steps": STEPS, "eval_every": plain.EVAL_EVERY} | case
+    case |= {"strategy": name, "options": options, "slots": processes}
     with tempfile.TemporaryDirectory(prefix="dtf-zoo-") as folder, _faults():
         patience_s = SILENT_S * (5 if load_zoo()[which].slow else 1)
         results = ranks(size, "tests.zoo.worker:train", patience_s, shared=True, folder=folder, which=which, **case)
@@ -206,6 +208,10 @@ def _apart(a: Tensor, b: Tensor, least: float = 0.0) -> float:
     return float("inf") if np.isnan(apart) else apart
 
 
+def _bound(entry: ZooModel) -> float:
+    return BOUNDS["narrow" if "narrow" in entry.tags else entry.precision]
+
+
 def attempt(entry: ZooModel, strategy: str, processes: int) -> Outcome:
     """Whether a strategy gives the numbers of one process, evaluation included."""
     reference = alone(entry.name)
@@ -216,7 +222,7 @@ def attempt(entry: ZooModel, strategy: str, processes: int) -> Outcome:
     except Fault as fault:
         return fault.outcome
     apart, where = difference(reference, found, entry.precision)
-    if apart > BOUNDS[entry.precision]:
+    if apart > _bound(entry):
         return Outcome("WRONG", text=f"{where} differs by {apart:.1e}")
     return Outcome("same", text=f"{apart:.1e}")
 
@@ -244,8 +250,7 @@ def attempt_plain(entry: ZooModel) -> Outcome:
             off = abs(values[key] - value) / max(abs(value), 1e-30)
             if not off <= apart:
                 apart, where = off, f"{key} at step {step}"
-    bound = 1e-10 if entry.precision == "fp64" else 1e-5
-    return Outcome("same" if apart <= bound else "WRONG", text=f"{where} differs by {apart:.1e}")
+    return Outcome("same" if apart <= _bound(entry) else "WRONG", text=f"{where} differs by {apart:.1e}")
 
 
 def is_allowed(entry: ZooModel, strategy: str, processes: int, outcome: Outcome) -> bool:

@@ -1,0 +1,61 @@
+"""Models whose forward pass does something by itself that strategies have to know. A plugin.
+
+The kinds of the recipe `passes`. `reentrant`: blocks with dropout, computed again by torch.utils.checkpoint. `vmap`:
+nets in one call over stacked weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dtf.api.layout import Layout
+from dtf.api.registry import option, register
+from tests.support.toy import Toy
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@register("recipe", "passes")
+class Passes(Toy):
+    kind: str = option(default="reentrant", doc="what the forward pass does")
+
+    def build_model(self) -> nn.Module:
+        return {"reentrant": _reentrant, "vmap": _vmap}[self.kind]()
+
+    def layout(self, model: nn.Module) -> Layout:
+        return Layout()
+
+
+def _reentrant() -> nn.Module:
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 12), nn.Linear(12, 4)
+            self.block = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Dropout(0.3))
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.first(x)
+            return self.last(h + (checkpoint(self.block, h, use_reentrant=True) if self.training else self.block(h)))
+
+    return Again()
+
+
+def _vmap() -> nn.Module:
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    class Nets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = (nn.Parameter(0.3 * torch.randn(3, *s)) for s in ((12, 8), (4, 12)))
+
+        def forward(self, x: Tensor) -> Any:
+            nets = torch.vmap(lambda first, last: F.linear(torch.tanh(F.linear(x, first)), last))
+            return nets(self.first, self.last).mean(0)
+
+    return Nets()
