@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from dtf.core.types import Batch
 
-EVAL_ROWS = 17
-"""In four micro-batches of 5 rows at most: two ranks of 3 have one less than the other, and fill up with padding."""
+EVAL_ROWS = 20
+"""In micro-batches of 5 as many on each of two ranks, while two of 3 have one less than the other, and get padding."""
 
 
 @register("recipe", "toy")
