@@ -199,7 +199,7 @@ class DLRM(Model):
 
 @torch.no_grad()
 def draw(model: nn.Module, scale: float) -> None:
-    """Draw a model, in place: rows of tables, and the first-order weights of numbers, from a normal distribution of this
+    """Draw a model, in place: rows of tables and first-order weights of numbers from a normal distribution of this
     standard deviation, other weights as Glorot & Bengio 2010, eq. 12.
     """
     weighted = [module.numbers for module in model.modules() if isinstance(module, FirstOrder)]
