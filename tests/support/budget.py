@@ -22,7 +22,7 @@ BUDGET_S = {
     "zoo": 24.0,
     "chains": 7.0,
 }
-"""Both workers added up, with 15 % of room: what the tests take on two cores that have nothing else to do."""
+"""Both workers added up: the processor seconds that were measured, and 15 % of room."""
 
 
 @dataclass
