@@ -141,8 +141,9 @@ class Stored:
 
 
 def test_half_precision_learns_what_fp32_learns() -> None:
-    losses = {
-        p: reference(precision=p, steps=60, eval_every=60, recipe={"rows": 5 * BATCH})["eval"]["60"]["loss"]
-        for p in ("fp32", "bf16", "fp16", "bf16_master")
-    }
-    assert all(abs(value - losses["fp32"]) < 0.1 for value in losses.values()), losses
+    """By the mean loss of the last twenty steps: that of one evaluation goes up and down by more."""
+    losses = {}
+    for precision in ("fp32", "bf16", "fp16", "bf16_master"):
+        steps = reference(precision=precision, steps=60, eval_every=60, recipe={"rows": 5 * BATCH})["train"]
+        losses[precision] = sum(steps[str(step)]["loss"] for step in range(41, 61)) / 20
+    assert losses["fp32"] < 1.1 and all(abs(value - losses["fp32"]) < 0.1 for value in losses.values()), losses
