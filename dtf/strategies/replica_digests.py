@@ -82,12 +82,12 @@ def _refusal(attributes: list[list[str]], module: str, instead: str) -> str:
 
 
 def whole_and_slices(held: Mapping[str, Tensor]) -> list[Part]:
-    """Parameters as of `Update.held`: those that all ranks hold, and slices, which the ranks with the same ones have
-    alike.
+    """Parameters as of `Update.held`: whole ones, and slices, which the ranks with the same ones have alike. A parameter
+    of one row is whole on the rank that has it, and is on no other.
     """
     slices = {name: tensor for name, tensor in held.items() if " at [" in name}
     whole = {name: tensor for name, tensor in held.items() if name not in slices}
-    return [Part("parameters", whole), Part(f"slices {_crc(sorted(slices))}", slices)]
+    return [Part(f"{kind} {_crc(sorted(part))}", part) for kind, part in (("whole", whole), ("slices", slices))]
 
 
 def _digests(parts: Sequence[Part]) -> _Digests:
