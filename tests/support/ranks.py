@@ -127,7 +127,7 @@ class RankSet:
 
     def _refusal(self, rank: int, why: str) -> str:
         """What the launcher says where ranks had entered different operations, after which gloo ends one of them."""
-        if "exit status" not in why and "lost another rank" not in why:
+        if "exit status" not in why and "gloo" not in why:
             return ""
         cause = Failed(rank, 0, int(Exit.BUG), f"gloo: {why}", "")
         watch = WaitWatch(_Places(self.board, self.numbers[0]), lambda note: None)  # type: ignore[arg-type]
