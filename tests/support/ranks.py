@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import select
 import selectors
 import shutil
 import signal
@@ -36,6 +37,9 @@ from dtf.launch.waits import WaitWatch
 
 if "tests.support.preload" not in forkserver_cache.PRELOAD:
     forkserver_cache.PRELOAD.append("tests.support.preload")
+
+PATIENCE_S = 300.0
+"""How long the fork server may be silent: it imports what its ranks need before it forks the first."""
 
 CALLS = 50
 """What a set of ranks answers before another takes its place."""
@@ -187,8 +191,9 @@ def _server() -> ForkServer:
 
 
 def _hear(what: str, number: int) -> None:
-    """Wait until the fork server has said this of a process. AssertionError when it cannot fork any."""
+    """Wait until the fork server has said this of a process. AssertionError when it cannot fork any, or is silent."""
     while not (what == "ended" and number in _ended):
+        assert select.select([_server().socket], [], [], PATIENCE_S)[0], f"the fork server has not {what} {number}"
         message = _server().receive()
         assert message and "error" not in message, f"the fork server of the tests ended: {message}"
         if "ended" in message:
