@@ -4,8 +4,9 @@ becomes of all of them. Buffers that change without a rule are found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -287,13 +288,25 @@ def _place(parameter: Tensor) -> tuple[int, int]:
     return part.data_ptr(), part._version
 
 
-def parameter_places(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Parameters by name -> what differs when a pass changes them. Without DTensors, which move by themselves."""
-    return {name: _place(p) for name, p in model.named_parameters() if not hasattr(p, "_local_tensor")}
+Places = Mapping[str, tuple[Any, ...]]
+"""Parameters by name -> what differs when a pass changes them."""
 
 
-def refuse_changed_parameters(model: nn.Module, places: Mapping[str, tuple[int, int]], instead: str) -> None:
-    """Raise ConfigError for a parameter that passes have changed since `places`. `instead`: see `check`."""
+@torch.no_grad()
+def parameter_places(model: nn.Module) -> Places:
+    """Without DTensors, which move by themselves. By value too: a change through `.data` leaves no other trace."""
+    plain = {name: p for name, p in model.named_parameters() if not hasattr(p, "_local_tensor")}
+    sums = [torch.stack([p.sum(dtype=torch.float64), p.norm().double()]).cpu() for p in plain.values() if not p.is_meta]
+    values = torch.stack(sums).tolist() if len(sums) == len(plain) and sums else [()] * len(plain)
+    return {name: (*_place(p), str(value)) for (name, p), value in zip(plain.items(), values, strict=True)}
+
+
+def refuse_changed_parameters(model: nn.Module, places: Places, instead: str, written: Sequence[str] = ()) -> None:
+    """Raise ConfigError for a parameter that passes have changed since `places`, or have `written`. `instead`: see
+    `check`.
+    """
+    if written:
+        raise changed_parameter(written[0], instead)
     now = parameter_places(model)
     for name, place in places.items():
         if name in now and now[name] != place:
@@ -303,8 +316,8 @@ def refuse_changed_parameters(model: nn.Module, places: Mapping[str, tuple[int, 
 def changed_parameter(name: str, instead: str) -> ConfigError:
     """The error for a parameter that the forward pass itself changes."""
     return ConfigError(
-        f"the forward pass changes the parameter {name}, which each rank would change by its own rows; make it a "
-        f"buffer with a rule in the recipe's Layout.buffers, or use {instead}"
+        f"the forward pass changes the parameter {name}, which each rank would change by its own rows; bound a copy of "
+        f"it where it is used, make it a buffer with a rule in the recipe's Layout.buffers, or use {instead}"
     )
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from dtf.model.attributes import Attributes
 from dtf.model.changing_buffers import buffers_restored, parameter_places, refuse_changed_parameters
 from dtf.model.forward import cast_floating
+from dtf.strategies.pass_probes import WrittenParameters, unwrapped
 
 _PARAMETRIZED = ".parametrizations."
 
@@ -74,7 +74,7 @@ class ParamUse:
         """Forward passes on these inputs, watched, that leave no trace. ConfigError for a model that changes its
         parameters in them.
         """
-        attributes, places = Attributes(model), parameter_places(model)
+        attributes, places, written = Attributes(model), parameter_places(model), WrittenParameters(model)
         dtype = next(model.parameters()).dtype
         with buffers_restored(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
             python, numpy = random.getstate(), np.random.get_state()
@@ -84,7 +84,7 @@ class ParamUse:
                     random.seed(number)
                     np.random.seed(number)
                     self.calls = {}
-                    with torch.compiler.set_stance("force_eager"), self.watch():
+                    with torch.compiler.set_stance("force_eager"), self.watch(), written:
                         model(cast_floating(rows, dtype))
                     self.uneven |= (
                         {
@@ -100,18 +100,18 @@ class ParamUse:
                 random.setstate(python)
                 np.random.set_state(numpy)
                 attributes.restore()
-        refuse_changed_parameters(model, places, "launcher.processes=1")
+        refuse_changed_parameters(model, places, "launcher.processes=1", written.found)
 
     def _has_parameter(self, values: Any) -> bool:
         return any(
-            isinstance(value, Tensor) and _plain(value).untyped_storage()._cdata in self._storages
+            isinstance(value, Tensor) and unwrapped(value).untyped_storage()._cdata in self._storages
             for value in tree_leaves(values)
         )
 
     def _note(self, values: Any, stack: list[str]) -> None:
         for value in tree_leaves(values):
             if isinstance(value, Tensor) and value.layout is torch.strided:
-                key = self._storages.get(_plain(value).untyped_storage()._cdata)
+                key = self._storages.get(unwrapped(value).untyped_storage()._cdata)
                 if key is not None:
                     self._users[key].add(stack[-1] if stack else "")
 
@@ -120,13 +120,6 @@ class ParamUse:
         seen of counts as used by its owner.
         """
         return all(_within(user, module) for user in self._users[id(parameter)])
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor that those of `torch.func` transforms, such as vmap, stand for."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor
 
 
 class _Uses(TorchFunctionMode):

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from dtf.core.errors import ConfigError
 from dtf.model.init import HOOKS_ON_SUMS
@@ -52,6 +55,44 @@ def refuse_hooks_on_sums(model: nn.Module, instead: str) -> None:
             f"{name} has a hook of register_post_accumulate_grad_hook, which runs on the sum of what this rank has "
             f"computed so far, before ranks add up; use register_hook, or {instead}"
         )
+
+
+class WrittenParameters(TorchFunctionMode):
+    """A context for a pass. `found`: names of parameters that functions of torch were told to change in place, even
+    through `.data`, which leaves no other trace where the values stay as they are this time.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        plain = [(name, p) for name, p in model.named_parameters() if not hasattr(p, "_local_tensor") and not p.is_meta]
+        self._ends = [(p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name) for name, p in plain]
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        targets = args[:1] if _writes(getattr(func, "__name__", "")) else ()
+        for target in tree_leaves((targets, kwargs.get("out"))):
+            if isinstance(target, Tensor) and target.layout is torch.strided and not hasattr(target, "_local_tensor"):
+                at = unwrapped(target).data_ptr()
+                self.found += [name for first, end, name in self._ends if first <= at < end]
+        return func(*args, **kwargs)
+
+
+_KEEPS = frozenset({"requires_grad_", "detach_", "share_memory_", "retain_grad_"})
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_ASSIGNS = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of torch changes its first argument, by its name."""
+    return name in _ASSIGNS or (name.endswith("_") and not name.endswith("__") and name not in _KEEPS)
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that those of `torch.func` transforms, such as vmap, stand for."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
 
 
 @contextmanager

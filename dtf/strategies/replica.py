@@ -23,6 +23,7 @@ from dtf.model.attributes import Attributes
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.changing_buffers import (
     ChangingBuffers,
+    Places,
     buffers_restored,
     parameter_places,
     refuse_changed_parameters,
@@ -40,7 +41,13 @@ from dtf.model.memory import Footprint, activations
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
-from dtf.strategies.pass_probes import Reached, count_calls, recomputes_inside, refuse_hooks_on_sums
+from dtf.strategies.pass_probes import (
+    Reached,
+    WrittenParameters,
+    count_calls,
+    recomputes_inside,
+    refuse_hooks_on_sums,
+)
 from dtf.strategies.replica_digests import Part
 from dtf.strategies.start_check import Gather, Numbers, Passes, Trials, check_passes, not_linear
 
@@ -237,7 +244,7 @@ class Replica:
                 drew = self.masks.draws_elsewhere or self.masks.drew(seeded)
                 if self.divided:
                     refuse_hooks_on_sums(self.model, self.instead)
-                    refuse_changed_parameters(self.model, places, self.instead)
+                    refuse_changed_parameters(self.model, places, self.instead, self._written(rows[0]))
                     self.changing.refuse(changed(), self.instead)
                     self._check_start(rows[1], rows[2], peers, attributes)
                     self.changing.refuse(changed(), self.instead)
@@ -278,7 +285,18 @@ class Replica:
         self.clipped = (check.found or {})[CLIPPED]
 
     @torch.no_grad()
-    def _restore_parameters(self, places: Mapping[str, tuple[int, int]]) -> None:
+    def _written(self, rows: Batch) -> list[str]:
+        """The parameters that a pass over these rows writes to."""
+        if self._sync is not None:  # who shards parameters has looked
+            return []
+        self._begin_random(0, 0)
+        written, inputs = WrittenParameters(self.model), with_leaves(self._received(rows, 0, 0), self._looked_up).inputs
+        with torch.compiler.set_stance("force_eager"), written:
+            self._passes.forward(self.model, inputs)
+        return written.found
+
+    @torch.no_grad()
+    def _restore_parameters(self, places: Places) -> None:
         """Give parameters that trial passes have changed since `places` the values they start from."""
         now = parameter_places(self.model)
         changed = [name for name, place in places.items() if now.get(name) != place]

@@ -17,3 +17,18 @@ def test_every_strategy_follows_the_reference(strategy: str, kind: str) -> None:
     """On three ranks some have a micro-batch less: under fsdp these make a pass over padding."""
     case = {"plugin": PLUGIN, "recipe": {"name": "passes", "kind": kind}}
     assert difference(reference(**case), spread(strategy, 3, **case)) < 1e-10
+
+
+@pytest.mark.parametrize("largest", [2.0, 100.0], ids=["bound", "not yet"])
+@pytest.mark.parametrize("strategy", ["dp", "ddp", "fsdp", "pserver"])
+def test_a_parameter_that_a_pass_changes_is_refused_by_name(strategy: str, largest: float) -> None:
+    """Through `.data`, which leaves no trace but the values; also where these stay as they are for now."""
+    case = {"plugin": PLUGIN, "recipe": {"name": "passes", "kind": "bounded", "largest": largest}}
+    with pytest.raises(AssertionError, match="the forward pass changes the parameter scale, which each rank"):
+        spread(strategy, 2, **case)
+
+
+def test_trial_passes_leave_such_a_parameter_as_it_was() -> None:
+    """On one process, which may train such a model."""
+    case = {"plugin": PLUGIN, "recipe": {"name": "passes", "kind": "bounded"}}
+    assert spread("ddp", 1, **case, steps=0)["tensors"]["model/scale"] == [3.0] * 4

@@ -1,7 +1,7 @@
 """Models whose forward pass does something by itself that strategies have to know. A plugin.
 
 The kinds of the recipe `passes`. `reentrant`: blocks with dropout, computed again by torch.utils.checkpoint. `vmap`:
-nets in one call over stacked weights.
+nets in one call over stacked weights. `bounded`: keeps a parameter within bounds, out of autograd's sight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 class Passes(Toy):
     kind: str = option(default="reentrant", doc="what the forward pass does")
 
+    least: float = option(default=0.0, doc="of kind bounded")
+    largest: float = option(default=2.0, doc="of kind bounded")
+
     def build_model(self) -> nn.Module:
+        if self.kind == "bounded":
+            return _bounded(self.least, self.largest)
         return {"reentrant": _reentrant, "vmap": _vmap}[self.kind]()
 
     def layout(self, model: nn.Module) -> Layout:
@@ -59,3 +64,19 @@ def _vmap() -> nn.Module:
             return nets(self.first, self.last).mean(0)
 
     return Nets()
+
+
+def _bounded(least: float, largest: float) -> nn.Module:
+    import torch
+    from torch import nn
+
+    class Bounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(8, 4), nn.Parameter(torch.full((4,), 3.0))
+
+        def forward(self, x: Tensor) -> Any:
+            self.scale.data.clamp_(least, largest)
+            return self.scale * self.layer(x)
+
+    return Bounded()

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import select
 import selectors
 import shutil
 import signal
@@ -39,6 +40,9 @@ if "tests.support.preload" not in forkserver_cache.PRELOAD:
 
 MORE: list[str] = []
 """What the fork server of these ranks imports besides. Runs of the command line have another one."""
+
+PATIENCE_S = 300.0
+"""How long the fork server may be silent: it imports what its ranks need before it forks the first."""
 
 CALLS = 50
 """What a set of ranks answers before another takes its place."""
@@ -130,7 +134,7 @@ class RankSet:
 
     def _refusal(self, rank: int, why: str) -> str:
         """What the launcher says where ranks had entered different operations, after which gloo ends one of them."""
-        if "exit status" not in why and "lost another rank" not in why:
+        if "exit status" not in why and "gloo" not in why:
             return ""
         cause = Failed(rank, 0, int(Exit.BUG), f"gloo: {why}", "")
         watch = WaitWatch(_Places(self.board, self.numbers[0]), lambda note: None)  # type: ignore[arg-type]
@@ -190,8 +194,9 @@ def _server() -> ForkServer:
 
 
 def _hear(what: str, number: int) -> None:
-    """Wait until the fork server has said this of a process. AssertionError when it cannot fork any."""
+    """Wait until the fork server has said this of a process. AssertionError when it cannot fork any, or is silent."""
     while not (what == "ended" and number in _ended):
+        assert select.select([_server().socket], [], [], PATIENCE_S)[0], f"the fork server has not {what} {number}"
         message = _server().receive()
         assert message and "error" not in message, f"the fork server of the tests ended: {message}"
         if "ended" in message:

@@ -41,7 +41,10 @@ def main() -> int:
                 file.write(json.dumps(line | {"seconds": round(time.monotonic() - began, 2)}) + "\n")
             if not options.quiet:
                 print(f"{name} {strategy} x{processes}: {outcome.shown} {outcome.text[:300]}", flush=True)
-    return _report({key: outcome for key, outcome in done.items() if key[0] in chosen}, options.strategies)
+    code = _report({key: outcome for key, outcome in done.items() if key[0] in chosen}, options.strategies)
+    lines = map(json.loads, options.results.read_text().splitlines())
+    print(f"{sum(line['seconds'] for line in lines):.0f} s for all trials of {options.results}")
+    return code
 
 
 def _options() -> argparse.Namespace:

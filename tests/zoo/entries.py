@@ -31,6 +31,8 @@ MODULES = (
     "autograd",
     "loss",
     "declared",
+    "words",
+    "habits",
     "strangers",
 )
 """The files `models_<name>.py`."""

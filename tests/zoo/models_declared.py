@@ -12,7 +12,7 @@ from tests.zoo.entries import cross_entropy, squared_error, tokens, vectors, zoo
 from tests.zoo.models_attention import CLASSES, LENGTH, Rotary
 from tests.zoo.models_norm import FunctionalNorm, OwnBatchNorm, Renorm, Siamese, Sometimes
 from tests.zoo.models_random import LayerDrop
-from tests.zoo.models_state import Codebook, Counter, Rare, Watched, autoencoded
+from tests.zoo.models_state import Codebook, CodebookByData, Counter, Rare, Watched, autoencoded
 
 zoo_model(
     "codebook_declared",
@@ -21,6 +21,13 @@ zoo_model(
     "buffers",
     buffers={"embedding": "mean", "counts": "mean", "sums": "mean"},
 )(Codebook)
+zoo_model(
+    "codebook_by_data_declared",
+    autoencoded(vectors()),
+    squared_error,
+    "buffers",
+    buffers={"embedding": "mean", "counts": "mean", "sums": "mean"},
+)(CodebookByData)
 zoo_model("own_batch_norm_declared", vectors(), cross_entropy, "buffers", buffers={"m": "mean", "v": "mean"})(
     OwnBatchNorm
 )

@@ -50,6 +50,21 @@ class Codebook(nn.Module):
         return self.decode(z + (quantised - z).detach())
 
 
+@zoo_model("codebook_by_data", autoencoded(vectors()), squared_error, "state", "hidden state", "buffers")
+class CodebookByData(Codebook):
+    """The same, written into `.data`, where no version of a tensor tells."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.encode(x)
+        one_hot = F.one_hot(torch.cdist(z.detach(), self.embedding).argmin(1), len(self.embedding)).to(z)
+        quantised = one_hot @ self.embedding
+        if self.training:
+            self.counts.data.lerp_(one_hot.sum(0), 0.1)
+            self.sums.data.mul_(0.9).add_(one_hot.T @ z.detach(), alpha=0.1)
+            self.embedding.data.copy_(self.sums / self.counts[:, None])
+        return self.decode(z + (quantised - z).detach())
+
+
 @zoo_model("memory_bank", vectors(), cross_entropy, "state", "hidden state", "buffers")
 class MemoryBank(nn.Module):
     """A queue of past features with a pointer, as momentum contrast has it."""

@@ -235,6 +235,8 @@ class GraphSplit:
         """Whether `user` may change the value of `node` in place."""
         if not user.args or user.args[0] is not node:
             return False
+        if user.target is getattr and user.args[1] == "data":  # who takes it writes to it, out of autograd's sight
+            return True
         if user.op == "call_module":
             return bool(getattr(self._modules[str(user.target)], "inplace", False))
         name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
