@@ -141,7 +141,7 @@ class StoredCheckpoint:
         if not fits:
             raise DataError(
                 f"checkpoint {self.folder}: {name} has shape {stored.shape}, wanted is {shape} at {offset}; was it "
-                "written by another model?"
+                "written by another model? A buffer has the shape that the constructor gives it"
             )
         out = torch.empty(shape, dtype=getattr(torch, TORCH_DTYPES[stored.dtype]))
         for box in stored.boxes:

@@ -67,7 +67,8 @@ def load_buffers(part: Part, source: Source, shard: Shard) -> None:
     persistent, whole = set(part.model.state_dict()) - part.scratch, dict(part.model.named_buffers())
 
     def take(name: str, tensor: Tensor, into: Tensor) -> None:
-        into.copy_(source.read(name, offset(tensor), tuple(into.shape)))
+        # a part of a whole tensor would fit too: one that passes let grow, or another model's
+        into.copy_(source.read(name, offset(tensor) if is_dtensor(tensor) else None, tuple(into.shape)))
 
     for name, buffer in whole.items():
         if name in persistent:

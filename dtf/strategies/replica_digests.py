@@ -82,8 +82,8 @@ def _refusal(attributes: list[list[str]], module: str, instead: str) -> str:
 
 
 def whole_and_slices(held: Mapping[str, Tensor]) -> list[Part]:
-    """Parameters as of `Update.held`: whole ones, and slices, which the ranks with the same ones have alike. A parameter
-    of one row is whole on the rank that has it, and is on no other.
+    """Parameters as of `Update.held`: whole ones, and slices, which the ranks with the same ones have alike. One that
+    has a single row is whole on a rank, and on no other.
     """
     slices = {name: tensor for name, tensor in held.items() if " at [" in name}
     whole = {name: tensor for name, tensor in held.items() if name not in slices}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.support.arrays import crossed
@@ -82,3 +84,10 @@ def test_a_rule_for_no_buffer_is_refused(pattern: str, words: str) -> None:
 def test_servers_take_rules_in_step_alone(options: dict, words: str) -> None:
     with pytest.raises(AssertionError, match=f"the forward pass changes the buffer inner.level, and {words}"):
         spread("pserver", 2, options=options, **case("average"))
+
+
+def test_a_buffer_that_has_grown_is_not_taken_in_part(tmp_path: Path) -> None:
+    """A part of it would fit into what the constructor makes."""
+    spread("ddp", 1, folder=str(tmp_path), save_every=1, halt=True, **case("grows"))
+    with pytest.raises(AssertionError, match=r"inner.rows has shape \(\d+, 12\), wanted is \(0, 12\)"):
+        spread("ddp", 1, start=str(tmp_path / "step_000001"), **case("grows"))

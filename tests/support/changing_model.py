@@ -2,7 +2,8 @@
 
 The kinds of the recipe `changing`. `average`: a running average that the forward pass uses, assigned anew. `rows`: a
 counter of rows. `passes`: a counter of passes. `cache`: scratch memory. `spectral`, `siamese`: what is known.
-`skipped`: a normalisation that some batches leave out. `late`: a buffer that only some batches change.
+`grows`: a memory of the last rows. `skipped`: a normalisation that some batches leave out. `late`: a buffer that only
+some batches change.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def build(kind: str) -> nn.Module:
                 self.norm = nn.BatchNorm1d(12)
             if kind in ("average", "late"):
                 self.register_buffer("level", torch.zeros(12))
+            if kind == "grows":
+                self.register_buffer("rows", torch.zeros(0, 12))
             if kind == "rows":
                 self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
             if kind == "passes":
@@ -76,6 +79,8 @@ def build(kind: str) -> nn.Module:
                 y = y / (1 + 0.01 * self.seen)
             if kind == "passes":
                 self.passes += 1
+            if kind == "grows" and self.training:
+                self.rows = torch.cat([self.rows, y.detach()])
             if kind == "cache":
                 self.cache = y.detach()
             return torch.relu(y)
