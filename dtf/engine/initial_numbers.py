@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,9 @@ def agree_on_start(world: World, model: nn.Module, say: Callable[[str], None], h
         for rank, other in enumerate(others, 1):
             if other is None:
                 continue
-            if list(other) != list(first):
-                name = next(iter(other.keys() ^ first.keys()), next(iter(first)))
-                unequal = [f"!rank {rank} builds another model than rank 0: they differ in {name}"]
+            named = _other_model(first, other)
+            if named:
+                unequal = [f"!rank {rank} builds another model than rank 0: they differ in {named}"]
                 break
             unequal += [name for name in first if other[name] != first[name] and name not in unequal]
     unequal = world.broadcast(unequal)
@@ -44,6 +44,14 @@ def agree_on_start(world: World, model: nn.Module, say: Callable[[str], None], h
             f"ranks drew different initial numbers for {count_text(len(unequal), 'tensor')}, {unequal[0]} first; all "
             "start from rank 0's. The seed does not reach what build_model() draws from, or their machines differ"
         )
+
+
+def _other_model(first: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """The first tensor that only one of two models has, or that has another shape or format; empty if none."""
+    if list(other) != list(first):
+        return next(iter(other.keys() ^ first.keys()), next(iter(first)))
+    forms = {name: (first[name].rpartition(" ")[0], other[name].rpartition(" ")[0]) for name in first}
+    return next((f"{name}, {b} and not {a}" for name, (a, b) in forms.items() if a != b), "")
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

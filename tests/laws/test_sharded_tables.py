@@ -55,6 +55,12 @@ def test_every_strategy_follows_the_reference_in_fp64(strategy: str, processes: 
     assert difference(reference(recipe=recipe), spread(strategy, processes, recipe=recipe)) <= 1e-10
 
 
+@pytest.mark.parametrize("strategy", sorted({name for name, _ in variants()}))
+def test_gradients_of_rows_are_divided_by_the_counts_of_the_loss(strategy: str) -> None:
+    recipe = ANY | {"counts": True}
+    assert difference(reference(recipe=recipe), spread(strategy, 2, recipe=recipe)) <= 1e-10
+
+
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [

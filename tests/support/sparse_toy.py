@@ -30,6 +30,7 @@ class Tabled(Recipe):
     scale: int = option(default=1, doc="all ids of a table without a size are times this")
     capacity: int = option(default=1000, doc="rows that the first table may hold")
     splits: bool = option(default=True, doc="whether tensor parallelism divides the layers")
+    counts: bool = option(default=False, doc="whether the loss has a count for each row, in place of one")
     unmet: bool = option(default=False, doc="whether the ids of the second table are missing in all training rows")
 
     @property
@@ -71,10 +72,11 @@ class Tabled(Recipe):
     def open_data(self, split: str, seed: int) -> Dataset:
         return Clicks(self.rows if split == "train" else EVAL_ROWS, split, self.size, self.scale, self.unmet)
 
-    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
         from torch.nn.functional import mse_loss
 
-        return mse_loss(outputs, targets.to(outputs.dtype), reduction="none")
+        losses = mse_loss(outputs, targets.to(outputs.dtype), reduction="none")
+        return (losses, 1 + (targets > 0)) if self.counts else losses
 
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
         return weighted_sums(batch.weight, loss)

@@ -7,7 +7,7 @@ see padding; hence the runtime is dtf's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -197,8 +197,11 @@ class PipelineProgram(Program):
         parts = self._parts(batch, at, lambda part, j: self._receiver.train(part, ticket.step, first + j), train=True)
         parts = [self._leaves(part) for part in parts]
         sums, _ = self._run(parts, factor, enter, leave, train=True)
+        row_gradients = leaf_gradients(parts, self._looked_up) if 0 in self._stages else {}
+        if self._counted:
+            self._rescale(ticket.rows, row_gradients)
         if self._tables is not None:
-            self._tables.backward(leaf_gradients(parts, self._looked_up) if 0 in self._stages else {})
+            self._tables.backward(row_gradients)
         self._copied.check()
         for stage in self._stages.values():
             stage.statistics.check_calls(INSTEAD)
@@ -206,8 +209,6 @@ class PipelineProgram(Program):
             if self.shares > 1:
                 stage.changing.check(INSTEAD)
         self._synced = False
-        if self._counted:
-            self._rescale(ticket.rows)
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
         applied = update_applied(norm)
@@ -222,8 +223,10 @@ class PipelineProgram(Program):
         return StepOutput(sums, norm if self._world.rank == 0 else self._no_norm)
 
     @torch.no_grad()
-    def _rescale(self, rows: int) -> None:
-        """Divide all gradients by the counts of the loss, over all ranks, in place of rows. Collective."""
+    def _rescale(self, rows: int, row_gradients: Mapping[str, Tensor]) -> None:
+        """Divide all gradients, those of looked up rows too, by the counts of the loss, over all ranks, in place of
+        rows. Collective.
+        """
         counts = self._dims.total(self._counts.double().reshape(1))
         self._dims.average(counts)
         ratio = rows / (counts[0] * self.shares)
@@ -231,6 +234,8 @@ class PipelineProgram(Program):
         for parameter in {p for stage in self._stages.values() for p in stage.model.parameters()}:
             if parameter.grad is not None:
                 parameter.grad.mul_(ratio.to(parameter.grad))
+        for gradient in row_gradients.values():
+            gradient.mul_(ratio.to(gradient))
 
     def _leaves(self, part: Batch) -> Batch:
         """Rows of a batch with gradients for rows of sparse tables, where the first layers are."""
