@@ -296,8 +296,13 @@ Places = Mapping[str, tuple[Any, ...]]
 def parameter_places(model: nn.Module) -> Places:
     """Without DTensors, which move by themselves. By value too: a change through `.data` leaves no other trace."""
     plain = {name: p for name, p in model.named_parameters() if not hasattr(p, "_local_tensor")}
-    sums = [torch.stack([p.sum(dtype=torch.float64), p.norm().double()]).cpu() for p in plain.values() if not p.is_meta]
-    values = torch.stack(sums).tolist() if len(sums) == len(plain) and sums else [()] * len(plain)
+    wide = torch.float64
+    sums = [
+        torch.stack([p.sum(dtype=wide), torch.linalg.vector_norm(p, dtype=wide)]).cpu()
+        for p in plain.values()
+        if not p.is_meta
+    ]
+    values = torch.stack(sums).tolist() if sums and len(sums) == len(plain) else [()] * len(plain)
     return {name: (*_place(p), str(value)) for (name, p), value in zip(plain.items(), values, strict=True)}
 
 
