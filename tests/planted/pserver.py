@@ -37,8 +37,8 @@ FAULTS = [
     Fault(
         "a trainer of another kind is let in",
         "dtf/pserver/server/handlers.py",
-        "            if ready and not refusal:\n",
-        "            if ready:\n",
+        "            if ready and not refusal:\n                asked",
+        "            if ready:\n                asked",
         ("tests/pserver/test_handlers.py::test_a_trainer_of_another_kind_is_refused",),
     ),
     Fault(
