@@ -98,6 +98,7 @@ class Loop:
     carried: list[float] | None = None  # the window of the checkpoint resumed from
     updated: bool = False  # whether an update was made before it
     averages: bool = False  # evaluate the averages of the weights
+    compares_replicas: bool = True  # before a save
     recent: deque[Measured] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def report(self, measured: Measured) -> None:
@@ -234,7 +235,7 @@ class _TicketHandler:
             loop.beat("save", step)
             started = time.perf_counter()
             self.program.sync()
-            if loop.record is None:  # who reads the record compares all of it, and tells more
+            if loop.compares_replicas:
                 self.program.check_replicas()
             carried = self._close_window()
             self.window = Window(carried)

@@ -149,6 +149,7 @@ def _run(setup: TrainingSetup, resumed: Resumed, clock: PlannedClock) -> tuple[S
         over_budget=lambda: world.rank == 0 and budget.is_spent(rank.folder),
         beat=_both(rank.beat, probes.enter) if probes else rank.beat,
         record=record.write if record else None,
+        compares_replicas=record is None,  # who reads a record compares all of it, and tells more
         carried=resumed.carried,
         updated=resumed.updated,
         recent=deque(resumed.recent, maxlen=RECENT),
