@@ -40,6 +40,10 @@ class ShardedUpdate(LocalUpdate):
         super().refresh(steps)
         drop_gathered(self._model)
 
+    def held(self) -> dict[str, Tensor]:
+        drop_gathered(self._model)  # who asks may change them
+        return super().held()
+
     def load(self, source: Source) -> None:
         super().load(source)
         drop_gathered(self._model)

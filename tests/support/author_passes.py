@@ -1,8 +1,8 @@
 """Models whose forward pass does something by itself that strategies have to know. A plugin.
 
 The kinds of the recipe `passes`. `reentrant`: blocks with dropout, computed again by torch.utils.checkpoint. `vmap`:
-nets in one call over stacked weights. `head_first`: modules defined in another order than that of their use, as `skips`,
-which leaves one out in evaluation. `bounded`: keeps a parameter within bounds, out of autograd's sight.
+nets in one call over stacked weights. `head_first`: modules defined in another order than that of their use, as
+`skips`, which leaves one out in evaluation. `bounded`: keeps a parameter within bounds, out of autograd's sight.
 """
 
 from __future__ import annotations
