@@ -101,6 +101,7 @@ class Fsdp(Strategy):
         from dtf.strategies.fsdp_units import gathered_units
         from dtf.strategies.fsdp_update import sharded_update
         from dtf.strategies.fsdp_waits import watch_collectives
+        from dtf.strategies.own_memory import Originals, refuse_shared_memory
         from dtf.strategies.pass_probes import refuse_hooks_on_sums
         from dtf.strategies.replica import Replica
         from dtf.strategies.sharded_init import cast_parts
@@ -111,6 +112,7 @@ class Fsdp(Strategy):
 
         mesh = world.mesh({"replicate": self.replicate, "shard": world.size // self.replicate})
         model = model_to_cut(task)
+        refuse_shared_memory(model, "strategy=fsdp", "strategy=ddp")
         use = _use(model, task)
         masters = cast_parts(model, task.precision, computing=False)
         # torch divides axes: these stay whole
@@ -128,7 +130,9 @@ class Fsdp(Strategy):
         )
         refuse_hooks_on_sums(model, "launcher.processes=1")
         hooks = parameter_hooks(model)
+        originals = Originals(model)
         sharded = self._shard(model, units, mesh, task, keep=use is not None and use.keeps)
+        originals.refuse_held(model, "strategy=fsdp", "strategy=ddp")
         watch_collectives(model, units, mesh["shard"].get_group())
         if draws_by_name(task.recipe):
             masters = self._fill(model, task, world)
