@@ -91,8 +91,6 @@ class Fsdp(Strategy):
         return "nccl" if devices == "cuda" else "gloo"
 
     def setup(self, task: Task, world: World) -> Program:
-        from torch.distributed.fsdp import FSDPModule
-
         from dtf.distributed.sharding import byte_count
         from dtf.model.draw_by_name import draws_by_name
         from dtf.model.init import layout_of, model_to_cut
@@ -140,16 +138,8 @@ class Fsdp(Strategy):
             masters = self._place(model, masters, world)
             hook_gathered(model, hooks)
         tables = tables_of(task, world, self.tables, share=1 / world.size)
-        update, add_scalars = sharded_update(task, world, mesh, model, masters, tables)
+        update, to_sum = sharded_update(task, world, mesh, model, masters, tables)
         replica = Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync, layout=layout)
-
-        def to_sum() -> None:
-            add_scalars()
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_force_sum_reduction_for_comms(True)
-                    module.set_gradient_divide_factor(1.0)
-
         return Spmd(replica, update, task, world, exchange=exchange, tables=tables, to_sum=to_sum)
 
     def _fill(self, model: nn.Module, task: Task, world: World) -> dict[str, torch.Tensor]:

@@ -76,8 +76,8 @@ def sharded_update(
     masters: dict[str, Tensor],
     tables: ShardedTables | None,
 ) -> tuple[ShardedUpdate, Callable[[], None]]:
-    """The update of this rank's slices of a sharded model; and a function from whose call on the gradients of scalars
-    are summed over ranks in place of averaged.
+    """The update of this rank's slices of a sharded model; and a function from whose call on gradients are summed over
+    ranks in place of averaged.
     """
     group = mesh["shard"].get_group()
     adding = Operation("the sum of gradient norms", waiting_group(group, "shards"))
@@ -92,8 +92,12 @@ def sharded_update(
     trained = [shard for shard in shards.values() if shard.parameter.requires_grad]
     scale = [1.0]
 
-    def add_scalars() -> None:
+    def to_sum() -> None:
         scale[0] = float(world.size)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
 
     scalars = [i for i, shard in enumerate(trained) if not shard.shape]
 
@@ -115,4 +119,4 @@ def sharded_update(
         reduce=average_scalars if scalars else None,
         tables=tables,
     )
-    return update, add_scalars
+    return update, to_sum

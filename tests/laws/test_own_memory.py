@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dtf.config.settings import load_parts
-from tests.support.harness import spread
+from tests.support.harness import difference, spread
 
 load_parts([])
 
@@ -29,3 +29,17 @@ def case(kind: str) -> dict[str, Any]:
 def test_a_parameter_that_is_kept_elsewhere_is_refused_under_fsdp(kind: str, words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         spread("fsdp", 2, **case(kind))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("ddp", {"shard_optimizer": True}), ("fsdp", {}), ("pipeline", {}), ("pserver", {})],
+    ids=str,
+)
+def test_two_parameters_of_one_memory_are_refused(strategy: str, options: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError, match="mid.weight and other.weight share memory without being one parameter"):
+        spread(strategy, 2, options=options, **case("tied_data"))
+
+
+def test_ddp_keeps_the_memory_of_two_parameters() -> None:
+    assert difference(spread("ddp", 1, **case("tied_data")), spread("ddp", 2, **case("tied_data"))) < 1e-5
