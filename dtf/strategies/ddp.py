@@ -112,10 +112,15 @@ class Ddp(Strategy):
         from dtf.model.init import cast, model_of
         from dtf.optim.update import LocalUpdate, full_params
         from dtf.sparse.make_tables import tables_of
+        from dtf.strategies.own_memory import refuse_shared_memory
         from dtf.strategies.replica import Replica
         from dtf.strategies.spmd import Spmd, microbatch_load
 
         model = model_of(task)
+        if self.shard_optimizer and world.size > 1:  # two ranks would step one memory
+            refuse_shared_memory(
+                model, "strategy.shard_optimizer=true", "strategy.shard_optimizer=false", parameters_only=True
+            )
         masters = cast(model, task.precision, world.device)
         forward, exchange = None, 0
         if world.size > 1:  # on one rank the bare model is the same program

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -14,16 +13,12 @@ from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
     from dtf.distributed.world import World
-    from dtf.optim.update import LocalUpdate
-    from dtf.sparse.sharded_tables import ShardedTables
     from dtf.strategies.param_use import ParamUse
 
 
@@ -96,15 +91,15 @@ class Fsdp(Strategy):
         return "nccl" if devices == "cuda" else "gloo"
 
     def setup(self, task: Task, world: World) -> Program:
-        from torch.distributed.fsdp import FSDPModule
-
         from dtf.distributed.sharding import byte_count
         from dtf.model.draw_by_name import draws_by_name
         from dtf.model.init import layout_of, model_to_cut
         from dtf.sparse.make_tables import tables_of
         from dtf.strategies.fsdp_hooks import hook_gathered, parameter_hooks
         from dtf.strategies.fsdp_units import gathered_units
+        from dtf.strategies.fsdp_update import sharded_update
         from dtf.strategies.fsdp_waits import watch_collectives
+        from dtf.strategies.own_memory import Originals, refuse_shared_memory
         from dtf.strategies.pass_probes import refuse_hooks_on_sums
         from dtf.strategies.replica import Replica
         from dtf.strategies.sharded_init import cast_parts
@@ -115,6 +110,7 @@ class Fsdp(Strategy):
 
         mesh = world.mesh({"replicate": self.replicate, "shard": world.size // self.replicate})
         model = model_to_cut(task)
+        refuse_shared_memory(model, "strategy=fsdp", "strategy=ddp")
         use = _use(model, task)
         masters = cast_parts(model, task.precision, computing=False)
         # torch divides axes: these stay whole
@@ -132,7 +128,9 @@ class Fsdp(Strategy):
         )
         refuse_hooks_on_sums(model, "launcher.processes=1")
         hooks = parameter_hooks(model)
+        originals = Originals(model)
         sharded = self._shard(model, units, mesh, task, keep=use is not None and use.keeps)
+        originals.refuse_held(model, "strategy=fsdp", "strategy=ddp")
         watch_collectives(model, units, mesh["shard"].get_group())
         if draws_by_name(task.recipe):
             masters = self._fill(model, task, world)
@@ -140,16 +138,8 @@ class Fsdp(Strategy):
             masters = self._place(model, masters, world)
             hook_gathered(model, hooks)
         tables = tables_of(task, world, self.tables, share=1 / world.size)
-        update, add_scalars = _update(task, world, mesh, model, masters, tables)
+        update, to_sum = sharded_update(task, world, mesh, model, masters, tables)
         replica = Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync, layout=layout)
-
-        def to_sum() -> None:
-            add_scalars()
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_force_sum_reduction_for_comms(True)
-                    module.set_gradient_divide_factor(1.0)
-
         return Spmd(replica, update, task, world, exchange=exchange, tables=tables, to_sum=to_sum)
 
     def _fill(self, model: nn.Module, task: Task, world: World) -> dict[str, torch.Tensor]:
@@ -277,71 +267,3 @@ def _use(model: nn.Module, task: Task) -> ParamUse | None:
             "newer, or strategy=ddp"
         )
     return use
-
-
-def _update(
-    task: Task,
-    world: World,
-    mesh: DeviceMesh,
-    model: nn.Module,
-    masters: dict[str, torch.Tensor],
-    tables: ShardedTables | None,
-) -> tuple[LocalUpdate, Callable[[], None]]:
-    """The update of this rank's slices of a sharded model; and a function from whose call on the gradients of scalars
-    are summed over ranks in place of averaged.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from dtf.distributed.collectives import waiting_group
-    from dtf.host.waits import Operation
-    from dtf.optim.update import LocalUpdate
-    from dtf.strategies.sharded_init import param_shards
-
-    group = mesh["shard"].get_group()
-    adding = Operation("the sum of gradient norms", waiting_group(group, "shards"))
-
-    def combine(sums: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks that hold the slices of one copy, in place. Collective."""
-        with adding:
-            dist.all_reduce(sums, group=group)
-        return sums
-
-    shards = param_shards(model, masters, first=mesh["shard"].get_local_rank() == 0)
-    trained = [shard for shard in shards.values() if shard.parameter.requires_grad]
-    scale = [1.0]
-
-    def add_scalars() -> None:
-        scale[0] = float(world.size)
-
-    scalars = [i for i, shard in enumerate(trained) if not shard.shape]
-
-    def average_scalars(gradients: list[torch.Tensor]) -> None:
-        """Average the gradients of scalars over all ranks, as FSDP does with slices. Collective."""
-        flat = torch.stack([gradients[i] for i in scalars])
-        world.average(flat)
-        flat *= scale[0]
-        torch._foreach_copy_([gradients[i] for i in scalars], list(flat))
-
-    update = LocalUpdate(
-        shards,
-        task.optimizer,
-        task.step.clip_norm,
-        task.precision.loss_scale,
-        writes=mesh["replicate"].get_local_rank() == 0,
-        combine=combine,
-        reduce=average_scalars if scalars else None,
-        # what is gathered is out of date when averages are swapped in
-        after=functools.partial(_reshard, model) if task.step.ema else None,
-        tables=tables,
-    )
-    return update, add_scalars
-
-
-def _reshard(model: nn.Module) -> None:
-    """Drop the parameters that are gathered at the moment."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -19,7 +19,8 @@ def gathered_units(model: nn.Module, layout: Layout, size: str, use: ParamUse | 
     """What is gathered at once: lists of modules. What lies in none of them is gathered with the whole model.
 
     `size`: `layer`, or `block` or `stage` of the layout; without blocks the model is cut into eight parts. `use`: where
-    the parameters are used. A module of which a parameter is used elsewhere is taken apart.
+    the parameters are used. A module of which a parameter is used elsewhere is taken apart, and units come in the order
+    in which a pass calls them, which need not be that of their names.
     """
     modules = dict(model.named_modules())
     owners = _owners(model, use)
@@ -32,7 +33,8 @@ def gathered_units(model: nn.Module, layout: Layout, size: str, use: ParamUse | 
         units = [[modules[name] for name in block] for block in names]
     if use is None:
         return _joined(units)
-    return list(_checked(units, {module: name for name, module in modules.items()}, use))
+    names, turns = {module: name for name, module in modules.items()}, _turns(model, use)
+    return sorted(_checked(units, names, use), key=lambda unit: min(turns[names[module]] for module in unit))
 
 
 def _owners(model: nn.Module, use: ParamUse | None) -> list[nn.Module]:
@@ -48,7 +50,14 @@ def _owners(model: nn.Module, use: ParamUse | None) -> list[nn.Module]:
     if use is not None:
         names = list(dict.fromkeys(filter(None, (_user(model, name, use) for name in names))))
         names = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+        names.sort(key=_turns(model, use).__getitem__)
     return [model.get_submodule(name) for name in names]
+
+
+def _turns(model: nn.Module, use: ParamUse) -> dict[str, int]:
+    """The place of each module in the order in which a pass calls them; those that it does not call are last."""
+    calls = {name: turn for turn, name in enumerate(use.calls)}
+    return {name: calls.get(name, len(calls)) for name, _ in model.named_modules()}
 
 
 def _user(model: nn.Module, name: str, use: ParamUse) -> str:
@@ -110,7 +119,7 @@ def _joined(units: Units) -> Units:
 
 
 def _by_size(owners: list[nn.Module]) -> Units:
-    """Runs of modules, in order of their names, that end when they hold an eighth of the parameters."""
+    """Runs of modules, in order of their use, that end when they hold an eighth of the parameters."""
     sizes = [sum(p.numel() for p in module.parameters()) for module in owners]
     enough, units, held = sum(sizes) / PARTS, [], 0
     for module, size in zip(owners, sizes, strict=True):

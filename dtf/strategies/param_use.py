@@ -26,7 +26,9 @@ _PARAMETRIZED = ".parametrizations."
 
 
 class ParamUse:
-    """What forward passes of a model used. `calls`: module -> how often the last one called it."""
+    """What forward passes of a model used. `calls`: module -> how often the last one called it, in order of
+    the first calls.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}

@@ -76,9 +76,11 @@ class Tensor(Strategy):
         from dtf.distributed.device_mesh import ParallelDims
         from dtf.optim.update import LocalUpdate
         from dtf.sparse.make_tables import tables_of
+        from dtf.strategies.own_memory import refuse_shared_memory
         from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
         from dtf.strategies.tensor_modules import divide
 
+        refuse_shared_memory(model, "strategy=tensor", "strategy=ddp")
         dims = ParallelDims(world, "tp", self.degree or world.size)
         if draws_by_name(task.recipe):
             cast_parts(model, task.precision, computing=True)

@@ -1,7 +1,9 @@
 """Models whose forward pass does something by itself that strategies have to know. A plugin.
 
 The kinds of the recipe `passes`. `reentrant`: blocks with dropout, computed again by torch.utils.checkpoint. `vmap`:
-nets in one call over stacked weights. `bounded`: keeps a parameter within bounds, out of autograd's sight.
+nets in one call over stacked weights. `head_first`: modules defined in another order than that of their use, as
+`skips`, which leaves one out in evaluation. `listed`, `closure`, `penalty`: reach a parameter past its module. `alias`,
+`tied_data`: use its memory. `bounded`: keeps a parameter within bounds, out of autograd's sight.
 """
 
 from __future__ import annotations
@@ -26,6 +28,10 @@ class Passes(Toy):
     def build_model(self) -> nn.Module:
         if self.kind == "bounded":
             return _bounded(self.least, self.largest)
+        if self.kind in ("head_first", "skips"):
+            return _head_first(self.kind == "skips")
+        if self.kind in ("listed", "closure", "penalty", "alias", "tied_data"):
+            return _past_its_module(self.kind)
         return {"reentrant": _reentrant, "vmap": _vmap}[self.kind]()
 
     def layout(self, model: nn.Module) -> Layout:
@@ -47,6 +53,56 @@ def _reentrant() -> nn.Module:
             return self.last(h + (checkpoint(self.block, h, use_reentrant=True) if self.training else self.block(h)))
 
     return Again()
+
+
+def _head_first(skips: bool) -> nn.Module:
+    import torch
+    from torch import nn
+
+    class HeadFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.mid = nn.Linear(8, 12), nn.Linear(12, 4), nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Any:
+            h = torch.relu(self.first(x))
+            return self.last(h if skips and not self.training else torch.relu(self.mid(h)))
+
+    return HeadFirst()
+
+
+def _past_its_module(kind: str) -> nn.Module:
+    from torch import nn
+    from torch.nn import functional as F
+
+    class Past(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.mid, self.last = nn.Linear(8, 12), nn.Linear(12, 12), nn.Linear(12, 4)
+            weight = self.mid.weight
+            self.kept: Any = None
+            if kind == "listed":
+                self.kept = [weight]
+            elif kind == "closure":
+                self.kept = lambda: weight
+            elif kind == "penalty":
+                self.kept = list(self.parameters())
+            elif kind == "alias":
+                self.kept = weight.data
+            else:
+                self.other = nn.Linear(12, 12)
+                self.other.weight.data = weight.data
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.mid(self.first(x))
+            if kind == "tied_data":
+                return self.last(self.other(h))
+            if kind == "penalty":
+                return self.last(h) * sum(p.square().sum() for p in self.kept)
+            weight = {"listed": lambda: self.kept[0], "closure": self.kept, "alias": lambda: self.kept}[kind]()
+            return self.last(F.linear(h, weight))
+
+    return Past()
 
 
 def _vmap() -> nn.Module:

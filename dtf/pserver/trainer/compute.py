@@ -23,6 +23,7 @@ from dtf.pserver.net.compression import rounded
 from dtf.pserver.net.messages import NONE
 from dtf.pserver.param_slices import Layout, views
 from dtf.pserver.trainer.prefetch import PreparedBatch
+from dtf.strategies.own_memory import refuse_shared_memory
 from dtf.strategies.replica import Replica
 from dtf.strategies.start_check import ALONE
 
@@ -95,6 +96,7 @@ class TrainerModel:
         self._whole_norm, self._wire, self._part = setup.whole_norm, setup.wire, part
         self._no_buffers = setup.no_buffers
         model = model_of(task)
+        refuse_shared_memory(model, "strategy=pserver", "strategy=ddp")
         self.masters = cast(model, task.precision, device)
         self.parameters = dict(model.named_parameters())
         if first is not None:

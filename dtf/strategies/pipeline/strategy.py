@@ -128,6 +128,7 @@ class Pipeline(Strategy):
 
         from dtf.distributed.device_mesh import ParallelDims
         from dtf.sparse.make_tables import tables_of
+        from dtf.strategies.own_memory import refuse_shared_memory
         from dtf.strategies.pipeline.messages import PipelineRanks, channels
         from dtf.strategies.pipeline.planner import broadcast_plan
         from dtf.strategies.pipeline.program import PipelineProgram
@@ -139,6 +140,7 @@ class Pipeline(Strategy):
         rows, spec = self._spec(task, world, dims.dp_shard.count)
         stages = spec.ranks * spec.virtual
         model = model_to_cut(task)
+        refuse_shared_memory(model, "strategy=pipeline", "strategy=ddp")
         layout = layout_of(task.recipe, model)
         checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
         split, bounds, table = broadcast_plan(model, spec, task, world)
