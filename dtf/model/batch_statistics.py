@@ -210,6 +210,8 @@ class BatchNormStatistics:
         step adds to averages that another process keeps, see `absorb`.
         """
         self.restore(steps)
+        for _, layer, _ in self._layers:
+            calls_of(layer).elsewhere = True
         for average in self._training():
             average.zero_()
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtf.core.errors import ConfigError
+
 
 class Calls:
     """What passes did with one normalisation."""
@@ -21,6 +23,9 @@ class Calls:
         self.steps, self.called = 0, False
         """How many steps were taken before this one, and whether this pass has changed the averages."""
         self.inside = False
+        """Whether torch's own forward pass runs, which is not to count."""
+        self.elsewhere = False
+        """Whether another process counts the steps, so that in evaluations their number is not known here."""
 
     def note(self, momentum: float | None, learns: bool) -> None:
         self.made += 1
@@ -38,10 +43,13 @@ class Counted:
 
     @property
     def num_batches_tracked(self) -> Tensor | None:
-        """Steps, as in checkpoints: a pass counts once, whichever micro-batch of its step it is. None: torch's own
-        forward pass is not to count.
-        """
+        """Steps, as in checkpoints: a pass counts once, whichever micro-batch of its step it is."""
         calls = self.__dict__["_calls"]
+        if calls.elsewhere and not self.training and not calls.inside:
+            raise ConfigError(
+                "the forward pass of an evaluation reads num_batches_tracked of a normalisation, which trainers do not "
+                "know; use strategy=ddp"
+            )
         return None if calls.inside else torch.tensor(calls.steps + calls.called)
 
     def forward(self, input: Tensor) -> Tensor:
