@@ -22,6 +22,7 @@ from dtf.api.options import Remat
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.distributed.collectives import PARTIAL
+from dtf.model.norm_calls import is_torchs_own
 from dtf.model.seeded_dropout import SeededDropout
 
 _aten = torch.ops.aten
@@ -74,10 +75,8 @@ class _CheckpointedForward:
 
     def __init__(self, name: str, module: nn.Module, kind: Remat, masks: SeededDropout) -> None:
         self._name, self._forward, self._kind, self._masks = name, module.forward, kind, masks
-        self._norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
-        self._others = [
-            part for part in module.modules() if part._buffers and not isinstance(part, nn.modules.batchnorm._NormBase)
-        ]
+        self._norms: list[Any] = [part for part in module.modules() if is_torchs_own(part)]
+        self._others = [part for part in module.modules() if part._buffers and not is_torchs_own(part)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dtf.core.errors import ConfigError
 from dtf.model.ema import decay_at
+from dtf.model.norm_calls import calls_of, count_calls_of, goes_its_own_way, is_torchs_own
 
 _KINDS = ("running_mean", "running_var")
 EMA_SUFFIX = "_ema"
@@ -22,12 +22,14 @@ def _averages(layers: list[_Layer], suffix: str = "") -> list[Tensor]:
     return [getattr(layer, f"{kind}{suffix}") for _, layer, _ in layers for kind in _KINDS]
 
 
-class _Counted:
-    """A normalisation that counts the calls that change its averages: not those of padding or of computing again."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.__dict__["_calls"] += self.momentum != 0.0  # type: ignore[attr-defined]
-        return super().forward(input)  # type: ignore[misc]
+def _learning(model: nn.Module, layers: list[_Layer]) -> set[str]:
+    """Names of the layers that `model.train()` puts into training mode. All modules are left in the mode they have."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    found = {name for name, layer, _ in layers if layer.training}
+    for module, mode in modes:
+        module.training = mode
+    return found
 
 
 class BatchNormStatistics:
@@ -45,7 +47,8 @@ class BatchNormStatistics:
     a_j = g / (1 - (own - 1 - j) * g) with g = m / own compose to exactly this; for c != 1 the gain is corrected
     afterwards.
 
-    A layer that a micro-batch does not call exactly once is left to others, see `release`.
+    A layer that a micro-batch does not call exactly once in training mode, or whose momentum the forward pass sets, is
+    left to others, see `release`. So is one whose class has a forward pass of its own.
 
     `ema`: a decay. Each average then has an average of its own over steps, which belongs to those of the weights, see
     `dtf.model.ema`. That is linear too. ConfigError for layers whose evaluation would depend on the ranks.
@@ -54,28 +57,26 @@ class BatchNormStatistics:
     def __init__(self, model: nn.Module, ema: float = 0.0) -> None:
         self._layers: list[_Layer] = []
         self._live: list[_Layer] = []
+        first: dict[int, str] = {}  # running average -> its name
         for name, module in model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
                 raise ConfigError(
                     f"{name}: SyncBatchNorm talks to other ranks in every pass; use BatchNorm, its statistics act per "
                     "micro-batch anyway"
                 )
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
+            if is_torchs_own(module) and module.running_mean is not None:
+                assert isinstance(module, nn.modules.batchnorm._NormBase)
                 self._layers.append((name, module, module.momentum))
-                if not isinstance(module, _Counted):
-                    # The class changes, the module and its name stay, as with seeded dropout.
-                    kind: Any = type(
-                        type(module).__name__, (_Counted, type(module)), {"__module__": type(module).__module__}
-                    )
-                    module.__class__ = kind
-                    module.__dict__["_calls"] = 0
+                _refuse_shared(name, module, first)
+                count_calls_of(module)
                 # Counted here, once per step instead of once per micro-batch, and written to checkpoints under its own
                 # name.
-                module.num_batches_tracked = None
+                module._buffers["num_batches_tracked"] = None
                 for kind in _KINDS if ema else ():
                     module.register_buffer(f"{kind}{EMA_SUFFIX}", module._buffers[kind].detach().clone())  # type: ignore[union-attr]
         self._uneven: set[str] = set()  # layers that others keep right, see `release`
-        self._calls: list[int] = []  # of the layers in training, at `begin`
+        self._learning = _learning(model, self._layers)
+        self._calls: dict[str, int] = {}  # that changed averages, by layer, at `begin`
         self._ema, self._aside = ema, list[Tensor]()
         self._steps = 0
         self._before: list[Tensor] | None = None
@@ -103,11 +104,14 @@ class BatchNormStatistics:
 
     def release(self, names: Iterable[str]) -> list[str]:
         """Leave the running averages of these layers to the rule `mean` of `ChangingBuffers`, because a micro-batch
-        does not call them exactly once. Returns the names of the buffers. ConfigError for cumulative averages.
+        does not call them exactly once. So are those that passes called, but never in training mode, and those whose
+        momentum passes set. Returns the names of the buffers. ConfigError for cumulative averages.
         """
-        self._uneven |= set(names)
-        for name, _, base in self._layers:
-            if name in self._uneven and base is None:
+        found = {name for name, layer, base in self._learners() if goes_its_own_way(layer, base)}
+        names = set(names)
+        self._uneven |= found | names
+        for name, layer, base in self._layers:
+            if base is None and (name in names or (name in found and calls_of(layer).learning)):
                 raise ConfigError(
                     f"{name}: a cumulative average (momentum=None) of a normalisation that a micro-batch does not call "
                     "once; give it a momentum"
@@ -135,20 +139,23 @@ class BatchNormStatistics:
         self._own, self._gain = own, ranks * own / total
         self._steps += 1
         self._last = self._flat()
-        # a frozen layer keeps its averages
-        self._live = [entry for entry in self._layers if entry[1].training and entry[0] not in self._uneven]
-        self._calls = [vars(layer)["_calls"] for _, layer, _ in self._live]
+        self._live = self._learners()
+        for name, layer, _ in self._layers:
+            calls_of(layer).begin(self._steps - 1)
+            self._calls[name] = calls_of(layer).learning
         if self._live and own * ranks != total:
             self._before = [t.clone() for t in _averages(self._live)]
 
     def begin_micro_batch(self, j: int) -> None:
         """Called before this rank's micro-batch `j` of the step."""
+        for _, layer, _ in self._layers if j else ():
+            calls_of(layer).begin(self._steps - 1)
         plain = self._own == 1 and not self._cumulative
         if plain and not self._changed:
             return
         for _, layer, base in self._live:
             part = self._momentum(base) / self._own
-            layer.momentum = part / (1 - (self._own - 1 - j) * part)
+            layer.momentum = calls_of(layer).momentum = part / (1 - (self._own - 1 - j) * part)
         self._changed = not plain
 
     def begin_padding(self) -> None:
@@ -161,17 +168,25 @@ class BatchNormStatistics:
         """Raise ConfigError where a layer was not called once for each micro-batch since `begin`. Before `end`.
         `instead`: what to use for such a model.
         """
-        for (name, layer, base), before in zip(self._live, self._calls, strict=True):
-            calls = vars(layer)["_calls"] - before
-            if calls != self._own and base != 0.0:
+        for name, layer, base in self._layers:
+            calls, at_start = self._made(name, layer), name in self._learning
+            if calls != self._own * at_start and base != 0.0 and name not in self._uneven:
                 raise ConfigError(
-                    f"the normalisation {name} is called unevenly: {calls} times in {self._own} passes, and once in "
-                    "each at the start; ranks would average its statistics wrongly; let the recipe's layout say "
+                    f"the normalisation {name} is called unevenly: {calls} times in {self._own} passes, and "
+                    f"{'once' if at_start else 'never'} in each at the start, in training mode; ranks would average "
+                    "its statistics wrongly; let the recipe's layout say "
                     f"Layout(buffers={{{name!r}: BufferUpdate.mean}}), or use {instead}"
                 )
 
     def end(self) -> None:
-        """Called after the micro-batches of a step."""
+        """Called after the micro-batches of a step. ConfigError where one of them has set the momentum of a layer."""
+        for name, layer, _ in self._live:
+            if calls_of(layer).sets_momentum:
+                raise ConfigError(
+                    f"the momentum of the normalisation {name} was set during training, and the first pass did not set "
+                    "it; let the recipe's layout say what becomes of its averages, "
+                    f"Layout(buffers={{{name!r}: BufferUpdate.mean}})"
+                )
         self._correct()
 
     def finish(self, applied: Tensor) -> None:
@@ -180,6 +195,8 @@ class BatchNormStatistics:
         """
         if not self._layers:
             return
+        for _, layer, _ in self._layers:
+            calls_of(layer).begin(self._steps)
         self._average_steps()
         self._set(torch.where(applied.to(self._last.device), self._flat(), self._last))
 
@@ -193,6 +210,8 @@ class BatchNormStatistics:
         step adds to averages that another process keeps, see `absorb`.
         """
         self.restore(steps)
+        for _, layer, _ in self._layers:
+            calls_of(layer).elsewhere = True
         for average in self._training():
             average.zero_()
 
@@ -213,16 +232,26 @@ class BatchNormStatistics:
         if added is None:
             return
         at = 0
-        for name, layer, base in self._layers:
-            for kind in _KINDS if layer.training and name not in self._uneven else ():
+        for _, layer, base in self._learners():
+            for kind in _KINDS:
                 running = getattr(layer, kind)
                 running.mul_(1 - self._momentum(base)).add_(added[at : at + running.numel()].view(running.shape))
                 at += running.numel()
         self._average_steps()
 
     def _training(self) -> list[Tensor]:
-        """The averages of layers in training that are not left to others."""
-        return _averages([entry for entry in self._layers if entry[1].training and entry[0] not in self._uneven])
+        """The averages of `_learners`."""
+        return _averages(self._learners())
+
+    def _learners(self) -> list[_Layer]:
+        """The layers that `train()` puts into training mode and that are not left to others. A frozen layer keeps its
+        averages.
+        """
+        return [entry for entry in self._layers if entry[0] in self._learning and entry[0] not in self._uneven]
+
+    def _made(self, name: str, layer: nn.Module) -> int:
+        """How many calls have changed the averages of a layer since `begin`."""
+        return calls_of(layer).learning - self._calls[name]
 
     def swap_ema(self, on: bool) -> None:
         """`on=True` puts the averages over steps in place of the running averages, `on=False` puts these back."""
@@ -234,19 +263,18 @@ class BatchNormStatistics:
     def _correct(self) -> None:
         if self._before is None:
             return
-        index = 0
-        for _, _, base in self._live:
-            keep = 1 - self._momentum(base)
-            for _ in range(2):
-                self._before[index].mul_(keep)
-                index += 1
-        tensors = _averages(self._live)
-        if self._own:  # running = before + c * (running - before), with `before` the decayed old average
-            torch._foreach_sub_(tensors, self._before)
+        layers = [entry for entry in self._live if not self._own or self._made(*entry[:2])]  # others have not changed
+        before = [t for entry in layers for t in self._before[2 * self._live.index(entry) :][:2]]
+        keeps = [1 - self._momentum(base) for _, _, base in layers for _ in _KINDS]
+        for old, keep in zip(before, keeps, strict=True):
+            old.mul_(keep)
+        tensors = _averages(layers)
+        if self._own and layers:  # running = before + c * (running - before), with `before` the decayed old average
+            torch._foreach_sub_(tensors, before)
             torch._foreach_mul_(tensors, self._gain)
-            torch._foreach_add_(tensors, self._before)
-        else:  # a padding pass went through the layers: drop what it left
-            torch._foreach_copy_(tensors, self._before)
+            torch._foreach_add_(tensors, before)
+        elif layers:  # a padding pass went through the layers: drop what it left
+            torch._foreach_copy_(tensors, before)
         self._before = None
 
     def average(self, reduce_mean) -> None:
@@ -288,6 +316,19 @@ class BatchNormStatistics:
     def restore(self, steps: int) -> None:
         """Set how many steps were taken, from a checkpoint."""
         self._steps = steps
+        for _, layer, _ in self._layers:
+            calls_of(layer).begin(steps)
 
     def _momentum(self, base: float | None) -> float:
         return 1.0 / self._steps if base is None else base
+
+
+def _refuse_shared(name: str, layer: nn.Module, first: dict[int, str]) -> None:
+    """Raise ConfigError for a running average that another layer has too. `first`: those so far, by identity."""
+    for kind in _KINDS:
+        other = first.setdefault(id(layer._buffers[kind]), f"{name}.{kind}")
+        if other != f"{name}.{kind}":
+            raise ConfigError(
+                f"the normalisations {other.rpartition('.')[0]} and {name} share the buffer {other}, which both change "
+                "in each pass; give each averages of its own, or use one module in both places"
+            )

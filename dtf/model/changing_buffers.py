@@ -44,6 +44,7 @@ class ChangingBuffers:
     def find(self) -> None:
         """Look for the model's buffers anew, after others took or left some."""
         names = [(name, module, key) for name, module, key in _keys(self._model) if name not in self._owned]
+        _refuse_shared(self._model, self._rules)
         ruled = [(name, module, key, self._rule(name)) for name, module, key in names]
         self._stepped = [
             _Stepped(name, module, key, rule)
@@ -153,7 +154,7 @@ class ChangingBuffers:
         for buffers, key, tensor, version, name in self._watched:
             now = buffers.get(key)
             if now is not tensor or (now is not None and _version(now) != version):
-                raise _refusal(name, instead)
+                raise _refusal(self._model, name, instead)
         for (name, parameter), place in zip(self._frozen, self._places, strict=False):
             if _place(parameter) != place:
                 raise changed_parameter(name, instead)
@@ -166,7 +167,7 @@ class ChangingBuffers:
         known = self._owned | set(self.names) | self.scratch
         for name in changed:
             if name not in known and self._rule(name) is None:
-                raise _refusal(name, instead)
+                raise _refusal(self._model, name, instead)
 
 
 class _Stepped:
@@ -223,6 +224,22 @@ class _Stepped:
         new = torch.where(applied.to(new.device), new.to(self._before.dtype), self._before)
         self._tensor.copy_(new)
         self._module._buffers[self._key] = self._tensor
+
+
+def _refuse_shared(model: nn.Module, rules: Mapping[str, BufferUpdate]) -> None:
+    """Raise ConfigError where a buffer of two names has a rule that needs all micro-batches: each name would get a
+    value of its own.
+    """
+    first: dict[int, str] = {}
+    for name, module, key in _keys(model):
+        other = first.setdefault(id(module._buffers[key]), name)
+        if other != name and module._buffers[key] is not None:
+            rule = longest(rules, name) or longest(rules, other)  # type: ignore[arg-type]
+            if rule in (BufferUpdate.mean, BufferUpdate.sum):
+                raise ConfigError(
+                    f"the layout gives the buffer {other} a rule, and {name} is the same buffer; register it in one "
+                    "module, and let the other ask that one for it"
+                )
 
 
 def scratch_buffers(model: nn.Module, rules: Mapping[str, BufferUpdate]) -> frozenset[str]:
@@ -349,9 +366,13 @@ def _known(model: nn.Module) -> dict[str, BufferUpdate]:
     return found
 
 
-def _refusal(name: str, instead: str) -> ConfigError:
+def _refusal(model: nn.Module, name: str, instead: str) -> ConfigError:
+    module = name.rpartition(".")[0]
+    normalisation = dict(model.named_modules()).get(module)
+    # whoever changes one of its buffers changes the others
+    rule = module if module and isinstance(normalisation, nn.modules.batchnorm._NormBase) else name
     return ConfigError(
         f"the forward pass changes the buffer {name}, which each rank would change by its own rows; let the recipe's "
-        f"layout say what becomes of it, Layout(buffers={{{name!r}: BufferUpdate.mean}}) (or sum, or local for scratch "
+        f"layout say what becomes of it, Layout(buffers={{{rule!r}: BufferUpdate.mean}}) (or sum, or local for scratch "
         f"memory), or use {instead}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -187,7 +187,17 @@ def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
 
 def _check_buffers(who: str, layout: Layout, names: list[str]) -> None:
     """Raise ConfigError for a rule that is none, or that covers no buffer. Scratch memory may come later."""
+    if not isinstance(layout.buffers, Mapping):
+        raise ConfigError(
+            f"{who} has buffers={layout.buffers!r}; use a dict of names and rules, such as "
+            "Layout(buffers={'level': BufferUpdate.mean})"
+        )
     for pattern, rule in layout.buffers.items():
+        if not isinstance(pattern, str):
+            raise ConfigError(
+                f"{who} gives the buffers {pattern!r} the rule {rule!r}; name buffers by a text, such as "
+                f"{names[0] if names else 'level'!r}"
+            )
         if not isinstance(rule, BufferUpdate):
             raise ConfigError(
                 f"{who} gives the buffers {pattern!r} the rule {rule!r}; use one of "
