@@ -1,36 +1,20 @@
 """What a recipe's loss may return, as a sum and what the sum over the global batch is divided by.
 
-A loss of each row, (B,). Sums and counts, with one denominator for the global batch. Or a scalar mean, where cutting a
-micro-batch in two proves of what it is the mean.
+A loss of each row, (B,). Sums and counts, with one denominator for the global batch. Or a scalar that is proved a mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
-
-IGNORED = -100
-"""The label that torch's losses leave out, `ignore_index`."""
-ENOUGH = 4
-"""Rows that prove of what a scalar is the mean, for all micro-batches to come."""
-_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
-
-
-class Mean(Enum):
-    """Of what a scalar loss is the mean."""
-
-    rows = "rows"
-    labels = "labels"  # those that are not IGNORED
+from dtf.model.mean_proof import Mean, labels, proved
 
 
 class LossTerms(NamedTuple):
@@ -107,14 +91,15 @@ class Losses:
 
     def _scalar(self, loss: Tensor, outputs: Any, batch: Batch) -> LossTerms:
         rows = len(batch.weight)
-        if self._mean is None:
-            mean = Mean.rows if self.undivided else self._proved(loss, outputs, batch)
-            self._mean = mean if rows >= ENOUGH else None
+        if self._mean is None and (self.undivided or not torch.is_grad_enabled()):  # an evaluation divides nothing
+            mean = Mean.rows
         else:
-            mean = self._mean
-        if mean is Mean.rows or mean is None:
+            mean = self._mean = self._mean or proved(self._recipe.loss, outputs, batch.targets)
+        if mean is None:
+            raise self._refused()
+        if mean is Mean.rows:
             return LossTerms(loss.expand(rows), loss * rows * self._of_all(batch.weight), None)
-        counts = _labels(batch.targets).to(batch.weight)
+        counts = labels(batch.targets).to(batch.weight)
         mean = torch.where(counts > 0, loss, torch.zeros_like(loss))  # that over no label is NaN
         counts = counts * self._of_all(batch.weight)
         return LossTerms(mean.expand(rows), mean * counts, counts)
@@ -131,83 +116,17 @@ class Losses:
             )
         return torch.where(least == most, most, torch.full_like(most, torch.nan))
 
-    def _proved(self, loss: Tensor, outputs: Any, batch: Batch) -> Mean | None:
-        """Of what the scalar is the mean. None where a single row proves nothing. ConfigError where it is of nothing.
-
-        Waits for the device.
-        """
-        rows = len(batch.weight)
-        if rows < 2:
-            return None
-        with torch.no_grad():
-            some = _with_ignored(batch.targets)
-            labels = False if some is None else self._splits(outputs, some, Mean.labels)
-            if labels:
-                return Mean.labels
-            if self._splits(outputs, batch.targets, Mean.rows):
-                return Mean.rows
-        if labels is None and batch.targets.dim() > 1 and rows < ENOUGH:  # all labels of a part are ignored
-            return None
-        raise ConfigError(
+    def _refused(self) -> ConfigError:
+        return ConfigError(
             f"{self._who} returned a scalar that is no mean over rows: the losses of two parts of a micro-batch do not "
             "make that of the whole, so that gradients cannot be added up over ranks. Return instead the loss of each "
             "row,\n"
             "    return F.cross_entropy(outputs, targets, reduction='none')                  # (B,)\n"
-            "or sums with counts that are added up over the global batch,\n"
-            "    return losses.sum(1), (targets != -100).sum(1)                              # (B,), (B,)"
+            "or sums with counts that are added up over the global batch: of labels that are not ignored, of weights,\n"
+            "    return losses.sum(1), (targets != -100).sum(1)                              # (B,), (B,)\n"
+            "    return F.cross_entropy(outputs, targets, weight=w, reduction='none'), w[targets]"
         )
 
-    def _splits(self, outputs: Any, targets: Tensor, mean: Mean) -> bool | None:
-        """Whether the loss of some rows is the mean of those of its parts, weighted with their rows or labels. None
-        where a part has none.
-        """
-        rows = len(targets)
-        cut = max(1, rows // 3)
-        total = weights = 0.0
-        try:
-            whole = float(self._recipe.loss(outputs, targets))
-            for first, last in ((0, cut), (cut, rows)):
-                part = targets[first:last]
-                weight = float(last - first if mean is Mean.rows else _labels(part))
-                if not weight:
-                    return None  # the other part is the whole
-                total += weight * float(self._recipe.loss(_rows(outputs, rows, first, last), part))
-                weights += weight
-        except (RuntimeError, IndexError, ValueError, TypeError):
-            return False
-        close = _CLOSE.get(torch.get_default_dtype(), 1e-4)
-        return weights > 0 and abs(total / weights - whole) <= close * max(1e-6, abs(whole))
-
-
-def _labels(targets: Tensor) -> Tensor:
-    """How many labels are not IGNORED, ()."""
-    return (targets != IGNORED).sum()
-
-
-def _with_ignored(targets: Tensor) -> Tensor | None:
-    """The targets with some labels ignored, more of them in the first rows. None for targets that are no labels."""
-    if targets.dtype.is_floating_point or targets.dtype is torch.bool:
-        return None
-    some = targets.clone()
-    if targets.dim() == 1:
-        some[len(some) // 3] = IGNORED
-        return some
-    flat = some.reshape(len(some), -1)
-    counted = flat != IGNORED
-    several = [row for row in range(max(1, len(some) // 3)) if int(counted[row].sum()) > 1]
-    for row in several:
-        flat[row, int(counted[row].int().argmax())] = IGNORED
-    return flat.view(some.shape)
-
-
-def _rows(outputs: Any, rows: int, first: int, last: int) -> Any:
-    """Rows of whatever tensors have them in a structure."""
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value[first:last] if value.dim() and value.shape[0] == rows else value
-        if is_dataclass(value) and not isinstance(value, type):
-            return type(value)(**{field.name: cut(getattr(value, field.name)) for field in fields(value)})
-        return value
-
-    return tree_map(cut, outputs) if not is_dataclass(outputs) else cut(outputs)
+    def follow(self, other: Losses) -> None:
+        """Take over what another one has found."""
+        self.undivided, self._mean = other.undivided, other._mean

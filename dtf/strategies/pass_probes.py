@@ -112,3 +112,15 @@ def count_calls(layers: Mapping[str, nn.Module], masks: SeededDropout) -> Iterat
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def pass_error(error: RuntimeError) -> ConfigError | None:
+    """What to raise for an error of a trial pass whose cause is known. None for others."""
+    if "find_unused_parameters" in str(error):
+        return ConfigError("some parameters got no gradient in a step; set strategy.find_unused_parameters=true")
+    if "setStorage" in str(error):
+        return ConfigError(
+            "a parameter is used after its module has given it back, as by gradients of gradients in the loss; the "
+            "parts of a model are divided too finely for that: use strategy=ddp"
+        )
+    return None

@@ -45,6 +45,7 @@ from dtf.strategies.pass_probes import (
     Reached,
     WrittenParameters,
     count_calls,
+    pass_error,
     recomputes_inside,
     refuse_hooks_on_sums,
 )
@@ -251,16 +252,10 @@ class Replica:
         except ValueError as error:
             raise batch_norm_error(error, len(batch.ids)) from error
         except RuntimeError as error:
-            if "find_unused_parameters" in str(error):
-                raise ConfigError(
-                    "some parameters got no gradient in a step; set strategy.find_unused_parameters=true"
-                ) from error
-            if "setStorage" not in str(error):
+            named = pass_error(error)
+            if named is None:
                 raise
-            raise ConfigError(
-                "a parameter is used after its module has given it back, as by gradients of gradients in the loss; the "
-                "parts of a model are divided too finely for that: use strategy=ddp"
-            ) from error
+            raise named from error
         finally:
             self._warming = False
             attributes.restore()
@@ -281,6 +276,8 @@ class Replica:
             if self._compute in (Format.fp64, Format.fp32):  # narrower gradients overflow or vanish
                 more = self._trial(a, 0, last=False, factor=LARGE)
                 clipped = not_linear(once, more, LARGE, self._compute)
+            everyone = peers.gather(clipped)  # ranks that hold slices do not see the same gradients
+            clipped = peers.broadcast(max(everyone) if everyone is not None else None)
             check.passed({CLIPPED: clipped})
         self.clipped = (check.found or {})[CLIPPED]
 
@@ -329,7 +326,7 @@ class Replica:
         """Take over what `warmup` has found of another copy of the model."""
         self.masks.seed_as(other.masks)
         self.changing.take(self.statistics.release(other.statistics.uneven - self.statistics.uneven))
-        self._passes.loss.undivided = other._passes.loss.undivided
+        self._passes.loss.follow(other._passes.loss)
 
     def _release_uneven(self, calls: Mapping[str, int]) -> None:
         """Keep the averages of normalisations that a pass does not call exactly once by the rule for buffers."""

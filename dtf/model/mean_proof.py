@@ -1,0 +1,151 @@
+"""Of what a scalar loss is the mean: the losses of two parts of some rows must make that of all of them.
+
+The rows are those of a micro-batch, repeated, with labels of all classes and, where the loss takes them, labels that it
+may leave out. All of it is computed on the CPU, where a label that is out of range is an error like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+IGNORED = -100
+"""The label that torch's losses leave out, `ignore_index`."""
+_LEFT_OUT = (-1, 255)
+"""Labels that others leave out."""
+_ROWS = 24
+_CLOSE = {torch.float64: 1e-9, torch.float32: 2e-5}
+_TAKEN = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
+"""Errors of a loss that does not take such rows."""
+
+
+class Mean(Enum):
+    """Of what a scalar loss is the mean."""
+
+    rows = "rows"
+    labels = "labels"  # those that are not IGNORED
+
+
+class _Rows(NamedTuple):
+    outputs: Any
+    targets: Tensor
+
+
+@torch.no_grad()
+def proved(loss: Callable[[Any, Tensor], Tensor], outputs: Any, targets: Tensor) -> Mean | None:
+    """Of what `loss(outputs, targets)` is the mean. None: of neither rows nor labels. Waits for the device."""
+    if not len(targets):
+        return None
+    for device, dtype in (("cpu", torch.float64), ("cpu", None), (targets.device.type, None)):
+        rows = _repeated(outputs, targets, torch.device(device), dtype)
+        for labelled in _with_all_classes(rows):
+            try:
+                close = _CLOSE.get(loss(*labelled).dtype, 2e-2)
+            except _TAKEN:
+                continue
+            return _mean(loss, labelled, close)
+    return None
+
+
+def _mean(loss: Callable[[Any, Tensor], Tensor], rows: _Rows, close: float) -> Mean | None:
+    if rows.targets.dtype.is_floating_point or rows.targets.dtype is torch.bool:
+        return Mean.rows if _splits(loss, rows, Mean.rows, close) else None
+    ignored = _Rows(rows.outputs, _with(rows.targets, IGNORED))
+    if _splits(loss, rows, Mean.labels, close) and _splits(loss, ignored, Mean.labels, close):
+        return Mean.labels
+    others = [_Rows(rows.outputs, _with(rows.targets, label)) for label in (IGNORED, *_LEFT_OUT)]
+    found = [_splits(loss, each, Mean.rows, close) for each in (rows, *others)]
+    return Mean.rows if found[0] and all(each is not False for each in found) else None
+
+
+def _splits(loss: Callable[[Any, Tensor], Tensor], rows: _Rows, mean: Mean, close: float) -> bool | None:
+    """Whether the losses of two parts make that of the whole. None where the loss does not take these rows."""
+    count = len(rows.targets)
+    cut, total, weights = count // 3, 0.0, 0.0
+    try:
+        whole = float(loss(*rows))
+        for first, last in ((0, cut), (cut, count)):
+            part = rows.targets[first:last]
+            weight = float(last - first if mean is Mean.rows else labels(part))
+            total += weight * float(loss(_cut(rows.outputs, count, first, last), part))
+            weights += weight
+    except _TAKEN:
+        return None
+    return weights > 0 and abs(total / weights - whole) <= close * max(1e-6, abs(whole))
+
+
+def labels(targets: Tensor) -> Tensor:
+    """How many labels are not IGNORED, ()."""
+    return (targets != IGNORED).sum()
+
+
+def _with(targets: Tensor, label: int) -> Tensor:
+    """The targets with every other label of the first rows replaced: parts do not have alike many of them."""
+    some = targets.clone()
+    first = some[: len(some) // 3].reshape(-1)
+    first[::2] = label if label >= 0 or targets.dtype.is_signed else targets.flatten()[0]
+    some[: len(some) // 3] = first.view(some[: len(some) // 3].shape)
+    return some
+
+
+def _with_all_classes(rows: _Rows) -> Iterator[_Rows]:
+    """The rows with labels of all classes, where outputs tell how many there are; then as they are."""
+    outputs, targets = rows
+    if isinstance(outputs, Tensor) and not targets.dtype.is_floating_point and outputs.dim() == targets.dim() + 1:
+        sizes = [
+            outputs.shape[axis]
+            for axis, others in ((1, (*outputs.shape[:1], *outputs.shape[2:])), (-1, outputs.shape[:-1]))
+            if tuple(others) == tuple(targets.shape)
+        ]
+        if sizes and min(sizes) > 1 and targets.dtype is not torch.bool:
+            numbers = torch.randint(min(sizes), targets.shape, generator=torch.Generator().manual_seed(0))
+            yield _Rows(outputs, numbers.to(targets))
+    yield rows
+
+
+def _repeated(outputs: Any, targets: Tensor, device: torch.device, dtype: torch.dtype | None) -> _Rows:
+    """So many copies of the rows, each with somewhat smaller outputs."""
+    count = len(targets)
+    at = torch.arange(max(_ROWS, count), device=targets.device) % count
+    shrink = torch.linspace(1.0, 0.7, len(at), dtype=torch.float64)
+
+    def repeat(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return _fields(value, repeat)
+        value = value.detach()
+        if value.dim() and value.shape[0] == count:
+            value = value[at.to(value.device)]
+            if value.dtype.is_floating_point:
+                factors = shrink.to(value.device).view(-1, *(1 for _ in value.shape[1:]))
+                value = value * factors.to(value.dtype)
+        value = value.to(device)
+        return value.to(dtype) if dtype is not None and value.dtype.is_floating_point else value
+
+    targets = targets.detach()[at].to(device)
+    if dtype is not None and targets.dtype.is_floating_point:
+        targets = targets.to(dtype)
+    return _Rows(tree_map(repeat, outputs), targets)
+
+
+def _cut(outputs: Any, rows: int, first: int, last: int) -> Any:
+    """Rows of whatever tensors have them in a structure."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[first:last] if value.dim() and value.shape[0] == rows else value
+        return _fields(value, cut)
+
+    return tree_map(cut, outputs)
+
+
+def _fields(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A dataclass with changed fields; any other value as it is."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{field.name: tree_map(change, getattr(value, field.name)) for field in fields(value)})
+    return value
