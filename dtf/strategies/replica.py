@@ -50,11 +50,12 @@ from dtf.strategies.pass_probes import (
 )
 from dtf.strategies.replica_digests import Part
 from dtf.strategies.start_check import Gather, Numbers, Passes, Trials, check_passes, not_linear
+from dtf.strategies.start_padding import agree, not_zero, padding_error
 
 LARGE = 2.0**12
 """By how much a loss is multiplied to find gradients that do not grow with it."""
-CLIPPED = "clipped"
-"""What `StartCheck.found` calls the gradient that does not grow with the loss."""
+CLIPPED, PADDED = "clipped", "padded"
+"""What `StartCheck.found` calls the gradient that does not grow with the loss, and that which padding has too."""
 
 
 class Replica:
@@ -109,9 +110,17 @@ class Replica:
         self._task = task
         self.clipped = ""
         """A gradient that does not grow with the loss, as `warmup` found; empty: all do."""
+        self._padded = ""  # a gradient that is not zero for padding rows
+        self.pads = False
+        """Whether a full batch has a pass over padding on some rank."""
         self.counts: Tensor | None = None
         """Of this replica's micro-batches: what the sum of losses is divided by in place of rows, ()."""
         model.train()
+
+    @property
+    def equal_passes(self) -> bool:
+        """Whether all ranks make the same number of passes."""
+        return self._sync is not None
 
     @property
     def scratch(self) -> frozenset[str]:
@@ -143,6 +152,7 @@ class Replica:
         if self.divided:
             self.changing.mark()
         if first == last:  # padding rows: collectives in the backward pass need a pass, the gradient is zero
+            self._refuse_padding()
             parts = [with_leaves(self._received(batch, ticket.step, first), self._looked_up)]
             self._begin_random(ticket.step, first)
             sums = [self._pass(parts[0], factor, last=True, padding=True)]
@@ -153,6 +163,7 @@ class Replica:
             ready = self._received(parts[0], ticket.step, first)
             # another rank has one more, and all make the same number of passes
             if self._sync is not None and last - first < -(-(len(bounds) - 1) // shard.count):
+                self._refuse_padding()
                 self._begin_random(ticket.step, first)
                 self.statistics.begin_padding()
                 self.changing.begin_micro_batch()
@@ -277,12 +288,21 @@ class Replica:
                 lambda: dict(self.model.named_modules()),
             )
             once = check_passes(trials, self._compute, peers, attributes.changed, self.instead)
-            clipped = ""
+            clipped, padding = "", a._replace(weight=torch.zeros_like(a.weight))
+            padded = not_zero(self._trial(padding, 0, last=False))
             if self._compute in (Format.fp64, Format.fp32):  # narrower gradients overflow or vanish
                 more = self._trial(a, 0, last=False, factor=LARGE)
                 clipped = not_linear(once, more, LARGE, self._compute)
-            check.passed({CLIPPED: clipped})
-        self.clipped = (check.found or {})[CLIPPED]
+            check.passed(dict(zip((CLIPPED, PADDED), agree([clipped, padded], peers), strict=True)))
+        found = check.found or {}
+        self.clipped, self._padded = found[CLIPPED], found.get(PADDED, "")
+        if self.pads:
+            self._refuse_padding()
+
+    def _refuse_padding(self) -> None:
+        """Raise ConfigError where a pass over padding would add to gradients."""
+        if self._padded:
+            raise padding_error(self._padded, self.instead)
 
     @torch.no_grad()
     def _written(self, rows: Batch) -> list[str]:
