@@ -20,6 +20,8 @@ IGNORED = -100
 _LEFT_OUT = (-1, 255)
 """Labels that others leave out."""
 _ROWS = 24
+_MOST_BYTES = 1 << 26
+"""Of outputs."""
 _CLOSE = {torch.float64: 1e-9, torch.float32: 2e-5}
 _TAKEN = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
 """Errors of a loss that does not take such rows."""
@@ -95,24 +97,34 @@ def _with(targets: Tensor, label: int) -> Tensor:
 
 
 def _with_all_classes(rows: _Rows) -> Iterator[_Rows]:
-    """The rows with labels of all classes, where outputs tell how many there are; then as they are."""
-    outputs, targets = rows
-    if isinstance(outputs, Tensor) and not targets.dtype.is_floating_point and outputs.dim() == targets.dim() + 1:
-        sizes = [
-            outputs.shape[axis]
-            for axis, others in ((1, (*outputs.shape[:1], *outputs.shape[2:])), (-1, outputs.shape[:-1]))
-            if tuple(others) == tuple(targets.shape)
-        ]
-        if sizes and min(sizes) > 1 and targets.dtype is not torch.bool:
-            numbers = torch.randint(min(sizes), targets.shape, generator=torch.Generator().manual_seed(0))
-            yield _Rows(outputs, numbers.to(targets))
+    """The rows with labels of all classes, low ones first, where outputs tell how many there are; then as they are."""
+    classes, targets = _classes(*rows), rows.targets
+    if classes > 1:
+        numbers = torch.arange(targets.numel()).view(targets.shape) * classes // targets.numel()
+        yield rows._replace(targets=numbers.to(targets))
     yield rows
 
 
+def _classes(outputs: Any, targets: Tensor) -> int:
+    """How many classes outputs (B, C, ...) or (B, ..., C) have for labels (B, ...). 0 for others."""
+    integers = not (targets.dtype.is_floating_point or targets.dtype is torch.bool)
+    if not isinstance(outputs, Tensor) or not integers or outputs.dim() != targets.dim() + 1:
+        return 0
+    by_axis = ((1, (*outputs.shape[:1], *outputs.shape[2:])), (-1, outputs.shape[:-1]))
+    return min((outputs.shape[axis] for axis, others in by_axis if tuple(others) == tuple(targets.shape)), default=0)
+
+
+def _count(outputs: Any, targets: Tensor) -> int:
+    """How many rows the proof takes: enough for labels of all classes, in bounded memory."""
+    wanted = -(-3 * _classes(outputs, targets) // max(1, targets[0].numel()))
+    row_bytes = outputs[0].numel() * 8 if isinstance(outputs, Tensor) else _MOST_BYTES // _ROWS
+    return max(_ROWS, len(targets), min(wanted, _MOST_BYTES // max(1, row_bytes)))
+
+
 def _repeated(outputs: Any, targets: Tensor, device: torch.device, dtype: torch.dtype | None) -> _Rows:
-    """So many copies of the rows, each with somewhat smaller outputs."""
+    """Copies of the rows, each with somewhat smaller outputs."""
     count = len(targets)
-    at = torch.arange(max(_ROWS, count), device=targets.device) % count
+    at = torch.arange(_count(outputs, targets), device=targets.device) % count
     shrink = torch.linspace(1.0, 0.7, len(at), dtype=torch.float64)
 
     def repeat(value: Any) -> Any:

@@ -41,6 +41,8 @@ class Calls:
 class Counted:
     """A normalisation with the forward pass of torch, whose calls are counted."""
 
+    training: bool
+
     @property
     def num_batches_tracked(self) -> Tensor | None:
         """Steps, as in checkpoints: a pass counts once, whichever micro-batch of its step it is."""

@@ -14,16 +14,14 @@ from dtf.api.layout import Layout
 from dtf.api.precision import Format
 from dtf.api.strategy import Update
 from dtf.api.task import Task
-from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated, Memory, Shard, Train
-from dtf.distributed.sharding import byte_count, is_dtensor, local
+from dtf.distributed.sharding import byte_count, local
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
 from dtf.model.attributes import Attributes
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.changing_buffers import (
     ChangingBuffers,
-    Places,
     buffers_restored,
     parameter_places,
     refuse_changed_parameters,
@@ -36,7 +34,7 @@ from dtf.model.forward import (
     rows_of,
     with_leaves,
 )
-from dtf.model.init import init_model, layout_of
+from dtf.model.init import layout_of
 from dtf.model.memory import Footprint, activations
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
@@ -51,11 +49,13 @@ from dtf.strategies.pass_probes import (
 )
 from dtf.strategies.replica_digests import Part
 from dtf.strategies.start_check import Gather, Numbers, Passes, Trials, check_passes, not_linear
+from dtf.strategies.start_padding import agree, not_zero, padding_error
+from dtf.strategies.trial_numbers import pass_numbers, restore_parameters
 
 LARGE = 2.0**12
 """By how much a loss is multiplied to find gradients that do not grow with it."""
-CLIPPED = "clipped"
-"""What `StartCheck.found` calls the gradient that does not grow with the loss."""
+CLIPPED, PADDED = "clipped", "padded"
+"""What `StartCheck.found` calls the gradient that does not grow with the loss, and that which padding has too."""
 
 
 class Replica:
@@ -110,9 +110,17 @@ class Replica:
         self._task = task
         self.clipped = ""
         """A gradient that does not grow with the loss, as `warmup` found; empty: all do."""
+        self._padded = ""  # a gradient that is not zero for padding rows
+        self.pads = False
+        """Whether a full batch has a pass over padding on some rank."""
         self.counts: Tensor | None = None
         """Of this replica's micro-batches: what the sum of losses is divided by in place of rows, ()."""
         model.train()
+
+    @property
+    def equal_passes(self) -> bool:
+        """Whether all ranks make the same number of passes."""
+        return self._sync is not None
 
     @property
     def scratch(self) -> frozenset[str]:
@@ -144,6 +152,7 @@ class Replica:
         if self.divided:
             self.changing.mark()
         if first == last:  # padding rows: collectives in the backward pass need a pass, the gradient is zero
+            self._refuse_padding()
             parts = [with_leaves(self._received(batch, ticket.step, first), self._looked_up)]
             self._begin_random(ticket.step, first)
             sums = [self._pass(parts[0], factor, last=True, padding=True)]
@@ -154,6 +163,7 @@ class Replica:
             ready = self._received(parts[0], ticket.step, first)
             # another rank has one more, and all make the same number of passes
             if self._sync is not None and last - first < -(-(len(bounds) - 1) // shard.count):
+                self._refuse_padding()
                 self._begin_random(ticket.step, first)
                 self.statistics.begin_padding()
                 self.changing.begin_micro_batch()
@@ -259,7 +269,7 @@ class Replica:
         finally:
             self._warming = False
             attributes.restore()
-            self._restore_parameters(places)
+            restore_parameters(self.model, self._task, places)
         return drew
 
     def _check_start(self, a: Batch, b: Batch, peers: Gather, attributes: Attributes) -> None:
@@ -272,14 +282,21 @@ class Replica:
                 lambda: dict(self.model.named_modules()),
             )
             once = check_passes(trials, self._compute, peers, attributes.changed, self.instead)
-            clipped = ""
+            clipped, padding = "", a._replace(weight=torch.zeros_like(a.weight))
+            padded = not_zero(self._trial(padding, 0, last=False))
             if self._compute in (Format.fp64, Format.fp32):  # narrower gradients overflow or vanish
                 more = self._trial(a, 0, last=False, factor=LARGE)
                 clipped = not_linear(once, more, LARGE, self._compute)
-            everyone = peers.gather(clipped)  # ranks that hold slices do not see the same gradients
-            clipped = peers.broadcast(max(everyone) if everyone is not None else None)
-            check.passed({CLIPPED: clipped})
-        self.clipped = (check.found or {})[CLIPPED]
+            check.passed(dict(zip((CLIPPED, PADDED), agree([clipped, padded], peers), strict=True)))
+        found = check.found or {}
+        self.clipped, self._padded = found[CLIPPED], found.get(PADDED, "")
+        if self.pads:
+            self._refuse_padding()
+
+    def _refuse_padding(self) -> None:
+        """Raise ConfigError where a pass over padding would add to gradients."""
+        if self._padded:
+            raise padding_error(self._padded, self.instead)
 
     @torch.no_grad()
     def _written(self, rows: Batch) -> list[str]:
@@ -291,17 +308,6 @@ class Replica:
         with torch.compiler.set_stance("force_eager"), written:
             self._passes.forward(self.model, inputs)
         return written.found
-
-    @torch.no_grad()
-    def _restore_parameters(self, places: Places) -> None:
-        """Give parameters that trial passes have changed since `places` the values they start from."""
-        now = parameter_places(self.model)
-        changed = [name for name, place in places.items() if now.get(name) != place]
-        if changed:
-            start = dict(init_model(self._task.recipe, self._task.seed, self._task.weights).named_parameters())
-            for name, parameter in self.model.named_parameters():
-                if name in changed:
-                    parameter.data.copy_(start[name].data)
 
     def passes(self, rows: Batch) -> Passes:
         """Trial passes over these rows at any time, without a trace. Collective where passes are."""
@@ -342,33 +348,19 @@ class Replica:
         self._begin_random(0, micro_batch)
         footprint = Footprint() if len(self._trials) < 2 else None
         with footprint or nullcontext():
-            # a model that talks to others would keep gradients that are not summed
             start = torch.full((), factor, device=self._device)
             sums = self._pass(part, start, last or self._sync is not None)
         self.changing.begin_micro_batch()
         if footprint is not None:
             self._trials.append((len(part.ids), footprint))
-        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        sparse = [name for name, gradient in gradients.items() if gradient.layout is not torch.strided]
-        if sparse:
-            raise ConfigError(
-                f"the gradient of {sparse[0]} is sparse (sparse=True of its module); use sparse=False, or a sparse "
-                "table of the recipe"
-            )
-        self.undivided = {name: gradient.norm() for name, gradient in gradients.items() if not is_dtensor(gradient)}
-        norms = [local(gradient).detach().double().norm() for gradient in gradients.values()]
-        for parameter in self._trained:
-            parameter.grad = None
-        numbers = torch.cat([sums.double(), *(norm.reshape(1).to(sums.device) for norm in norms)])
-        names = [*(f"sum {i}" for i in range(len(sums))), *(f"gradient of {name}" for name in gradients)]
-        return dict(zip(names, numbers.tolist(), strict=True))
+        numbers, self.undivided = pass_numbers(self.model, sums)
+        return numbers
 
     def memory(self, update: Update, micro_batches: int, rows: int) -> Memory:
         """Bytes of a step with this number of micro-batches, of this number of rows each. After `warmup`."""
         parameters, gradients, optimizer, tables = update.bytes()
-        # otherwise the wrapper of the model knows where gradients wait
         if self._forward is self.model and self._sync is None:
-            gradients += pending_grad_bytes(
+            gradients += pending_grad_bytes(  # otherwise the wrapper of the model knows where gradients wait
                 [byte_count([parameter]) for parameter in map(local, self._trained)], micro_batches
             )
         buffers = byte_count(local(buffer) for buffer in self.model.buffers())

@@ -34,6 +34,7 @@ from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.replica import Replica
 from dtf.strategies.replica_digests import compare_replicas, whole_and_slices
 from dtf.strategies.start_check import Gather, differing_module
+from dtf.strategies.start_padding import pads
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import ShardedTables
@@ -69,6 +70,8 @@ class Spmd(Program):
         self._synced, self._exchange = True, exchange
         self._few: Batch | None = None  # for passes of all replicas over the same rows
         replica.divided = self.shares > 1
+        bounds = micro_batch_bounds(task.step.batch_size, self.micro_batch_rows)
+        replica.pads = pads(len(bounds) - 1, self.shares, replica.equal_passes)
         self._no_norm = torch.zeros(2, device=world.device)
         self._factor = torch.full((), 1.0 if dims else world.size, device=world.device, dtype=loss_dtype(task))
 

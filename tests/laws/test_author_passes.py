@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dtf.config.settings import load_parts
@@ -32,3 +34,23 @@ def test_trial_passes_leave_such_a_parameter_as_it_was() -> None:
     """On one process, which may train such a model."""
     case = {"plugin": PLUGIN, "recipe": {"name": "passes", "kind": "bounded"}}
     assert spread("ddp", 1, **case, steps=0)["tensors"]["model/scale"] == [3.0] * 4
+
+
+def added(**more: Any) -> dict[str, Any]:
+    return {"plugin": PLUGIN, "recipe": {"name": "passes", "kind": "adds"}, **more}
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [("fsdp", 3), ("ddp", 5)])
+def test_a_gradient_that_padding_has_too_is_refused(strategy: str, processes: int) -> None:
+    """Four micro-batches leave one of five ranks with padding; under fsdp two of three make a pass over it."""
+    with pytest.raises(AssertionError, match="the gradient of 0.weight is not zero where the loss is zero"):
+        spread(strategy, processes, steps=1, **added())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_padding_of_the_last_batch_alone_is_refused_when_it_comes(strategy: str) -> None:
+    """The third batch has four rows, one micro-batch."""
+    two = added(steps=2)
+    assert difference(reference(**two), spread(strategy, 2, **two)) < 1e-10
+    with pytest.raises(AssertionError, match="the gradient of 0.weight is not zero where the loss is zero"):
+        spread(strategy, 2, **added(steps=3))

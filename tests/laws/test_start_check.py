@@ -35,6 +35,6 @@ def test_what_the_check_found_is_remembered_too() -> None:
     """Gradients that a model clips are summed in place of averaged."""
     case = {"plugin": "tests.support.clipping_model", "recipe": {"name": "clipping"}, **RUN}
     made = spread("ddp", 2, **case)
-    assert made["start_check"] == {"clipped": "gradient of 0.weight"}
+    assert made["start_check"] == {"clipped": "gradient of 0.weight", "padded": ""}
     assert spread("ddp", 2, checked=made["start_check"], **case) == made
     assert spread("ddp", 2, checked={"clipped": ""}, **case)["tensors"] != made["tensors"]

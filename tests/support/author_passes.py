@@ -3,7 +3,8 @@
 The kinds of the recipe `passes`. `reentrant`: blocks with dropout, computed again by torch.utils.checkpoint. `vmap`:
 nets in one call over stacked weights. `head_first`: modules defined in another order than that of their use, as
 `skips`, which leaves one out in evaluation. `listed`, `closure`, `penalty`: reach a parameter past its module. `alias`,
-`tied_data`: use its memory. `bounded`: keeps a parameter within bounds, out of autograd's sight.
+`tied_data`: use its memory. `adds`: a hook adds to a gradient. `bounded`: keeps a parameter within bounds, out of
+autograd's sight.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Passes(Toy):
     def build_model(self) -> nn.Module:
         if self.kind == "bounded":
             return _bounded(self.least, self.largest)
+        if self.kind == "adds":
+            return _adds(super().build_model())
         if self.kind in ("head_first", "skips"):
             return _head_first(self.kind == "skips")
         if self.kind in ("listed", "closure", "penalty", "alias", "tied_data"):
@@ -53,6 +56,11 @@ def _reentrant() -> nn.Module:
             return self.last(h + (checkpoint(self.block, h, use_reentrant=True) if self.training else self.block(h)))
 
     return Again()
+
+
+def _adds(model: nn.Module) -> nn.Module:
+    next(model.parameters()).register_hook(lambda gradient: gradient + 1e-3)
+    return model
 
 
 def _head_first(skips: bool) -> nn.Module:

@@ -1,0 +1,45 @@
+"""What a trial pass leaves behind: its numbers, and parameters that it has changed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dtf.api.task import Task
+from dtf.core.errors import ConfigError
+from dtf.distributed.sharding import is_dtensor, local
+from dtf.model.changing_buffers import Places, parameter_places
+from dtf.model.init import init_model
+from dtf.strategies.start_check import Numbers
+
+
+def pass_numbers(model: nn.Module, sums: Tensor) -> tuple[Numbers, dict[str, Tensor]]:
+    """The metric sums (M,) and the norms of gradients of a pass; and those of gradients that this rank holds in whole.
+    The gradients are dropped. ConfigError for a sparse one.
+    """
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    sparse = [name for name, gradient in gradients.items() if gradient.layout is not torch.strided]
+    if sparse:
+        raise ConfigError(
+            f"the gradient of {sparse[0]} is sparse (sparse=True of its module); use sparse=False, or a sparse "
+            "table of the recipe"
+        )
+    whole = {name: gradient.norm() for name, gradient in gradients.items() if not is_dtensor(gradient)}
+    norms = [local(gradient).detach().double().norm() for gradient in gradients.values()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    numbers = torch.cat([sums.double(), *(norm.reshape(1).to(sums.device) for norm in norms)])
+    names = [*(f"sum {i}" for i in range(len(sums))), *(f"gradient of {name}" for name in gradients)]
+    return dict(zip(names, numbers.tolist(), strict=True)), whole
+
+
+@torch.no_grad()
+def restore_parameters(model: nn.Module, task: Task, places: Places) -> None:
+    """Give parameters that trial passes have changed since `places` the values they start from."""
+    now = parameter_places(model)
+    changed = [name for name, place in places.items() if now.get(name) != place]
+    if changed:
+        start = dict(init_model(task.recipe, task.seed, task.weights).named_parameters())
+        for name, parameter in model.named_parameters():
+            if name in changed:
+                parameter.data.copy_(start[name].data)
