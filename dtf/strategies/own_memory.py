@@ -97,11 +97,13 @@ def refuse_shared_memory(model: nn.Module, strategy: str, instead: str, paramete
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in plain attributes of modules, without those that a hook of the module makes anew in each pass."""
+    """The tensors in plain attributes of modules, without those that torch makes anew in each pass."""
     for prefix, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue
         made = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+        if isinstance(module, nn.RNNBase):
+            made.add("_flat_weights")
         for key, value in vars(module).items():
             if key not in _REGISTERED and key not in made and isinstance(value, Tensor | list | tuple | dict):
                 tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

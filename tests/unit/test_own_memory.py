@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import spectral_norm
 
 from dtf.core.errors import ConfigError
@@ -59,7 +60,8 @@ def test_one_parameter_of_two_modules_and_what_never_changes_are_not() -> None:
     model.requires_grad_(False)
     vars(model)["kept"] = model.get_parameter("a.weight").data
     refuse(model)
-    refuse(nn.Sequential(spectral_norm(nn.Linear(4, 4)), nn.LSTM(4, 4)))
+    lstm = parametrizations.weight_norm(nn.LSTM(4, 4), "weight_hh_l0")
+    refuse(nn.Sequential(spectral_norm(nn.Linear(4, 4)), lstm, nn.LSTM(4, 4)))
 
 
 def holder(weight: Any) -> Callable[[], Any]:

@@ -65,7 +65,7 @@ class ComplexBuffer(Odd):
         return torch.view_as_real(torch.view_as_complex(h.view(len(h), 6, 2)) * self.turn).flatten(1)
 
 
-@zoo_model("aliased_buffer", vectors(), cross_entropy, "buffers")
+@zoo_model("aliased_buffer", vectors(), cross_entropy, "buffers", refused={"fsdp": "layout", "pserver": "layout"})
 class Aliased(Odd):
     """A buffer that is a view of a parameter's memory."""
 
