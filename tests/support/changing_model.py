@@ -89,10 +89,8 @@ def build(kind: str) -> nn.Module:
                 self.other.running_mean = self.norm.running_mean
             if kind in ("average", "late"):
                 self.register_buffer("level", torch.zeros(12))
-            if kind == "rows":
-                self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-            if kind == "passes":
-                self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+            if kind in ("rows", "passes"):
+                self.register_buffer({"rows": "seen"}.get(kind, kind), torch.zeros((), dtype=torch.int64))
             if kind == "cache":
                 self.register_buffer("cache", torch.zeros(1, 12), persistent=False)
 
@@ -104,10 +102,10 @@ def build(kind: str) -> nn.Module:
                 y = self.other(y)
             if kind == "momentum":
                 self.norm.momentum = 0.05
-            if kind == "still":
-                self.norm.eval()
             if kind == "reads":
                 y = y - self.norm.running_mean
+            if kind == "still":
+                self.norm.eval()
             if kind in NORMS and (kind != "skipped" or bool(x.sum() > 0)):
                 y = self.norm(y)
             if kind == "still":
