@@ -155,7 +155,8 @@ class BatchNormStatistics:
             return
         for _, layer, base in self._live:
             part = self._momentum(base) / self._own
-            layer.momentum = calls_of(layer).momentum = part / (1 - (self._own - 1 - j) * part)
+            layer.momentum = part / (1 - (self._own - 1 - j) * part)
+            calls_of(layer).momentum = layer.momentum
         self._changed = not plain
 
     def begin_padding(self) -> None:

@@ -11,7 +11,7 @@ from tests.support.changing_model import RULES
 from tests.support.harness import difference, reference, spread, variants
 
 PLUGIN = "tests.support.changing_model"
-KNOWN = ("spectral", "siamese")
+KNOWN = ("spectral", "siamese", "still", "momentum")
 DIVIDING = [pair for pair in variants() if pair[0] != "tensor"]
 """tensor needs splits."""
 TURNS = ["siamese", "spectral", "average", "skipped", "rows"]
@@ -32,7 +32,7 @@ def test_every_strategy_follows_the_reference(strategy: str, options: dict, kind
     assert difference(reference(**case(kind)), run) < 1e-10
 
 
-@pytest.mark.parametrize("kind", ["average", "rows", "siamese"])
+@pytest.mark.parametrize("kind", ["average", "rows", "siamese", "still", "momentum"])
 def test_two_pipelines(kind: str) -> None:
     run = spread("pipeline", 4, options={"degree": 2}, **case(kind))
     assert difference(reference(**case(kind)), run) < 1e-10
@@ -46,11 +46,24 @@ def test_with_blocks_that_are_computed_again(kind: str, remat: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["dp", "ddp", "fsdp", "pserver"])
-@pytest.mark.parametrize("kind", ["average", "rows", "passes", "cache"])
+@pytest.mark.parametrize("kind", ["average", "rows", "passes", "cache", "own"])
 def test_a_change_without_a_rule_is_refused_by_name(strategy: str, kind: str) -> None:
-    name = {"average": "level", "rows": "seen", "passes": "passes", "cache": "cache"}[kind]
-    with pytest.raises(AssertionError, match=f"the forward pass changes the buffer inner.{name}, which each rank"):
+    name = {"average": "level", "rows": "seen", "passes": "passes", "cache": "cache", "own": "norm.running_mean"}[kind]
+    with pytest.raises(AssertionError, match=f"the forward pass changes the buffer inner.{name}, which each rank") as e:
         spread(strategy, 2, **case(kind, declared=False))
+    assert f"Layout(buffers={{'inner.{name.split('.')[0]}': BufferUpdate.mean}})" in str(e.value)
+
+
+def test_layers_that_share_running_averages_are_refused_by_name() -> None:
+    words = "the normalisations inner.norm and inner.other share the buffer inner.norm.running_mean"
+    with pytest.raises(AssertionError, match=words):
+        spread("ddp", 1, **case("shared"))
+
+
+def test_a_layer_in_evaluation_mode_keeps_its_averages() -> None:
+    for tensors in (reference(**case("still"))["tensors"], spread("ddp", 3, **case("still"))["tensors"]):
+        assert tensors["model/inner.norm.running_mean"] == [0.0] * 12
+        assert tensors["model/inner.norm.running_var"] == [1.0] * 12
 
 
 def test_a_change_that_only_some_batches_make_is_refused_before_that_update() -> None:

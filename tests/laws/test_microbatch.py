@@ -138,6 +138,53 @@ def test_layers_that_talk_to_other_ranks_are_refused() -> None:
         BatchNormStatistics(nn.Sequential(nn.SyncBatchNorm(3)))
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_layer_with_a_forward_pass_of_its_own_is_left_as_it_is(eager: bool) -> None:
+    class Counting(nn.BatchNorm1d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.num_batches_tracked += 1  # type: ignore[operator]
+            return super().forward(input)
+
+    def layer() -> nn.BatchNorm1d:
+        if eager:
+            return Counting(3)
+        made = nn.BatchNorm1d(3)
+        made.forward = lambda input: nn.BatchNorm1d.forward(made, 2 * input)
+        return made
+
+    plain, taken = layer(), layer()
+    running = BatchNormStatistics(taken)
+    for j in range(4):
+        if j % 2 == 0:
+            running.begin(2, 2, 1)
+        running.begin_micro_batch(j % 2)
+        rows = torch.randn(4, 3)
+        plain(rows)
+        taken(rows)
+        running.end()
+        running.finish(torch.tensor(True))
+    assert not len(running) and taken.momentum == 0.1
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(buffer, taken.get_buffer(name)), name
+
+
+def test_the_model_can_read_how_many_steps_a_layer_has_seen() -> None:
+    layer = nn.BatchNorm1d(3)
+    running, seen = BatchNormStatistics(layer), []
+    for _ in range(2):
+        running.begin(2, 2, 1)
+        for j in range(2):
+            running.begin_micro_batch(j)
+            before = int(layer.num_batches_tracked)  # type: ignore[arg-type]
+            layer(torch.randn(4, 3))
+            seen.append((before, int(layer.num_batches_tracked)))  # type: ignore[arg-type]
+        running.end()
+        running.finish(torch.tensor(True))
+    assert seen == [(0, 1), (0, 1), (1, 2), (1, 2)] and int(layer.num_batches_tracked) == 2  # type: ignore[arg-type]
+    running.restore(7)
+    assert int(layer.num_batches_tracked) == 7  # type: ignore[arg-type]
+
+
 def test_a_frozen_layer_keeps_its_averages_on_uneven_shares() -> None:
     layer = nn.BatchNorm1d(3).eval()
     running = BatchNormStatistics(layer)

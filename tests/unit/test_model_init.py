@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtf.api.layout import Layout, Split
+from dtf.api.layout import BufferUpdate, Layout, Split
 from dtf.core.errors import ConfigError
 from dtf.model.init import init_model, layout_of
 from tests.support.toy import Toy
@@ -85,6 +85,11 @@ def broken() -> Layout:
         (lambda: Layout((("",),)), "names '', which is no module of its model; choices: a, b, b.0, b.1"),
         (lambda: Layout((("a",), ("a", "b"))), "names a twice; a module lies in one block"),
         (lambda: Layout((("a",), ("b",), ("b.0",))), "names b.0 and b, which contains it; name one of them"),
+        (lambda: Layout(buffers=["a"]), "has buffers=['a']; use a dict of names and rules"),  # type: ignore[arg-type]
+        (
+            lambda: Layout(buffers={0: BufferUpdate.mean}),  # type: ignore[dict-item]
+            "gives the buffers 0 the rule <BufferUpdate.mean: 'mean'>; name buffers by a text",
+        ),
         (lambda: Layout(splits={"a": "column"}), "splits a as 'column'; use one of Split.column"),  # type: ignore[dict-item]
     ],
 )

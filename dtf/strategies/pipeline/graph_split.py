@@ -251,13 +251,21 @@ class Weights(nn.Module):
 class _Tracer(Tracer):
     """Looks into the modules named `opened` only."""
 
-    def __init__(self, opened: set[str]) -> None:
+    def __init__(self, opened: set[str], model: nn.Module) -> None:
         super().__init__()
         self._opened = opened
+        self._settings = {part: _settings(part) for part in model.modules()}
         self._modes = _modes()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        for name, part in m.named_modules():
+            if self._settings.get(part, _settings(part)) != _settings(part):
+                target = ".".join(filter(None, (self.path_of_module(m), name)))
+                raise ValueError(f"it sets the mode or the momentum of {target}, which leaves no trace")
+        return super().call_module(m, forward, args, kwargs)
 
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any | None = None
@@ -269,6 +277,11 @@ class _Tracer(Tracer):
                 f"{target.__name__} draws from a generator that the parts of a model do not share; use nn.Dropout"
             )
         return super().create_node(kind, target, args, kwargs, name, type_expr)
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """What a call of a module depends on besides its arguments, and what its callers are known to set."""
+    return module.training, getattr(module, "momentum", None) if isinstance(module, NORMS[0]) else None
 
 
 @contextmanager
@@ -309,7 +322,7 @@ def _trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
             module.training = mode
         try:
             with without_trace([model]), _constructors_followed():
-                graphs.append(_Tracer(opened).trace(model))
+                graphs.append(_Tracer(opened, model).trace(model))
                 now = dict(model.named_buffers())
                 changed = changed or next(
                     (name for name, (buffer, version) in buffers.items() if _differs(now.get(name), buffer, version)),
