@@ -11,6 +11,7 @@ those of another.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from dtf.api.layout import BufferUpdate, Layout
@@ -128,12 +129,5 @@ def build(kind: str) -> nn.Module:
                 self.cache = y.detach()
             return torch.relu(y)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.inner, self.last = nn.Linear(8, 12), Inner(), nn.Linear(12, 4)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.last(self.inner(torch.tanh(self.first(x))))
-
-    return Model()
+    layers = {"first": nn.Linear(8, 12), "tanh": nn.Tanh(), "inner": Inner(), "last": nn.Linear(12, 4)}
+    return nn.Sequential(OrderedDict(layers))
