@@ -56,9 +56,11 @@ class WaitWatch:
         self._told: object = None
         self._patience = {True: 1.0, False: 1.0}  # at the start, and later
         self._different_since = 0.0
+        self._started_at, self._start_patience = 0.0, 1.0
 
     def look(self, ranks: list[int], awake_since: float, now: float) -> Failed | None:
         """The refusal of ranks that are proven never to meet. Everything else is told."""
+        self._tell_of_start(ranks, now)
         signs = {rank: max(self._board.last_sign(rank), awake_since) for rank in ranks}
         differing = self._differ(signs, now) if len(ranks) > 1 else []
         if not differing and (not signs or now - min(signs.values()) < WAIT_S):
@@ -69,6 +71,23 @@ class WaitWatch:
             return _failed(found)
         self._tell(seen, now)
         return None
+
+    def _tell_of_start(self, ranks: list[int], now: float) -> None:
+        """A line for a start of many short parts, each of which is a sign of life."""
+        starting = [rank for rank in ranks if self._board.read(rank).phase == "start"]
+        if not starting:
+            self._started_at, self._start_patience = 0.0, 1.0
+        elif not self._started_at:
+            self._started_at = now
+        elif now - self._started_at >= LONG_S * self._start_patience:
+            self._start_patience *= 2
+            self._see(
+                Note(
+                    "info",
+                    f"the start takes long: {_listed(starting)} in {_place(self._seen(starting[0], {}))} "
+                    f"after {now - self._started_at:.0f} s; models are built, and tried on a few rows",
+                )
+            )
 
     def _tell(self, seen: Mapping[int, Seen], now: float) -> None:
         starting = any(one.beat.phase == "start" for one in seen.values())

@@ -15,7 +15,7 @@ from dtf.host import heartbeat
 from dtf.host import waits as memory
 from dtf.host.heartbeat import Beat, Board
 from dtf.host.waits import RING, Entry, Operation, Position, Use, group_of, operation
-from dtf.launch.waits import Seen, long_step, stuck, waiting
+from dtf.launch.waits import Seen, WaitWatch, long_step, stuck, waiting
 
 NOW = 1000.0
 ADVICE = "Rank {rank} leaves it out."
@@ -132,6 +132,18 @@ def board(monkeypatch: pytest.MonkeyPatch):
     made = Board(2)
     yield made
     made.close()
+
+
+def test_a_start_of_many_signs_of_life_gets_lines_too(board: Board) -> None:
+    said: list[str] = []
+    watch = WaitWatch(board, lambda note: said.append(note.text))
+    begun = board.read(0).at
+    for second in range(0, 65, 5):  # a rank that has just given a sign of life
+        assert watch.look([0, 1], begun + second, begun + second) is None
+    what = "models are built, and tried on a few rows"
+    assert said == [
+        f"the start takes long: ranks 0 to 1 in phase start after {seconds} s; {what}" for seconds in (30, 60)
+    ]
 
 
 def test_a_board_shows_what_another_process_entered(board: Board) -> None:
