@@ -81,6 +81,7 @@ class DataParallelProgram(Program):
         self._in_turn = self._replicas[0].warmup(part, ALONE)
         for replica in self._replicas[1:]:
             replica.follow(self._replicas[0])
+        self.check_replicas()  # constructors may draw from what no seed reaches
 
     def memory(self) -> Memory:
         """Of all replicas together."""

@@ -44,8 +44,8 @@ def counted(run_dtf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted
     return Counted(run_dtf, folder)
 
 
-CHECK = 2 * 4
-"""Passes of the check on two ranks: A, B, A, and A with a larger loss."""
+CHECK = 2 * 5
+"""Passes of the check on two ranks: A, B, A, A as padding, and A with a larger loss."""
 
 
 def test_a_later_run_of_the_same_makes_no_check(counted: Counted, tmp_path: Path) -> None:

@@ -47,3 +47,10 @@ def test_a_recipe_may_draw_by_name(strategy: str, options: dict) -> None:
     case = {"plugin": PLUGIN, "recipe": {"name": "by_name"}}
     run = spread(strategy, 2, options=options, **case)
     assert difference(reference(**case), run) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp", "fsdp"])
+def test_constructors_that_draw_apart_are_refused(strategy: str) -> None:
+    """What they keep is in no tensor that could be sent."""
+    with pytest.raises(AssertionError, match="different numbers (from|for) the same rows"):
+        spread(strategy, 2, plugin="tests.support.unseeded_model", recipe={"name": "unseeded"})

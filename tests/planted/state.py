@@ -22,8 +22,8 @@ FAULTS = [
     Fault(
         "what the check at the start found is forgotten",
         "dtf/strategies/replica.py",
-        "self.clipped = (check.found or {})[CLIPPED]",
-        'self.clipped = ""',
+        "self.clipped, self._padded = found[CLIPPED]",
+        'self.clipped, self._padded = ""',
         ("tests/laws/test_start_check.py::test_what_the_check_found_is_remembered_too",),
     ),
     Fault(
