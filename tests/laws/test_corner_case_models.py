@@ -27,8 +27,8 @@ def alone(kind: str, precision: str = "fp64") -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "strategy", "processes", "options"),
     [
-        ("tied", "fsdp", 2, {}),
-        ("tied", "pipeline", 2, {}),
+        pytest.param("tied", "fsdp", 2, {}, marks=pytest.mark.slow),
+        pytest.param("tied", "pipeline", 2, {}, marks=pytest.mark.slow),
         ("tied_blocks", "fsdp", 2, {}),
         ("tied_blocks", "pipeline", 4, PIPELINE),
         ("gain", "pipeline", 4, PIPELINE),
@@ -38,7 +38,7 @@ def alone(kind: str, precision: str = "fp64") -> dict[str, Any]:
         ("frozen", "fsdp", 2, {}),
         ("frozen", "tensor", 2, {}),
         ("root", "fsdp", 2, {"unit": "layer"}),
-        ("root", "pipeline", 2, {}),
+        pytest.param("root", "pipeline", 2, {}, marks=pytest.mark.slow),
         ("unknown", "fsdp", 2, {}),
         ("stubborn", "fsdp", 2, {}),
         ("scalar", "pipeline", 2, {}),

@@ -31,6 +31,20 @@ DIVIDED = [
     ("pipeline", {"degree": 2}, 4),
 ]
 """Strategies with replicas."""
+USUAL = [
+    pytest.param(*each, marks=pytest.mark.slow if each in (DIVIDED[2], DIVIDED[4], DIVIDED[5]) else ())
+    for each in DIVIDED
+]
+"""One of each kind; the others, which combine them, are slow."""
+SEEMING = [
+    pytest.param(*each, kind, marks=() if kind in kinds else pytest.mark.slow)
+    for each, kinds in zip(
+        [DIVIDED[0], DIVIDED[1], DIVIDED[3], DIVIDED[6]],
+        (["shown"], ["grown", "clock"], ["shown"], ["clock"]),
+        strict=True,
+    )
+    for kind in ("shown", "grown", "clock")
+]
 
 
 def run(strategy: str, options: dict[str, Any], processes: int, kind: str, **case: Any) -> dict[str, Any]:
@@ -42,7 +56,7 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("step_"))
 
 
-@pytest.mark.parametrize(("strategy", "options", "processes"), DIVIDED)
+@pytest.mark.parametrize(("strategy", "options", "processes"), USUAL)
 def test_what_begins_late_is_found_before_the_next_save(
     strategy: str, options: dict[str, Any], processes: int, tmp_path: Path
 ) -> None:
@@ -70,8 +84,7 @@ def test_each_way_to_go_astray(kind: str, tmp_path: Path) -> None:
     assert saved(tmp_path) == ([] if kind == "always" else ["step_000001"])
 
 
-@pytest.mark.parametrize("kind", ["shown", "grown", "clock"])
-@pytest.mark.parametrize(("strategy", "options", "processes"), [DIVIDED[0], DIVIDED[1], DIVIDED[3], DIVIDED[6]])
+@pytest.mark.parametrize(("strategy", "options", "processes", "kind"), SEEMING)
 def test_what_only_looks_astray_is_saved_and_changes_nothing(
     strategy: str, options: dict[str, Any], processes: int, kind: str, tmp_path: Path
 ) -> None:
@@ -81,7 +94,7 @@ def test_what_only_looks_astray_is_saved_and_changes_nothing(
     assert watched == run(strategy, options, processes, kind, save_every=0, steps=3, dropout=0.2)
 
 
-@pytest.mark.parametrize(("strategy", "options", "processes"), DIVIDED)
+@pytest.mark.parametrize(("strategy", "options", "processes"), DIVIDED[2:])
 def test_what_dtf_itself_does_looks_never_astray(
     strategy: str, options: dict[str, Any], processes: int, tmp_path: Path
 ) -> None:

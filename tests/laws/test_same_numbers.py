@@ -59,6 +59,7 @@ def test_with_every_tail(strategy: str, tail: str) -> None:
         variants(),
         ["fp32", "bf16", "bf16_params", "bf16_master", "fp16"],
         usual=["fp32", "fp16"],
+        each=1,
         turns=["bf16", "bf16_params", "bf16_master"],
     ),
 )

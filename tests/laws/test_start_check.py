@@ -18,12 +18,16 @@ ONE_REPLICA = ("tensor", "pipeline")
 @pytest.mark.parametrize(
     ("strategy", "options", "processes"),
     [
-        *((strategy, options, 2) for strategy, options in variants() if strategy not in ONE_REPLICA),
+        *(
+            pytest.param(strategy, options, 2, marks=pytest.mark.slow if options else ())
+            for strategy, options in variants()
+            if strategy not in ONE_REPLICA
+        ),
         *((strategy, options, 4) for strategy, options in meshes() if strategy in ONE_REPLICA),
     ],
 )
 def test_a_remembered_check_changes_nothing(strategy: str, options: dict[str, Any], processes: int) -> None:
-    made = spread(strategy, processes, options=options, **RUN)
+    made = spread(strategy, processes, options=options, checked=None, **RUN)
     found = made.pop("start_check")
     assert found is not None
     remembered = spread(strategy, processes, options=options, checked=found, **RUN)
@@ -34,7 +38,7 @@ def test_a_remembered_check_changes_nothing(strategy: str, options: dict[str, An
 def test_what_the_check_found_is_remembered_too() -> None:
     """Gradients that a model clips are summed in place of averaged."""
     case = {"plugin": "tests.support.clipping_model", "recipe": {"name": "clipping"}, **RUN}
-    made = spread("ddp", 2, **case)
+    made = spread("ddp", 2, checked=None, **case)
     assert made["start_check"] == {"clipped": "gradient of 0.weight", "padded": ""}
     assert spread("ddp", 2, checked=made["start_check"], **case) == made
     assert spread("ddp", 2, checked={"clipped": ""}, **case)["tensors"] != made["tensors"]

@@ -13,18 +13,21 @@ def crossed(
     values: Sequence[Any],
     turns: Sequence[Any] = (),
     usual: Sequence[Any] = (),
+    each: int = 0,
 ) -> list[Any]:
     """Parameters (strategy, options, value) of all combinations.
 
-    By default a strategy without options meets all values (those of `usual`, if given). A strategy with options meets
-    one value of `turns` (those values, unless given): the first such strategy the first value, and so on; None stands
-    for no value. The others are slow.
+    By default a strategy without options meets all values (those of `usual`, if given), or `each` of them: the first
+    strategy the first values, the second those that follow, and so on. A strategy with options meets one value of
+    `turns` (those values, unless given): the first such strategy the first value, and so on; None stands for no value.
+    The others are slow.
     """
-    usual, found, place = usual or values, [], 0
-    turns = turns or usual
+    usual, found, place, plain = usual or values, [], 0, 0
+    turns, each = turns or usual, each or len(usual)
     for strategy, options in variants:
-        chosen = [turns[place % len(turns)]] if options else usual
+        chosen = [turns[place % len(turns)]] if options else [usual[(plain + i) % len(usual)] for i in range(each)]
         place += bool(options)
+        plain += each * (not options)
         for value in values:
             marks = () if value in chosen else pytest.mark.slow
             found.append(pytest.param(strategy, options, value, id=f"{strategy}-{options}-{value}", marks=marks))

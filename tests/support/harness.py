@@ -41,6 +41,7 @@ from dtf.strategies.buffers import SHARE
 from dtf.strategies.pipeline import cost_model
 from tests.support.checkpoints import boxes_of_others
 from tests.support.in_process_servers import HelperThreads, KillableTransport, ask_again_soon, connect
+from tests.support.known_checks import keep, known
 from tests.support.lossy_network import LossyTransport
 from tests.support.ranks import ranks
 from tests.support.sparse_toy import Tabled  # noqa: F401 (registers itself)
@@ -331,13 +332,6 @@ def meshes() -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-MODEL = ("options", "recipe", "plugin", "precision", "remat", "freeze", "weights")
-"""Of a case, what decides how the check at the start ends."""
-
-_checked: dict[str, dict[str, str] | None] = {}
-"""What it found, by strategy and model: made once in the session, as in all runs of a user."""
-
-
 def spread(strategy: str, processes: int, **case: Any) -> dict[str, Any]:
     """`train` on the ranks that the strategy starts for `processes`; metrics of rank 0, ids and tensors of all.
 
@@ -347,12 +341,10 @@ def spread(strategy: str, processes: int, **case: Any) -> dict[str, Any]:
     call = call if ":" in call else f"{__name__}:{call}"
     chosen = lookup("strategy", strategy)
     size = next(iter(chosen(**_enums(chosen, case.get("options") or {})).roles(processes).values()))
-    model = json.dumps([strategy, {key: case[key] for key in MODEL if key in case}], sort_keys=True)
-    if "checked" not in case:
-        case["checked"] = _checked.get(model)
+    case = {"checked": known(strategy, case), **case}
     calm = not case.keys() & {"network", "deaths"}  # late requests and dead trainers leave threads behind
     results = ranks(size, call, shared=calm, strategy=strategy, slots=processes, **case)
-    _checked[model] = results[0]["start_check"]
+    keep(strategy, case, results[0]["start_check"])
     merged = _whole(results)
     for other in results[1:]:
         for step, ids in other["ids"].items():

@@ -20,13 +20,14 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dtf.core.errors import Exit
+from dtf.core.errors import ConfigError, Exit
 from dtf.core.types import Event, Failed, Note, Place, event_from_json
 from dtf.host.heartbeat import Board
 from dtf.launch import forkserver_cache
@@ -43,6 +44,9 @@ MORE: list[str] = []
 
 PATIENCE_S = 300.0
 """How long the fork server may be silent: it imports what its ranks need before it forks the first."""
+
+REST_S = 1.0
+"""How long the other ranks may take to refuse after the first. A set in which one took longer answers no more."""
 
 CALLS = 50
 """What a set of ranks answers before another takes its place."""
@@ -62,15 +66,18 @@ def ranks(count: int, target: str, timeout_s: float = 60.0, shared: bool = False
     chosen = (shared and _waiting.pop(count, None)) or RankSet(count)
     try:
         results = chosen.call(target, arguments, timeout_s)
+    except Refused:
+        chosen.rest(shared)
+        raise
     except BaseException:
         chosen.end()
         raise
-    if shared and chosen.calls < CALLS:
-        chosen.pause()
-        _waiting[count] = chosen
-    else:
-        chosen.end()
+    chosen.rest(shared)
     return results
+
+
+class Refused(AssertionError):
+    """All ranks raised ConfigError, so that none waits for another."""
 
 
 class RankSet:
@@ -121,18 +128,25 @@ class RankSet:
             os.truncate(self._path(rank, "log"), 0)
             line.write(json.dumps({"target": target, "arguments": arguments, **_surroundings()}) + "\n")
         missing, until = set(range(self.count)), time.monotonic() + timeout_s
+        failed: list[tuple[float, int, str]] = []
         while missing:
             heard = [self._hear(key.data, key.fileobj) for key, _ in self.selector.select(until - time.monotonic())]
-            failed = sorted((at, rank, why) for at, rank, why in heard if why)
-            if failed or not heard:
-                _, rank, why = failed[0] if failed else (0.0, min(missing), f"no answer within {timeout_s:g} s")
-                why = self._refusal(rank, why) or why
-                log = self._path(rank, "log").read_text(errors="replace")[-4000:]
-                raise AssertionError(f"{target}: rank {rank} of {self.count}: {why}\nits log:\n{log}")
             missing -= {rank for _, rank, _ in heard}
+            failed = sorted([*failed, *(each for each in heard if each[2])])
+            if not heard or any(not why.startswith(ConfigError.__name__) for _, _, why in failed):
+                break
+            if failed:
+                until = min(until, time.monotonic() + REST_S)
+        if failed or missing:
+            _, rank, why = failed[0] if failed else (0.0, min(missing), f"no answer within {timeout_s:g} s")
+            why = self._deadlock(rank, why) or why
+            log = self._path(rank, "log").read_text(errors="replace")[-4000:]
+            all_refused = not missing and all(why.startswith(ConfigError.__name__) for _, _, why in failed)
+            kind = Refused if all_refused and len(failed) == self.count else AssertionError
+            raise kind(f"{target}: rank {rank} of {self.count}: {why}\nits log:\n{log}")
         return [json.loads(self._path(rank, "json").read_text()) for rank in range(self.count)]
 
-    def _refusal(self, rank: int, why: str) -> str:
+    def _deadlock(self, rank: int, why: str) -> str:
         """What the launcher says where ranks had entered different operations, after which gloo ends one of them."""
         if "exit status" not in why and "gloo" not in why:
             return ""
@@ -153,7 +167,16 @@ class RankSet:
             return time.monotonic(), rank, f"ended with exit status {os.waitstatus_to_exitcode(_ended[number])}"
         message = json.loads(data)
         at, event = message.pop("at"), event_from_json(message)
-        return at, rank, f"{event.message}\n{event.traceback}" if isinstance(event, Failed) else ""
+        refused = f"{ConfigError.__name__}: " * (isinstance(event, Failed) and event.exit == Exit.CONFIG)
+        return at, rank, f"{refused}{event.message}\n{event.traceback}" if isinstance(event, Failed) else ""
+
+    def rest(self, shared: bool) -> None:
+        """Wait for the next call, if there may be one."""
+        if shared and self.calls < CALLS:
+            self.pause()
+            _waiting[self.count] = self
+        else:
+            self.end()
 
     def pause(self) -> None:
         """Stop the processes until the next call: each thread of gloo wakes a hundred times a second."""
@@ -224,9 +247,14 @@ def serve(config: dict[str, Any], folder: str, run_id: str, place: Place, send: 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=place.size)
     with Path(folder, f"{rank}.calls").open() as calls:
         for line in calls:
-            result = _answer(rank, place.size, **json.loads(line))
-            Path(folder, f"{rank}.json").write_text(json.dumps(result))
-            send(Note("info", "answered"))
+            try:
+                result = _answer(rank, place.size, **json.loads(line))
+            except ConfigError as error:
+                send(Failed(rank, 0, int(error.exit), str(error), traceback.format_exc()))
+            else:
+                Path(folder, f"{rank}.json").write_text(json.dumps(result))
+                send(Note("info", "answered"))
+            _free_groups()
     return 0
 
 
@@ -249,9 +277,7 @@ def _answer(
     torch.manual_seed(0)
     torch.set_num_threads(1)
     module, _, name = target.partition(":")
-    result = getattr(importlib.import_module(module), name)(rank, size, **arguments)
-    _free_groups()
-    return result
+    return getattr(importlib.import_module(module), name)(rank, size, **arguments)
 
 
 def _free_groups() -> None:
