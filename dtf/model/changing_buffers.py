@@ -46,6 +46,13 @@ class ChangingBuffers:
         names = [(name, module, key) for name, module, key in _keys(self._model) if name not in self._owned]
         _refuse_shared(self._model, self._rules)
         ruled = [(name, module, key, self._rule(name)) for name, module, key in names]
+        for name, module, key, rule in ruled:
+            if rule in (BufferUpdate.mean, BufferUpdate.sum) and key in module._non_persistent_buffers_set:
+                raise ConfigError(
+                    f"the layout gives the buffer {name} the rule {rule.value}, and it has persistent=False: a "  # type: ignore[union-attr]
+                    "checkpoint would not hold it, and a run that goes on would begin it anew; register it without "
+                    "persistent=False, or give it the rule local if nothing in it outlives a pass"
+                )
         self._stepped = [
             _Stepped(name, module, key, rule)
             for name, module, key, rule in ruled

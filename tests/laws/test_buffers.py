@@ -99,6 +99,11 @@ def test_servers_take_rules_in_step_alone(options: dict, words: str) -> None:
         spread("pserver", 2, options=options, **case("average"))
 
 
+def test_a_buffer_with_a_rule_that_no_checkpoint_holds_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"the buffer inner.cache the rule mean, and it has persistent=False: a "):
+        spread("ddp", 2, **case("cache", pattern="inner.cache"))
+
+
 def test_a_buffer_that_has_grown_is_not_taken_in_part(tmp_path: Path) -> None:
     """A part of it would fit into what the constructor makes."""
     spread("ddp", 1, folder=str(tmp_path), save_every=1, halt=True, **case("grows"))
