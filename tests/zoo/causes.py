@@ -21,7 +21,7 @@ _WORDS = {
     "unseen randomness": r"random numbers? (that|of|from) (Python|numpy|a generator|torch does not)|unseen random|"
     r"draws? .*(Python|numpy|generator of its own)",
     "non-real parameters": r"real numbers|several formats|complex|uninitialized|lazy|Lazy",
-    "uneven use": r"find_unused_parameters|do(es)? not use|uneven|not all ranks|other modules",
+    "uneven use": r"find_unused_parameters|others do not|do(es)? not use|uneven|not all ranks|other modules",
     "hidden state": r"buffer|attribute|state that|hidden state|differs? between replicas",
     "sparse gradients": r"sparse grad|sparse=True|gradient .* is sparse",
     "loss": r"\.loss returned|no mean|mean over rows|loss per row",

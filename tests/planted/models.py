@@ -1,0 +1,78 @@
+"""Faults in what finds models that cannot be kept right: the check at the start, the watch of buffers, the proof of a
+mean, and the comparison of replicas.
+"""
+
+from tests.planted.fault import Fault
+
+FAULTS = [
+    Fault(
+        "nobody looks whether a step has changed buffers",
+        "dtf/model/changing_buffers.py",
+        "            if now is not tensor or (now is not None and _version(now) != version):\n",
+        "            if False:\n",
+        ("tests/laws/test_buffers.py::test_a_change_that_only_some_batches_make_is_refused_before_that_update",),
+    ),
+    Fault(
+        "the check at the start lets pass what depends on earlier rows",
+        "dtf/strategies/start_check.py",
+        "        if any(_differ(one, two, bound) for one, two in everyone):\n",
+        "        if False:\n",
+        ("tests/laws/test_replica_digests.py::test_each_way_to_go_astray[always]",),
+    ),
+    Fault(
+        "the check at the start lets pass ranks that differ",
+        "dtf/strategies/start_check.py",
+        "        elif any(_differ(_sums(everyone[0][0]), _sums(one), bound) for one, _ in everyone[1:]):\n",
+        "        elif False:\n",
+        ("tests/laws/test_authors_model.py::test_constructors_that_draw_apart_are_refused[ddp]",),
+    ),
+    Fault(
+        "gradients that are clipped count as linear",
+        "dtf/strategies/start_check.py",
+        "if not abs(more.get(name, 0.0) / factor - value) <= bound * largest),",
+        "if False),",
+        ("tests/laws/test_start_check.py::test_what_the_check_found_is_remembered_too",),
+    ),
+    Fault(
+        "every scalar counts as a mean over rows",
+        "dtf/model/mean_proof.py",
+        "    return weights > 0 and abs(total / weights - whole) <= close * max(1e-6, abs(whole))\n",
+        "    return mean is Mean.rows\n",
+        ("tests/unit/test_mean_proof.py",),
+    ),
+    Fault(
+        "a rank divides by the counts of its own rows",
+        "dtf/strategies/spmd.py",
+        "            self._average(counts)\n",
+        "",
+        ("tests/laws/test_loss_forms.py::test_every_strategy_follows_the_reference[ddp-{}-pair]",),
+    ),
+    Fault(
+        "a replica forgets the counts of all micro-batches but the last",
+        "dtf/strategies/replica.py",
+        "            self.counts = loss.counts if self.counts is None else self.counts + loss.counts\n",
+        "            self.counts = loss.counts\n",
+        ("tests/laws/test_loss_forms.py::test_every_strategy_follows_the_reference[ddp-{}-pair]",),
+    ),
+    Fault(
+        "ranks keep initial numbers of their own",
+        "dtf/engine/initial_numbers.py",
+        "        for name in unequal:\n            world.send",
+        "        for name in ():\n            world.send",
+        ("tests/unit/test_initial_numbers.py::test_numbers_that_differ_are_those_of_rank_0",),
+    ),
+    Fault(
+        "replicas are not compared before a save",
+        "dtf/strategies/replica_digests.py",
+        "    if not unequal:\n        return\n",
+        "    return\n",
+        ("tests/laws/test_replica_digests.py::test_each_way_to_go_astray[parameter]",),
+    ),
+    Fault(
+        "trial passes leave what they did to plain attributes",
+        "dtf/model/attributes.py",
+        "            for restore in self._restorers:\n                restore()\n",
+        "",
+        ("tests/unit/test_attributes.py",),
+    ),
+]

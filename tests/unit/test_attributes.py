@@ -1,0 +1,65 @@
+"""Plain attributes of a model: what passes did to them is seen, and undone."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dtf.model.attributes import GENERATOR, Attributes, digests
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.tensor = torch.zeros(3)
+        self.array = np.zeros(3)
+        self.items, self.last, self.names = [1, 2], deque([1], maxlen=4), {"a"}
+        self.nested: dict[str, Any] = {"list": [torch.ones(2)], "object": SimpleNamespace(seen=0)}
+        self.torchs, self.pythons, self.numpys = torch.Generator(), random.Random(0), np.random.default_rng(0)
+
+
+CHANGES: dict[str, Callable[[Keeps], Any]] = {
+    "count": lambda model: setattr(model, "count", 1),
+    "tensor": lambda model: model.tensor.add_(1),
+    "array": lambda model: np.add(model.array, 1, out=model.array),
+    "items": lambda model: model.items.append(3),
+    "last": lambda model: model.last.append(3),
+    "names": lambda model: model.names.add("b"),
+    "nested": lambda model: model.nested["list"][0].mul_(2),
+    "torchs": lambda model: torch.rand(1, generator=model.torchs),
+    "pythons": lambda model: model.pythons.random(),
+    "numpys": lambda model: model.numpys.random(),
+    "made": lambda model: setattr(model, "made", 1.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_named_and_undone(name: str) -> None:
+    root = nn.Sequential(nn.Linear(2, 2), model := Keeps())
+    start, kept = digests(root), Attributes(root)
+    held = dict(vars(model))
+    assert not kept.changed()
+    CHANGES[name](model)
+    assert kept.changed() == [f"1.{name}{GENERATOR * name.endswith('s') * (name not in ('items', 'names'))}"]
+    kept.restore()
+    assert digests(root) == start and not kept.changed()
+    assert all(vars(model)[key] is value for key, value in held.items()), "the objects themselves stay"
+
+
+def test_an_object_in_a_container_is_restored() -> None:
+    model = Keeps()
+    kept = Attributes(model)
+    model.nested["object"].seen = 5
+    model.nested["more"] = 1
+    assert kept.changed() == ["nested"]
+    kept.restore()
+    assert model.nested["object"].seen == 0 and list(model.nested) == ["list", "object"]
