@@ -85,25 +85,38 @@ def merge_evaluated(parts: Sequence[Evaluated], device: torch.device) -> Evaluat
 
 
 def rows_of(batch: Batch, first: int, last: int) -> Batch:
-    """Rows [first, last) of a batch, as views."""
+    """Rows [first, last) of a batch, in its memory. A model may write into them: that counts as no change of others."""
     return Batch(
         rows_of_inputs(batch.inputs, first, last),
-        batch.targets[first:last],
+        batch.targets.data[first:last],
         batch.weight[first:last],
         batch.ids[first:last],
     )
 
 
+def copy_of(batch: Batch) -> Batch:
+    """The same rows in memory of their own, for a pass after which others take them: a model may write into them."""
+    inputs = batch.inputs
+    inputs = {k: v.clone() for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.clone()
+    return Batch(inputs, batch.targets.clone(), batch.weight.clone(), batch.ids.copy())
+
+
+def as_padding(batch: Batch) -> Batch:
+    """A copy of the rows that count for nothing."""
+    copy = copy_of(batch)
+    return copy._replace(weight=torch.zeros_like(copy.weight))
+
+
 def few_rows(batch: Batch) -> Batch:
     """The first four rows, or all there are, in memory of their own."""
-    few = rows_of(batch, 0, 4)
-    inputs = {k: v.clone() for k, v in few.inputs.items()} if isinstance(few.inputs, dict) else few.inputs.clone()
-    return Batch(inputs, few.targets.clone(), few.weight.clone(), few.ids.copy())
+    return copy_of(rows_of(batch, 0, 4))
 
 
 def rows_of_inputs(inputs: Any, first: int, last: int) -> Any:
-    """Rows [first, last) of inputs, a tensor or a dict of tensors, as views."""
-    return {k: v[first:last] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[first:last]
+    """Rows [first, last) of inputs, a tensor or a dict of tensors, in their memory; each counts its own changes."""
+    if isinstance(inputs, dict):
+        return {name: tensor.data[first:last] for name, tensor in inputs.items()}
+    return inputs.data[first:last]
 
 
 def with_leaves(batch: Batch, names: Iterable[str]) -> Batch:

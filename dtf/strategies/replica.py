@@ -28,7 +28,9 @@ from dtf.model.changing_buffers import (
 )
 from dtf.model.forward import (
     ForwardPass,
+    as_padding,
     batch_norm_error,
+    copy_of,
     leaf_gradients,
     loss_dtype,
     rows_of,
@@ -167,7 +169,7 @@ class Replica:
                 self._begin_random(ticket.step, first)
                 self.statistics.begin_padding()
                 self.changing.begin_micro_batch()
-                self._pass(ready._replace(weight=torch.zeros_like(ready.weight)), factor, last=False, padding=True)
+                self._pass(as_padding(ready), factor, last=False, padding=True)
             sums = []
             for j, part in enumerate(parts):
                 ready = self._received(part, ticket.step, first + j) if j else ready
@@ -282,8 +284,7 @@ class Replica:
                 lambda: dict(self.model.named_modules()),
             )
             once = check_passes(trials, self._compute, peers, attributes.changed, self.instead)
-            clipped, padding = "", a._replace(weight=torch.zeros_like(a.weight))
-            padded = not_zero(self._trial(padding, 0, last=False))
+            clipped, padded = "", not_zero(self._trial(as_padding(a), 0, last=False))
             if self._compute in (Format.fp64, Format.fp32):  # narrower gradients overflow or vanish
                 more = self._trial(a, 0, last=False, factor=LARGE)
                 clipped = not_linear(once, more, LARGE, self._compute)
@@ -304,7 +305,7 @@ class Replica:
         if self._sync is not None:  # who shards parameters has looked
             return []
         self._begin_random(0, 0)
-        written, inputs = WrittenParameters(self.model), with_leaves(self._received(rows, 0, 0), self._looked_up).inputs
+        written, inputs = WrittenParameters(self.model), self._received(copy_of(rows), 0, 0).inputs
         with torch.compiler.set_stance("force_eager"), written:
             self._passes.forward(self.model, inputs)
         return written.found
@@ -343,7 +344,7 @@ class Replica:
         """Forward and backward over some rows as a micro-batch of step 0. The memory of the first two is measured.
         Returns their sums and the norms of the gradients, which are dropped.
         """
-        part = with_leaves(self._received(rows, 0, micro_batch), self._looked_up)
+        part = with_leaves(self._received(copy_of(rows), 0, micro_batch), self._looked_up)
         self.changing.begin()
         self._begin_random(0, micro_batch)
         footprint = Footprint() if len(self._trials) < 2 else None

@@ -33,6 +33,22 @@ class LossInside(nn.Module):
         return {"loss": F.cross_entropy(logits, batch["labels"]), "logits": logits}
 
 
+def _moved(outputs: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs, targets.add_(1).remainder_(CLASSES))
+
+
+@zoo_model("writes_into_its_rows", vectors(), _moved, "strangers")
+class Writes(nn.Module):
+    """Changes inputs in place, and its loss targets, each time to something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 12), nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x.mul_(0.5).add_(0.1))))
+
+
 def _balanced(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     logits, balance = outputs
     return cross_entropy(logits, targets) + 0.01 * balance

@@ -24,6 +24,7 @@ def _chain(*names: str) -> tuple[tuple[str, ...], ...]:
 
 
 LAYOUTS: dict[str, Layout] = {
+    "writes_into_its_rows": Layout((("first",), ("last",))),
     "gpt_tied": Layout((("embed",), ("place",), ("blocks.0",), ("blocks.1",), ("ln",))),
     "gpt_tied_modules": Layout((("embed",), ("first",), ("second",), ("ln", "head"))),
     "gru_language_model": Layout((("embed",), ("gru",), ("decoder",))),

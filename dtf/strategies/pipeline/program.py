@@ -27,6 +27,7 @@ from dtf.model.annotate import section
 from dtf.model.attributes import without_trace
 from dtf.model.forward import (
     ForwardPass,
+    copy_of,
     few_rows,
     leaf_gradients,
     loss_dtype,
@@ -132,8 +133,8 @@ class PipelineProgram(Program):
             looked_up = [self._tables.lookup(part, train=False) for part in received]
 
         def part(j: int, end: int = 4) -> Batch:
-            whole = looked_up[j] if looked_up else self._receiver.train(rows[j], 0, j)
-            return self._leaves(rows_of(whole, 0, end))
+            whole = looked_up[j] if looked_up else self._receiver.train(copy_of(rows[j]), 0, j)
+            return self._leaves(copy_of(rows_of(whole, 0, end)))
 
         def run(part: Batch, enter: _MicroBatchHook) -> Evaluated:
             return self._run([part], self._one, enter, _nothing, train=True)
