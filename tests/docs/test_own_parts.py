@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 
 from dtf.api import registry
 from dtf.api.lr import Schedule
@@ -164,9 +165,9 @@ def test_the_recipe_in_the_documentation_is_as_short_as_it_says() -> None:
     assert sum(len(text.splitlines()) for text in [*recipe, *page.files.values()]) <= 120
 
 
-def test_the_short_answers_of_the_documentation_run(unpack: Callable[[Page], None]) -> None:
+def test_the_short_answers_of_the_documentation_run(unpack: Callable[[Page], None], tmp_path: Path) -> None:
     page = named("own-recipe.md")
-    unpack(Page({name: page.modules[name] for name in ("my_noise", "my_adapter", "my_block", "my_token_loss")}, {}, []))
+    unpack(Page(page.modules, {}, []))
     adapter, noise, block, loss = (
         importlib.import_module(name) for name in ("my_adapter", "my_noise", "my_block", "my_token_loss")
     )
@@ -186,6 +187,13 @@ def test_the_short_answers_of_the_documentation_run(unpack: Callable[[Page], Non
     x = torch.randn(16, 3, 4)
     skipped = [torch.equal(before, after) for before, after in zip(x, dropping(x), strict=True)]
     assert any(skipped) and not all(skipped)
+
+    assert set(importlib.import_module("my_layout").layout(None, None).buffers) == {"quantizer.*", "attention.cache"}
+    load = importlib.import_module("my_load")
+    model = load.Detector(32, 4, 0.1)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    loaded = load.load(tmp_path / "model.safetensors").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
 
     sums, counts = loss.token_loss(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [-100, -100, -100]]))
     assert counts.tolist() == [2, 0] and sums.tolist() == pytest.approx([2 * 1.3862944, 0])
