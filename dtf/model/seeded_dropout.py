@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -180,6 +180,41 @@ class _Seeded:
             axis, _, first, last = self._slice
             mask = mask.narrow(axis, first, last - first)
         return x * mask.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))
+
+
+@contextmanager
+def find_drawing_modules(models: Iterable[nn.Module]) -> Iterator[list[str]]:
+    """A context for a trial pass. The list that it yields gets the modules whose own forward pass draws from a global
+    generator, innermost first: their names and classes.
+    """
+    found: list[str] = []
+    before: list[tuple[Any, ...]] = []
+
+    def enter(module: nn.Module, inputs: object) -> None:
+        before.append(_global_states())
+
+    def leave(module: nn.Module, name: str) -> None:
+        if before and before.pop() != _global_states():
+            kind = type(module).__name__.removeprefix("Divided")
+            found.append(f"{name} ({kind})" if name else f"the model itself ({kind})")
+
+    hooks: list[Any] = []
+    for model in models:
+        for name, module in model.named_modules():
+            hooks.append(module.register_forward_pre_hook(enter))
+            hooks.append(module.register_forward_hook(lambda module, _, __, name=name: leave(module, name)))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _global_states() -> tuple[Any, ...]:
+    """Of all generators that a forward pass may draw from: torch's, Python's and numpy's."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    states = [torch.get_rng_state(), *devices]
+    return (*(state.numpy().tobytes() for state in states), random.getstate(), _numpy_state())
 
 
 def _numpy_state() -> bytes:

@@ -28,6 +28,7 @@ from dtf.model.forward import (
 )
 from dtf.model.init import cast, model_of
 from dtf.model.module_outputs import ModuleOutputs
+from dtf.model.seeded_dropout import find_drawing_modules
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
@@ -91,10 +92,12 @@ class Spmd(Program):
             if self._replica.clipped:
                 self._sum_gradients()
             return
-        with name_failing_module(self._replica.model), self._replica.masks.record_input_norms() as seen:
+        model, masks = self._replica.model, self._replica.masks
+        with name_failing_module(model), masks.record_input_norms() as seen, find_drawing_modules([model]) as drawing:
             drew = self._replica.warmup(batch, peers)
         if drew:
-            raise global_rng_error("tensor", "and ranks that divide its channels would draw alike for different ones")
+            why = "and ranks that divide its channels would draw alike for different ones"
+            raise global_rng_error("tensor", why, drawing[0] if drawing else "")
         self._dims.check_alike(seen | {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()})
 
     def _sum_gradients(self) -> None:

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 
 from dtf.api import registry
 from dtf.api.lr import Schedule
@@ -159,7 +161,42 @@ def test_the_recipe_in_the_documentation_trains_alike_under_every_strategy(
 
 def test_the_recipe_in_the_documentation_is_as_short_as_it_says() -> None:
     page = named("own-recipe.md")
-    assert sum(len(text.splitlines()) for text in [*page.modules.values(), *page.files.values()]) <= 120
+    recipe = [page.modules[name] for name in ("make_readings", "my_recipe", "my_model")]
+    assert sum(len(text.splitlines()) for text in [*recipe, *page.files.values()]) <= 120
+
+
+def test_the_short_answers_of_the_documentation_run(unpack: Callable[[Page], None], tmp_path: Path) -> None:
+    page = named("own-recipe.md")
+    unpack(Page(page.modules, {}, []))
+    adapter, noise, block, loss = (
+        importlib.import_module(name) for name in ("my_adapter", "my_noise", "my_block", "my_token_loss")
+    )
+
+    images, ids = torch.arange(32.0).reshape(4, 1, 2, 4), np.arange(4)
+    rows = adapter.MapStyle([(image, index) for index, image in enumerate(images)])
+    inputs, targets = rows.fetch(np.array([3, 1]), 0)
+    assert torch.equal(inputs, images[[3, 1]]) and targets.tolist() == [3, 1] and len(rows) == 4
+
+    once = noise.flipped(images, 0, 1, ids)
+    assert torch.equal(once[2:], noise.flipped(images[2:], 0, 1, ids[2:])), "a row does not depend on the others"
+    turned = [torch.equal(image, other.flip(-1)) for image, other in zip(images, once, strict=True)]
+    assert any(not torch.equal(once, noise.flipped(images, 0, epoch, ids)) for epoch in range(2, 9))
+    assert all(turn or torch.equal(image, other) for turn, image, other in zip(turned, images, once, strict=True))
+
+    dropping = block.Block(4, 0.5)
+    x = torch.randn(16, 3, 4)
+    skipped = [torch.equal(before, after) for before, after in zip(x, dropping(x), strict=True)]
+    assert any(skipped) and not all(skipped)
+
+    assert set(importlib.import_module("my_layout").layout(None, None).buffers) == {"quantizer.*", "attention.cache"}
+    load = importlib.import_module("my_load")
+    model = load.Detector(32, 4, 0.1)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    loaded = load.load(tmp_path / "model.safetensors").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+
+    sums, counts = loss.token_loss(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [-100, -100, -100]]))
+    assert counts.tolist() == [2, 0] and sums.tolist() == pytest.approx([2 * 1.3862944, 0])
 
 
 LONG = "sparse-tables.md"  # its commands start servers; what of it is quick has a test of its own

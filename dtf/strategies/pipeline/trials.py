@@ -18,6 +18,7 @@ from dtf.model.attributes import Attributes
 from dtf.model.changing_buffers import buffers_restored, parameter_places, refuse_changed_parameters
 from dtf.model.forward import batch_norm_error, global_rng_error
 from dtf.model.memory import Footprint
+from dtf.model.seeded_dropout import find_drawing_modules
 from dtf.strategies.pass_probes import count_calls
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
@@ -70,8 +71,9 @@ class StartTrials:
                         stage.changing.refuse(names(), INSTEAD)
 
             everyone = world.gather(self._drew(few, a))
-            if world.broadcast(any(everyone) if everyone is not None else None):
-                raise global_rng_error("pipeline", "the stages before and after do not draw on")
+            drawing = world.broadcast(next(filter(None, everyone), None) if everyone is not None else None)
+            if drawing:
+                raise global_rng_error("pipeline", "and the other stages would not draw them too", drawing[0])
             for stage, place in zip(self._stages, places, strict=True) if self._divided else ():
                 refuse_changed_parameters(stage.model, place, INSTEAD)
             check_buffers()
@@ -100,8 +102,10 @@ class StartTrials:
         """The pipelines, which make the same passes: one value for each."""
         return Gather(lambda value: self._gather(value, world), world.broadcast)
 
-    def _drew(self, few: Batch, a: Callable[[], Batch]) -> bool:
-        """The passes that are measured. Returns whether a stage here drew from a global generator."""
+    def _drew(self, few: Batch, a: Callable[[], Batch]) -> list[str]:
+        """The passes that are measured. Returns the module of a stage here that drew from a global generator, "" where
+        none is known to have done so; nothing where no stage drew.
+        """
         rows = a()  # what receives rows may draw too
         drew: list[bool] = []
         seeded: list[Tensor] = []  # the generator's state after the last seeding
@@ -117,8 +121,11 @@ class StartTrials:
             counted = [stack.enter_context(count_calls(s.statistics.layers(), s.masks)) for s in self._stages]
             self._trial(few, 0, enter)
         self._release_uneven(counted)
-        self._trial(rows, 0, enter)
-        return any(drew) or first.draws_elsewhere or not torch.equal(seeded[0], first.rng_state())
+        with find_drawing_modules(stage.model for stage in self._stages) as drawing:
+            self._trial(rows, 0, enter)
+        if any(drew) or first.draws_elsewhere or not torch.equal(seeded[0], first.rng_state()):
+            return drawing[:1] or [""]
+        return []
 
     def _release_uneven(self, counted: list[dict[str, int]]) -> None:
         """Keep the averages of normalisations that a pass does not call exactly once by the rule for buffers."""
