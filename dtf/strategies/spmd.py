@@ -27,6 +27,7 @@ from dtf.model.forward import (
     to_device,
 )
 from dtf.model.init import cast, model_of
+from dtf.model.loss_terms import per_count
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.make_tables import tables_of
@@ -126,7 +127,7 @@ class Spmd(Program):
         if self._replica.counts is not None:
             counts = self._replica.counts.double().reshape(1)
             self._average(counts)
-            self._replica.rescale(ticket.rows / (counts[0] * self.shares))
+            self._replica.rescale(per_count(ticket.rows, counts[0] * self.shares))
         if self._tables is not None:
             self._tables.backward(self._replica.row_gradients)
         self._synced = False
