@@ -75,7 +75,7 @@ class LossForms(Toy):
 
     def summarise(self, sums: list[float]) -> dict[str, float]:
         rows, loss, tokens = sums
-        return {"loss": loss / (tokens if self.form in ("pair", "single") else rows), "tokens": tokens / rows}
+        return {"loss": loss / (max(1.0, tokens) if self.form in ("pair", "single") else rows), "tokens": tokens / rows}
 
 
 class Tokens(Dataset):
