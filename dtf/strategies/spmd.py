@@ -34,8 +34,9 @@ from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.replica import Replica
 from dtf.strategies.replica_digests import compare_replicas, whole_and_slices
-from dtf.strategies.start_check import Gather, differing_module
+from dtf.strategies.start_check import Gather, Numbers, differing_module
 from dtf.strategies.start_padding import pads
+from dtf.strategies.unsaved import Unsaved
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import ShardedTables
@@ -70,6 +71,7 @@ class Spmd(Program):
         self._average = dims.average if dims else world.average
         self._synced, self._exchange = True, exchange
         self._few: Batch | None = None  # for passes of all replicas over the same rows
+        self._unsaved: Unsaved | None = None
         replica.divided = self.shares > 1
         bounds = micro_batch_bounds(task.step.batch_size, self.micro_batch_rows)
         replica.pads = pads(len(bounds) - 1, self.shares, replica.equal_passes)
@@ -87,6 +89,7 @@ class Spmd(Program):
             batch = self._tables.lookup(self._replica.receiver.train(batch, 0, 0), train=False)
         self._few = few_rows(batch)
         peers = Gather(self._world.gather, self._world.broadcast)
+        self._watch_unsaved()
         if self._dims is None:
             self._replica.warmup(batch, peers)
             if self._replica.clipped:
@@ -172,14 +175,38 @@ class Spmd(Program):
             self._replica.statistics.average(self._average)
             self._synced = True
 
-    def check_replicas(self) -> None:
-        if self.shares == 1 or self._few is None:
-            return
+    def check_replicas(self) -> str | None:
+        if self._few is None:
+            return None
+        if self.shares == 1:
+            return self._warn_of_unsaved()
         place = f"part {self._dims.axis_rank}" if self._dims else "model"
         parts = [*whole_and_slices(self._update.held()), self._replica.part(place, {})]
         compute, peers = self._task.precision.compute, Gather(self._world.gather, self._world.broadcast)
         passes, firsts = [self._replica.passes(self._few)], Gather(self._gather_firsts, self._world.broadcast)
         compare_replicas([parts], peers, lambda: differing_module(passes, compute, firsts), self._replica.instead)
+        return None
+
+    def _watch_unsaved(self) -> None:
+        if self.shares == 1:
+            self._unsaved = Unsaved(self._replica.model, self._replica.scratch)
+
+    def _warn_of_unsaved(self) -> str | None:
+        """Once, what passes have changed that no checkpoint holds."""
+        unsaved, few = self._unsaved, self._few
+        if unsaved is None or few is None:
+            return None
+
+        def numbers() -> Numbers:
+            trained = self._replica.passes(few).run()
+            evaluated = self.trial_eval(few) if self._tables is None else None
+            sums = [] if evaluated is None else evaluated.sums.tolist()
+            return trained | {f"evaluated {i}": value for i, value in enumerate(sums)}
+
+        peers = Gather(self._world.gather, self._world.broadcast)
+        text = unsaved.warning(numbers, self._task.precision.compute, peers)
+        self._unsaved = None if text else unsaved
+        return text
 
     def _gather_firsts(self, value: Any) -> list[Any] | None:
         """As `World.gather`, the value of one rank of each replica: others may have slices of the outputs."""
