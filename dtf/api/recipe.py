@@ -275,6 +275,9 @@ class Recipe(ABC):
         batch. Sums and counts, a pair of tensors (B,) or (): the engine divides the sum of the sums by that of the
         counts over the global batch; counts (tokens that are not ignored, pairs) need no gradient. A scalar mean, ():
         accepted where cutting a micro-batch proves that it is the mean over rows, or over labels other than -100.
+
+        Where all counts of a global batch are 0, its gradient is 0: the optimizer makes its step, with decay and
+        momentum. A scalar mean is taken as it is where no global batch is cut; over no label it is NaN there.
         A loss that couples rows, such as a contrastive one, couples those of a micro-batch.
         """
 

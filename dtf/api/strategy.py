@@ -138,8 +138,8 @@ class Program(ABC):
         ranks. Collective.
         """
 
-    def check_replicas(self) -> None:
-        """Raise ConfigError where replicas differ. Called after `sync`, before a save. Collective. Default: nothing."""
+    def check_replicas(self) -> str | None:
+        """ConfigError where replicas differ; else a warning for people. After `sync`, before a save. Collective."""
 
     @abstractmethod
     def state(self) -> State:

@@ -26,6 +26,7 @@ from dtf.core.types import (
     Event,
     Log,
     Measured,
+    Note,
     Poll,
     Save,
     Saved,
@@ -235,8 +236,8 @@ class _TicketHandler:
             loop.beat("save", step)
             started = time.perf_counter()
             self.program.sync()
-            if loop.compares_replicas:
-                self.program.check_replicas()
+            if loop.compares_replicas and (warning := self.program.check_replicas()):
+                loop.see(Note("warning", warning))
             carried = self._close_window()
             self.window = Window(carried)
             state = self.program.state()

@@ -17,6 +17,7 @@ from dtf.config.settings import Settings, parse_settings
 from dtf.core.errors import DtfError, Exit, PeerError, Preempted
 from dtf.core.types import Event, Failed, Place
 from dtf.host import heartbeat
+from dtf.model.author_errors import memory_error
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def run_rank(
             )
         if peer_is_gone(error):
             error = PeerError(f"lost another rank: {error}")
+        error = memory_error(error) or error
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         patient = isinstance(error, DtfError) and error.patient
         message = str(error) if isinstance(error, DtfError) else f"{type(error).__name__}: {error}"

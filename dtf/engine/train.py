@@ -12,9 +12,10 @@ import torch
 from dtf.api.observer import Probes
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset
+from dtf.api.registry import name_of
 from dtf.api.strategy import RoleContext
 from dtf.config.settings import Settings
-from dtf.core.errors import BudgetError, Preempted
+from dtf.core.errors import BudgetError, ConfigError, Preempted
 from dtf.core.types import Ended, Event, Memory, Note, Place, Started, Stop
 from dtf.distributed.world import World
 from dtf.engine.assemble import JoinedRank, TaskInputs, TrainingSetup, assemble, join, prepare_task
@@ -128,9 +129,8 @@ def _run(setup: TrainingSetup, resumed: Resumed, clock: PlannedClock) -> tuple[S
     if options.record:
         watched = program.watch_outputs() if not resumed.step else []
         record = Record(rank.folder, world.rank, resumed.step, watched, program.shard is not None)
-    if options.perturb and not resumed.step:
-        for copy in program.replicated():
-            perturb(copy, options.perturb)
+    if options.perturb:
+        _perturb(setup, resumed)
     probes = _probes(rank.settings, rank.place, rank.folder, rank.send)
     loop = Loop(
         program=program,
@@ -164,6 +164,19 @@ def _run(setup: TrainingSetup, resumed: Resumed, clock: PlannedClock) -> tuple[S
         probes.close()
         for loader in (setup.train, setup.evaluation):
             loader.close()
+
+
+def _perturb(setup: TrainingSetup, resumed: Resumed) -> None:
+    """Let the parameters start one rounding away. ConfigError where others hold them."""
+    settings, copies = setup.joined.rank.settings, setup.program.replicated()
+    name = name_of("strategy", settings.strategy)
+    if not copies:
+        raise ConfigError(
+            f"train.perturb={settings.train.perturb} changes the parameters that ranks hold, and with "
+            f"strategy={name} servers hold them; use train.perturb=0, or another strategy"
+        )
+    for copy in () if resumed.step else copies:
+        perturb(copy, settings.train.perturb)
 
 
 def _report_end(

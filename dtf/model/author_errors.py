@@ -34,6 +34,8 @@ _METHODS = frozenset(name for base in _BASES for name in dir(base) if name == "_
 _CALL = re.compile(r"^(?:.*<locals>\.)?(\w+)\.(\w+)\(\) (?:takes|missing|got)")
 _NOT_THEIRS = ("gloo", "NCCL", "CUDA", "cuDNN", "CUBLAS", "out of memory", "allocate memory")
 """Words in errors of other causes: another rank is gone, a device failed, there is not enough memory."""
+_NO_MEMORY = ("out of memory", "allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Words in errors of torch that have no class of their own."""
 _OPENS_DATA = ("open_data", "open_inputs", "fetch")
 
 
@@ -67,6 +69,25 @@ def author_error(error: Exception) -> DtfError | None:
     place = _place(inside)
     text = f"{who} raised {type(error).__name__}: {error}{f', at {place}' if place else ''}"
     return DataError(text) if opens_data and isinstance(error, OSError) else ConfigError(text)
+
+
+def memory_error(error: BaseException) -> ConfigError | None:
+    """What to raise where there is not enough memory, of the host or the device. None for errors of other causes."""
+    if isinstance(error, DtfError) or not (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or (isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY))
+    ):
+        return None
+    frames = list(traceback.walk_tb(error.__traceback__))
+    inside = frames[_last_call(frames) + 1 :]
+    who, place = _called(frames, inside, error)[0], _place(inside)
+    what = " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())
+    where = f"{f' in {who}' if who else ''}{f', at {place}' if place else ''}"
+    return ConfigError(
+        f"there is not enough memory{where} ({what[:400]}); each process needs less with a smaller "
+        "step.micro_batch_rows, with step.remat=blocks or under strategy=fsdp, and a host with fewer "
+        "launcher.processes"
+    )
 
 
 def line_of(error: Exception) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
-from dtf.model.mean_proof import Mean, labels, proved
+from dtf.model.mean_proof import Mean, labels, proved, tensors
 
 
 class LossTerms(NamedTuple):
@@ -30,6 +30,13 @@ class LossTerms(NamedTuple):
     """(), what the sum of totals is divided by, summed over the global batch. None: its rows."""
 
 
+def per_count(rows: Tensor | float, counts: Tensor) -> Tensor:
+    """By what gradients that are divided by the `rows` of a global batch are multiplied, so that they are divided by
+    its counts, (). Both are sums over all of it. 0 where the counts are all 0: nothing is there to learn from.
+    """
+    return torch.where(counts == 0, 0.0, rows / counts)
+
+
 class Losses:
     """The loss of a recipe."""
 
@@ -43,16 +50,27 @@ class Losses:
     def __call__(self, outputs: Any, batch: Batch) -> LossTerms:
         """The loss of a micro-batch. Without host synchronisation, but for the first scalar.
 
-        ConfigError for what is none of the forms.
+        ConfigError for what is none of the forms, or has no gradient.
         """
         loss = self._recipe.loss(outputs, batch.targets)
         self._refuse_several(loss)
+        terms = self._terms(loss, outputs, batch)
+        if torch.is_grad_enabled() and not terms.total.requires_grad and any(t.requires_grad for t in tensors(outputs)):
+            raise ConfigError(
+                f"{self._who} returned a loss without a gradient, and the model's outputs have one; compute it from "
+                "the outputs by functions that have a derivative: no detach(), item(), no_grad() or argmax(); a batch "
+                "that has nothing to learn from has the loss outputs.sum() * 0"
+            )
+        return terms
+
+    def _terms(self, loss: Any, outputs: Any, batch: Batch) -> LossTerms:
         if isinstance(loss, tuple | list) and len(loss) == 2:
             return self._counted(loss[0], loss[1], batch)
         if not isinstance(loss, Tensor):
+            number = ": a plain number has no gradient" if isinstance(loss, int | float) else ""
             raise ConfigError(
-                f"{self._who} returned {type(loss).__name__}; return the loss of each row, (B,), or two tensors, sums "
-                "and counts"
+                f"{self._who} returned {type(loss).__name__}{number}; return the loss of each row as a tensor (B,), "
+                "or two tensors, sums and counts"
             )
         if loss.shape == batch.weight.shape:
             return LossTerms(loss, (loss * batch.weight).sum(), None)
@@ -101,8 +119,12 @@ class Losses:
             return LossTerms(loss.expand(rows), loss * rows * self._of_all(batch.weight), None)
         counts = labels(batch.targets).to(batch.weight)
         mean = torch.where(counts > 0, loss, torch.zeros_like(loss))  # that over no label is NaN
-        counts = counts * self._of_all(batch.weight)
-        return LossTerms(mean.expand(rows), mean * counts, counts)
+        if loss.requires_grad and (counts.device.type != "cpu" or not counts):  # and so is its gradient
+            for tensor in tensors(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: torch.where(counts > 0, gradient, 0.0))
+        total = counts * self._of_all(batch.weight)
+        return LossTerms(mean.expand(rows), mean * total, total)
 
     def _of_all(self, weight: Tensor) -> Tensor:
         """The weight that all rows have, (). NaN where they differ, because some cannot be read: one number for all

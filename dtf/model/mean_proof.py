@@ -156,6 +156,19 @@ def _cut(outputs: Any, rows: int, first: int, last: int) -> Any:
     return tree_map(cut, outputs)
 
 
+def tensors(value: Any) -> list[Tensor]:
+    """All tensors in a structure, those in the fields of dataclasses too."""
+    found: list[Tensor] = []
+
+    def visit(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            found.append(part)
+        return part if isinstance(part, Tensor) else _fields(part, visit)
+
+    tree_map(visit, value)
+    return found
+
+
 def _fields(value: Any, change: Callable[[Any], Any]) -> Any:
     """A dataclass with changed fields; any other value as it is."""
     if is_dataclass(value) and not isinstance(value, type):

@@ -20,6 +20,7 @@ from dtf.model.annotate import section
 from dtf.model.attributes import without_trace
 from dtf.model.forward import few_rows, loss_dtype, merge_evaluated, rows_of, to_device
 from dtf.model.init import cast, model_of
+from dtf.model.loss_terms import per_count
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import Receiver
 from dtf.optim.update import LocalUpdate, full_params, update_applied
@@ -109,7 +110,7 @@ class DataParallelProgram(Program):
         sums = self._each(lambda i: self._accumulate(i, ticket, batch, bounds, parts[i], factor))
         counts = [replica.counts for replica in self._replicas if replica.counts is not None]
         if counts:
-            ratio = ticket.rows / _total(counts, self._devices[0])
+            ratio = per_count(ticket.rows, _total(counts, self._devices[0]))
             for replica, device in zip(self._replicas, self._devices, strict=True):
                 replica.rescale(ratio.to(device))
         with section("communication"):

@@ -27,6 +27,7 @@ from dtf.model.forward import (
     to_device,
 )
 from dtf.model.init import cast, model_of
+from dtf.model.loss_terms import per_count
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.seeded_dropout import find_drawing_modules
 from dtf.optim.update import LocalUpdate, full_params, update_applied
@@ -34,8 +35,9 @@ from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.replica import Replica
 from dtf.strategies.replica_digests import compare_replicas, whole_and_slices
-from dtf.strategies.start_check import Gather, differing_module
+from dtf.strategies.start_check import Gather, Numbers, differing_module
 from dtf.strategies.start_padding import pads
+from dtf.strategies.unsaved import Unsaved
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import ShardedTables
@@ -70,6 +72,7 @@ class Spmd(Program):
         self._average = dims.average if dims else world.average
         self._synced, self._exchange = True, exchange
         self._few: Batch | None = None  # for passes of all replicas over the same rows
+        self._unsaved: Unsaved | None = None
         replica.divided = self.shares > 1
         bounds = micro_batch_bounds(task.step.batch_size, self.micro_batch_rows)
         replica.pads = pads(len(bounds) - 1, self.shares, replica.equal_passes)
@@ -87,6 +90,7 @@ class Spmd(Program):
             batch = self._tables.lookup(self._replica.receiver.train(batch, 0, 0), train=False)
         self._few = few_rows(batch)
         peers = Gather(self._world.gather, self._world.broadcast)
+        self._watch_unsaved()
         if self._dims is None:
             self._replica.warmup(batch, peers)
             if self._replica.clipped:
@@ -129,7 +133,7 @@ class Spmd(Program):
         if self._replica.counts is not None:
             counts = self._replica.counts.double().reshape(1)
             self._average(counts)
-            self._replica.rescale(ticket.rows / (counts[0] * self.shares))
+            self._replica.rescale(per_count(ticket.rows, counts[0] * self.shares))
         if self._tables is not None:
             self._tables.backward(self._replica.row_gradients)
         self._synced = False
@@ -174,14 +178,38 @@ class Spmd(Program):
             self._replica.statistics.average(self._average)
             self._synced = True
 
-    def check_replicas(self) -> None:
-        if self.shares == 1 or self._few is None:
-            return
+    def check_replicas(self) -> str | None:
+        if self._few is None:
+            return None
+        if self.shares == 1:
+            return self._warn_of_unsaved()
         place = f"part {self._dims.axis_rank}" if self._dims else "model"
         parts = [*whole_and_slices(self._update.held()), self._replica.part(place, {})]
         compute, peers = self._task.precision.compute, Gather(self._world.gather, self._world.broadcast)
         passes, firsts = [self._replica.passes(self._few)], Gather(self._gather_firsts, self._world.broadcast)
         compare_replicas([parts], peers, lambda: differing_module(passes, compute, firsts), self._replica.instead)
+        return None
+
+    def _watch_unsaved(self) -> None:
+        if self.shares == 1:
+            self._unsaved = Unsaved(self._replica.model, self._replica.scratch)
+
+    def _warn_of_unsaved(self) -> str | None:
+        """Once, what passes have changed that no checkpoint holds."""
+        unsaved, few = self._unsaved, self._few
+        if unsaved is None or few is None:
+            return None
+
+        def numbers() -> Numbers:
+            trained = self._replica.passes(few).run()
+            evaluated = self.trial_eval(few) if self._tables is None else None
+            sums = [] if evaluated is None else evaluated.sums.tolist()
+            return trained | {f"evaluated {i}": value for i, value in enumerate(sums)}
+
+        peers = Gather(self._world.gather, self._world.broadcast)
+        text = unsaved.warning(numbers, self._task.precision.compute, peers)
+        self._unsaved = None if text else unsaved
+        return text
 
     def _gather_firsts(self, value: Any) -> list[Any] | None:
         """As `World.gather`, the value of one rank of each replica: others may have slices of the outputs."""

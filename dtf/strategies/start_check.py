@@ -19,7 +19,7 @@ from dtf.model.attributes import GENERATOR
 Numbers = dict[str, float]
 """What a trial pass gives: name -> number. The sums of `Recipe.measure`, and the norm of each gradient."""
 
-_TOLERANCES = {Format.fp64: 1e-9, Format.fp32: 2e-5, Format.bf16: 3e-2, Format.fp16: 1e-2}
+TOLERANCES = {Format.fp64: 1e-9, Format.fp32: 2e-5, Format.bf16: 3e-2, Format.fp16: 1e-2}
 """Relative differences that rounding may make: kernels of GPUs need not sum in the same order twice."""
 
 
@@ -50,16 +50,16 @@ def check_passes(
 
     `changed`: names of attributes that passes have changed. `instead`: what to use for a model that cannot be divided.
     """
-    bound = _TOLERANCES[compute]
+    bound = TOLERANCES[compute]
     first = trials.a()
     trials.b()
     again = trials.a()
     everyone = peers.gather([first, again])
     kind = None
     if everyone is not None:
-        if any(_differ(one, two, bound) for one, two in everyone):
+        if any(numbers_differ(one, two, bound) for one, two in everyone):
             kind = "pass"
-        elif any(_differ(_sums(everyone[0][0]), _sums(one), bound) for one, _ in everyone[1:]):
+        elif any(numbers_differ(_sums(everyone[0][0]), _sums(one), bound) for one, _ in everyone[1:]):
             kind = "rank"
     kind = peers.broadcast(kind)
     if kind is None:
@@ -97,12 +97,12 @@ def differing_module(replicas: Sequence[Passes], compute: Format, peers: Gather)
     """Have all replicas, those of this process and of all `peers`, compute the same rows. None where they give the same
     numbers, else the first module whose outputs differ; empty where those of all are the same. Collective.
     """
-    bound = _TOLERANCES[compute]
+    bound = TOLERANCES[compute]
     numbers = peers.gather([replica.run() for replica in replicas])
     differ = None
     if numbers is not None:
         first, *others = (_sums(one) for own in numbers for one in own)
-        differ = any(_differ(first, other, bound) for other in others)
+        differ = any(numbers_differ(first, other, bound) for other in others)
     if not peers.broadcast(differ):
         return None
     recorded = []
@@ -143,7 +143,7 @@ def not_linear(once: Numbers, more: Numbers, factor: float, compute: Format) -> 
 
     Such are those of hooks and functions that clip or round gradients.
     """
-    bound = 10 * _TOLERANCES[compute]
+    bound = 10 * TOLERANCES[compute]
     gradients = {name: value for name, value in once.items() if name.startswith("gradient")}
     largest = max((abs(value) for value in gradients.values()), default=0.0)
     return next(
@@ -157,7 +157,7 @@ def _sums(numbers: Numbers) -> Numbers:
     return {name: value for name, value in numbers.items() if not name.startswith("gradient")}
 
 
-def _differ(one: Numbers, two: Numbers, bound: float) -> bool:
+def numbers_differ(one: Numbers, two: Numbers, bound: float) -> bool:
     """Whether two passes differ by more than rounding. Gradients are compared with the largest of them."""
     if one.keys() != two.keys():
         return True

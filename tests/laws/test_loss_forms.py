@@ -52,6 +52,18 @@ def test_parameter_servers_know_the_counts_of_all_trainers(trainers: int, option
     assert difference(expected, found) < 1e-10
 
 
+@pytest.mark.parametrize(("strategy", "options"), [*variants()])
+@pytest.mark.parametrize(("form", "labelled"), [("pair", 0), ("masked", 0), ("masked", 6)])
+def test_a_batch_without_labels_has_a_gradient_of_zero(strategy: str, options: dict, form: str, labelled: int) -> None:
+    """A micro-batch without labels too, whose masked mean and gradient are NaN."""
+    the_case = case(form)
+    the_case["recipe"]["labelled"] = labelled
+    expected = reference(**the_case)
+    assert difference(expected, spread(strategy, 2, options=options, **the_case)) < 1e-10
+    norms = [values["grad_norm"] for values in expected["train"].values()]
+    assert all(norm > 0 for norm in norms) if labelled else norms == [0.0] * len(norms)
+
+
 @pytest.mark.parametrize("form", ["pair", "single", "labels"])
 def test_the_first_step_is_that_of_plain_torch_over_the_whole_batch(form: str) -> None:
     """Though rows are cut into micro-batches of five with different numbers of labels."""
@@ -73,6 +85,9 @@ def test_the_first_step_is_that_of_plain_torch_over_the_whole_batch(form: str) -
     [
         ("sum", "ddp", "LossForms.loss returned a scalar that is no mean over rows"),
         ("two", "ddp", "two losses that both need a gradient, as for two optimizers"),
+        ("constant", "ddp", "LossForms.loss returned a loss without a gradient"),
+        ("constant", "pipeline", "LossForms.loss returned a loss without a gradient"),
+        ("number", "ddp", "LossForms.loss returned float: a plain number has no gradient"),
         ("named", "ddp", "3 losses that all need a gradient, as for 3 optimizers"),
     ],
 )

@@ -20,7 +20,8 @@ TOKENS, CLASSES = 5, 4
 
 @register("recipe", "losses")
 class LossForms(Toy):
-    form: str = option(default="pair", doc="what loss() returns: pair, single, labels, rows, sum, two")
+    form: str = option(default="pair", doc="what loss() returns: pair, single, labels, masked, rows, sum, two")
+    labelled: int = option(default=1, least=0, doc="every n-th row has labels; 0: none has")
 
     def build_model(self) -> nn.Module:
         from torch import nn
@@ -40,7 +41,7 @@ class LossForms(Toy):
         return ("loss", "min")
 
     def open_data(self, split: str, seed: int) -> Dataset:
-        return Tokens(super().open_data(split, seed))
+        return Tokens(super().open_data(split, seed), self.labelled)
 
     def loss(self, outputs: Any, targets: Tensor) -> Any:
         from torch.nn.functional import cross_entropy
@@ -50,6 +51,13 @@ class LossForms(Toy):
         if self.form == "sum":
             return cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum")
         losses = cross_entropy(outputs.mT, targets, reduction="none")
+        if self.form == "masked":
+            mask = (targets != -100).to(losses)
+            return (losses * mask).sum() / mask.sum()
+        if self.form == "constant":
+            return losses.detach().mean(1)
+        if self.form == "number":
+            return losses.mean().item()
         counts = (targets != -100).sum(1)
         match self.form:
             case "pair":
@@ -67,7 +75,7 @@ class LossForms(Toy):
 
     def summarise(self, sums: list[float]) -> dict[str, float]:
         rows, loss, tokens = sums
-        return {"loss": loss / (tokens if self.form in ("pair", "single") else rows), "tokens": tokens / rows}
+        return {"loss": loss / (max(1.0, tokens) if self.form in ("pair", "single") else rows), "tokens": tokens / rows}
 
 
 class Tokens(Dataset):
@@ -75,8 +83,8 @@ class Tokens(Dataset):
 
     prefetch = 0
 
-    def __init__(self, rows: Dataset) -> None:
-        self._rows = rows
+    def __init__(self, rows: Dataset, labelled: int) -> None:
+        self._rows, self._labelled = rows, labelled
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -87,4 +95,5 @@ class Tokens(Dataset):
         inputs, targets = self._rows.fetch(ids, epoch)
         labels = (targets[:, None] + torch.arange(TOKENS)) % CLASSES
         labels[torch.arange(TOKENS)[None] < torch.from_numpy(ids % TOKENS)[:, None]] = -100
+        labels[torch.from_numpy(ids % self._labelled != 0) if self._labelled else slice(None)] = -100
         return inputs, labels

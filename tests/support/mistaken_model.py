@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 class Halves(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mistake: str) -> Tensor:
+        ctx.mistake = mistake
         return x / 2
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if ctx.mistake == "backward_memory":
+            return torch.empty(1 << 50)
         raise ValueError("no rule for this gradient")
 
 
@@ -29,8 +32,14 @@ class Part(nn.Module):
             return x.reshape(7, -1)
         if self.mistake == "forward_wrong_width":
             return self.narrow(x)
-        if self.mistake == "backward_raises":
-            return Halves.apply(x)  # type: ignore[return-value]
+        if self.mistake == "forward_memory":
+            raise MemoryError
+        if self.mistake == "forward_memory_of_torch":
+            return x + torch.empty(1 << 50)[0]
+        if self.mistake == "forward_memory_of_gpu":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        if self.mistake in ("backward_raises", "backward_memory"):
+            return Halves.apply(x, self.mistake)  # type: ignore[return-value]
         if self.mistake == "backward_in_place":
             y = x.sigmoid()
             z = y * 2

@@ -116,6 +116,8 @@ class MistakenRows(Dataset):
             raise KeyError(f"row {ids.max()}")
         if self.mistake == "fetch_raises":
             raise RuntimeError("the archive is broken")
+        if self.mistake == "fetch_memory":
+            raise MemoryError
         wrong = {
             "fetch_one": inputs,
             "fetch_three": (inputs, targets, ids),

@@ -75,6 +75,23 @@ def train(folder: Path, mistake: str, **recipe: Any) -> list[Event]:
     return events
 
 
+@pytest.mark.parametrize(
+    ("mistake", "where"),
+    [
+        ("forward_memory", "in the forward pass of tail.1 (Part), at tests/support/mistaken_model.py:"),
+        ("forward_memory_of_torch", "in the forward pass of tail.1 (Part), at tests/support/mistaken_model.py:"),
+        ("forward_memory_of_gpu", "in the forward pass of tail.1 (Part), at tests/support/mistaken_model.py:"),
+        ("backward_memory", "in the backward pass of the model, at tests/support/mistaken_model.py:"),
+        ("fetch_memory", "in MistakenRows.fetch(), at tests/support/mistakes.py:"),
+    ],
+)
+def test_too_little_memory_is_said_with_the_keys_that_need_less(mistake: str, where: str, tmp_path: Path) -> None:
+    failed = train(tmp_path, mistake)[-1]
+    assert isinstance(failed, Failed) and failed.exit == Exit.CONFIG
+    assert f"there is not enough memory {where}" in failed.message
+    assert "smaller step.micro_batch_rows" in failed.message
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_named_before_the_first_step(mistake: str, tmp_path: Path) -> None:
     events = train(tmp_path, mistake)

@@ -20,6 +20,7 @@ from dtf.core.types import Memory, Shard, State, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.world import World
 from dtf.model.init import cast, model_of
+from dtf.model.loss_terms import per_count
 from dtf.optim.update import LocalUpdate, ParamShard, update_applied
 from dtf.pserver.net.compression import WIRE_DTYPES
 from dtf.pserver.net.messages import ANY, NONE
@@ -123,7 +124,8 @@ class ServerState:
         ticket = tickets[max(push.step for push in pushes)][-1]
         counts = [self._rows(push, tickets) if push.counts is None else push.counts for push in pushes]
         # of rows 1 for all shares of one step
-        weights = [_global_rows(push, tickets) / (sum(counts) or float("nan")) for push in pushes]
+        counted = torch.tensor(sum(counts), dtype=torch.float64)
+        weights = [float(per_count(_global_rows(push, tickets), counted)) for push in pushes]
         alone = self._world.size == 1
         self._sum(pushes, weights)
         if self._shards is not None:

@@ -19,6 +19,7 @@ from dtf.data.batches import micro_batch_bounds, micro_batches_of, share_within
 from dtf.model.attributes import without_trace
 from dtf.model.forward import global_rng_error, loss_dtype, rows_of, zero_rows_for_tables
 from dtf.model.init import cast, model_of
+from dtf.model.loss_terms import per_count
 from dtf.pserver.net.compression import rounded
 from dtf.pserver.net.messages import NONE
 from dtf.pserver.param_slices import Layout, views
@@ -186,7 +187,7 @@ class TrainerModel:
     def divide_by_counts(self, rows: int) -> None:
         """Divide the gradients of the last pass, which are divided by so many rows, by its counts, if it has some."""
         if self.counts is not None:
-            self.replica.rescale(torch.tensor(rows / (self.counts or math.nan), dtype=torch.float64))
+            self.replica.rescale(per_count(rows, torch.tensor(self.counts, dtype=torch.float64)))
 
     def forward_backward(self, prepared: PreparedBatch, batch: Batch, factor: float) -> Tensor:
         """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters.

@@ -36,6 +36,7 @@ from dtf.model.forward import (
     to_device,
     with_leaves,
 )
+from dtf.model.loss_terms import per_count
 from dtf.model.memory import Footprint, activations
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
@@ -230,7 +231,7 @@ class PipelineProgram(Program):
         """
         counts = self._dims.total(self._counts.double().reshape(1))
         self._dims.average(counts)
-        ratio = rows / (counts[0] * self.shares)
+        ratio = per_count(rows, counts[0] * self.shares)
         # stages of one rank may share parameters
         for parameter in {p for stage in self._stages.values() for p in stage.model.parameters()}:
             if parameter.grad is not None:
