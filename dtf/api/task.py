@@ -58,13 +58,11 @@ class StartCheck:
     """Whether it was made in this process."""
 
     keep: Callable[[StartCheck], None] | None = None
-    """Called once it was made, where this process alone makes the check."""
+    """To be called once all of it was made, where this process alone makes the check."""
 
     def passed(self, found: dict[str, str]) -> None:
-        """The check was made, and refused nothing."""
+        """The passes of training were checked, and nothing was refused. Those of an evaluation come after them."""
         self.found, self.fresh = found, True
-        if self.keep is not None:
-            self.keep(self)
 
 
 @dataclass(frozen=True)

@@ -131,12 +131,15 @@ def _restore(tensor: Tensor, before: Tensor) -> None:
 def digests(model: nn.Module) -> dict[str, str]:
     """Full name of each plain attribute that has a value which can be compared -> a text that differs with it."""
     modules = {id(module) for module in model.modules()}
-    return {
-        f"{prefix}.{key}" if prefix else key: text
-        for prefix, module in _modules(model)
-        for key, value in _own(vars(module))
-        if not (key in _COUNTED and "_calls" in vars(module)) and (text := _Digest(modules).of(value, DEPTH))
-    }
+    return {name: text for name, _, _, value in plain_attributes(model) if (text := _Digest(modules).of(value, DEPTH))}
+
+
+def plain_attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+    """(full name, attributes of its module, key, value) of each that torch does not keep and dtf does not change."""
+    for prefix, module in _modules(model):
+        for key, value in _own(vars(module)):
+            if not (key in _COUNTED and "_calls" in vars(module)):
+                yield f"{prefix}.{key}" if prefix else key, vars(module), key, value
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

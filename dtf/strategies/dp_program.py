@@ -18,7 +18,7 @@ from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
 from dtf.model.attributes import without_trace
-from dtf.model.forward import few_rows, loss_dtype, merge_evaluated, rows_of, to_device
+from dtf.model.forward import copy_of, few_rows, loss_dtype, merge_evaluated, rows_of, to_device
 from dtf.model.init import cast, model_of
 from dtf.model.loss_terms import per_count
 from dtf.model.module_outputs import ModuleOutputs
@@ -29,7 +29,7 @@ from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.replica import Replica
 from dtf.strategies.replica_digests import compare_replicas
 from dtf.strategies.spmd import microbatch_load
-from dtf.strategies.start_check import ALONE, differing_module
+from dtf.strategies.start_check import ALONE, check_evaluation, differing_module
 
 
 class DataParallelProgram(Program):
@@ -145,8 +145,19 @@ class DataParallelProgram(Program):
         return merge_evaluated([evaluated for evaluated in self._each(part) if evaluated is not None], self._devices[0])
 
     def trial_eval(self, batch: Batch | None) -> Evaluated | None:
+        assert batch is not None
         with without_trace([replica.model for replica in self._replicas]):
-            return self.eval_step(batch)
+            evaluated = self.eval_step(copy_of(batch))
+            first = self._replicas[0]
+            if first.divided:
+
+                def evaluate(rows: Batch) -> Evaluated:
+                    if self._tables is not None:
+                        rows = self._tables.lookup(self._receiver.evaluate(rows), train=False)
+                    return first.evaluate(self._part(rows, 0, len(rows.ids), 0))
+
+                check_evaluation(evaluate, batch, [first.model], self._task, ALONE, first.instead)
+            return evaluated
 
     def swap_ema(self, on: bool) -> None:
         for update in self._updates:

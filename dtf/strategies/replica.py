@@ -26,6 +26,7 @@ from dtf.model.changing_buffers import (
     parameter_places,
     refuse_changed_parameters,
 )
+from dtf.model.counters import Counters
 from dtf.model.forward import (
     ForwardPass,
     as_padding,
@@ -282,6 +283,7 @@ class Replica:
                 lambda: self._trial(a, 0, last=False),
                 lambda: self._trial(b, 1, last=False),
                 lambda: dict(self.model.named_modules()),
+                [Counters(self.model)],
             )
             once = check_passes(trials, self._compute, peers, attributes.changed, self.instead)
             clipped, padded = "", not_zero(self._trial(as_padding(a), 0, last=False))

@@ -21,6 +21,7 @@ from dtf.model.annotate import section
 from dtf.model.attributes import without_trace
 from dtf.model.error_context import name_failing_module
 from dtf.model.forward import (
+    copy_of,
     few_rows,
     global_rng_error,
     loss_dtype,
@@ -35,7 +36,7 @@ from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.replica import Replica
 from dtf.strategies.replica_digests import compare_replicas, whole_and_slices
-from dtf.strategies.start_check import Gather, Numbers, differing_module
+from dtf.strategies.start_check import Gather, Numbers, check_evaluation, differing_module
 from dtf.strategies.start_padding import pads
 from dtf.strategies.unsaved import Unsaved
 
@@ -151,14 +152,24 @@ class Spmd(Program):
 
     def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None
-        if self._tables is not None:
-            batch = self._tables.lookup(self._replica.receiver.evaluate(batch), train=False)
-        sums, rows = self._replica.evaluate(batch)
+        sums, rows = self._evaluated(batch)
         return Evaluated(self._counted_once(sums), rows if self._reads else None)
 
+    def _evaluated(self, batch: Batch) -> Evaluated:
+        """With the sums on all ranks that evaluate these rows."""
+        if self._tables is not None:
+            batch = self._tables.lookup(self._replica.receiver.evaluate(batch), train=False)
+        return self._replica.evaluate(batch)
+
     def trial_eval(self, batch: Batch | None) -> Evaluated | None:
+        assert batch is not None
         with without_trace([self._replica.model]):
-            return self.eval_step(batch)
+            evaluated = self.eval_step(copy_of(batch))
+            if self._replica.divided:
+                peers = Gather(self._world.gather, self._world.broadcast)
+                models = [self._replica.model]
+                check_evaluation(self._evaluated, batch, models, self._task, peers, self._replica.instead)
+            return evaluated
 
     def _received(self, ticket: Train, batch: Batch, bounds: list[int], micro_batches: tuple[int, int]) -> Batch:
         receiver, (first, last) = self._replica.receiver, micro_batches

@@ -5,7 +5,7 @@ ranks take the same rows. Where the numbers differ the model keeps or draws some
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dtf.api.precision import Format
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
-from dtf.model.attributes import GENERATOR
+from dtf.core.types import Batch, Evaluated
+from dtf.model.attributes import GENERATOR, Attributes
+from dtf.model.counters import Counters
+from dtf.model.forward import copy_of, rows_of
 
 Numbers = dict[str, float]
 """What a trial pass gives: name -> number. The sums of `Recipe.measure`, and the norm of each gradient."""
@@ -31,6 +35,12 @@ class Trials(NamedTuple):
     modules: Callable[[], Mapping[str, nn.Module]]
     """The modules whose outputs may name the place, by name."""
 
+    counters: Sequence[Counters] = ()
+    """Of the models that passes run."""
+
+    evaluates: bool = False
+    """Whether the passes are those of an evaluation."""
+
 
 class Gather(NamedTuple):
     """The ranks that make the same passes."""
@@ -38,6 +48,12 @@ class Gather(NamedTuple):
     gather: Callable[[Any], list[Any] | None]
     broadcast: Callable[[Any], Any]
 
+
+AHEAD = (1, 10, 1_000, 1_000_000)
+"""By how many passes counters are moved ahead, to see what a model does later."""
+
+RAISED = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
+"""What a pass may raise whose counters have a value that its author did not expect."""
 
 ALONE = Gather(lambda value: [value], lambda value: value)
 
@@ -51,18 +67,23 @@ def check_passes(
     `changed`: names of attributes that passes have changed. `instead`: what to use for a model that cannot be divided.
     """
     bound = TOLERANCES[compute]
-    first = trials.a()
-    trials.b()
-    again = trials.a()
-    everyone = peers.gather([first, again])
-    kind = None
+    first = _counted(trials.a, trials)
+    _counted(trials.b, trials)
+    again = _counted(trials.a, trials)
+    counting = [name for counters in trials.counters for name in counters.names()]
+    everyone = peers.gather([first, again, counting])
+    kind, ahead = None, 0
     if everyone is not None:
-        if any(numbers_differ(one, two, bound) for one, two in everyone):
+        if any(numbers_differ(one, two, bound) for one, two, _ in everyone):
             kind = "pass"
-        elif any(numbers_differ(_sums(everyone[0][0]), _sums(one), bound) for one, _ in everyone[1:]):
+        elif any(numbers_differ(_sums(everyone[0][0]), _sums(one), bound) for one, *_ in everyone[1:]):
             kind = "rank"
+        elif any(names for *_, names in everyone):
+            kind = "count"
     kind = peers.broadcast(kind)
-    if kind is None:
+    if kind == "count":
+        ahead = _acts_later(trials, first, bound, peers)
+    if kind is None or (kind == "count" and not ahead):
         return first
     with _recorded(trials.modules()) as outputs:
         trials.a()
@@ -70,20 +91,79 @@ def check_passes(
         if kind == "pass":
             trials.b()
             outputs.clear()
-            trials.a()
+        if kind != "rank":
+            with _moved(trials, ahead), suppress(*RAISED if ahead else ()):
+                trials.a()
         two = _taken(outputs)
-    answers = peers.gather([one, two, changed()])
+    answers = peers.gather([one, two, counting if kind == "count" else changed()])
     place = None
     if answers is not None:
         pairs = (
             [(one, two) for one, two, _ in answers]
-            if kind == "pass"
+            if kind != "rank"
             else [(answers[0][0], other) for other, _, _ in answers]
         )
         names = [name for name in (_first_difference(*pair, bound) for pair in pairs) if name]
         place = [names[0] if names else "", sorted({name for _, _, more in answers for name in more})]
     module, attributes = peers.broadcast(place)
-    raise ConfigError(_refusal(kind, module, attributes, instead))
+    raise ConfigError(_refusal(kind, module, attributes, instead, trials.evaluates))
+
+
+def _counted(run: Callable[[], Numbers], trials: Trials) -> Numbers:
+    numbers = run()
+    for counters in trials.counters:
+        counters.note()
+    return numbers
+
+
+@contextmanager
+def _moved(trials: Trials, passes: int) -> Iterator[None]:
+    """A context in which counters are ahead by so many passes."""
+    with ExitStack() as stack:
+        for counters in trials.counters if passes else ():
+            stack.enter_context(counters.ahead(passes))
+        yield
+
+
+def _acts_later(trials: Trials, once: Numbers, bound: float, peers: Gather) -> int:
+    """After how many more passes a counter changes the numbers; 0: after none that is tried. Collective."""
+    for passes in AHEAD:
+        numbers: Numbers = {}  # differs from all others
+        with _moved(trials, passes), suppress(*RAISED):
+            numbers = trials.a()
+        everyone = peers.gather([once, numbers])
+        if peers.broadcast(None if everyone is None else any(numbers_differ(*pair, bound) for pair in everyone)):
+            return passes
+    return 0
+
+
+def check_evaluation(
+    evaluate: Callable[[Batch], Evaluated],
+    batch: Batch,
+    models: Sequence[nn.Module],
+    task: Task,
+    peers: Gather,
+    instead: str,
+) -> None:
+    """As `check_passes` for evaluations of these rows, the same on all ranks, unless an earlier run has made the check.
+    `models`: what `evaluate` runs on this rank. Its effects on them are the caller's to undo. Collective.
+    """
+    if not task.start_check.fresh:
+        return
+    some = rows_of(batch, 0, max(1, len(batch.ids) // 2))
+
+    def numbers(rows: Batch) -> Numbers:
+        return {f"sum {i}": value for i, value in enumerate(evaluate(copy_of(rows)).sums.tolist())}
+
+    def modules() -> dict[str, nn.Module]:
+        return {name: module for model in models for name, module in model.named_modules()}
+
+    def changed() -> list[str]:
+        return [name for each in attributes for name in each.changed()]
+
+    attributes, counters = [Attributes(model) for model in models], [Counters(model) for model in models]
+    trials = Trials(lambda: numbers(some), lambda: numbers(batch), modules, counters, evaluates=True)
+    check_passes(trials, task.precision.compute, peers, changed, instead)
 
 
 class Passes(NamedTuple):
@@ -117,7 +197,7 @@ def differing_module(replicas: Sequence[Passes], compute: Format, peers: Gather)
     return peers.broadcast(name)
 
 
-def _refusal(kind: str, module: str, attributes: list[str], instead: str) -> str:
+def _refusal(kind: str, module: str, attributes: list[str], instead: str, evaluates: bool) -> str:
     where = f"{module} is the first module whose output differs" if module else "all modules give the same outputs, so "
     if not module:
         where += "look at the recipe's receive() and loss()"
@@ -129,12 +209,14 @@ def _refusal(kind: str, module: str, attributes: list[str], instead: str) -> str
     what = (
         "the model gives other numbers for the same rows after it has seen others"
         if kind == "pass"
+        else "the model gives other numbers for the same rows after more passes"
+        if kind == "count"
         else "ranks get different numbers from the same rows"
     )
     return (
-        f"{what}: {where}{kept if attributes else ''}. Each rank would go on from its own rows. Make what is kept from "
-        "pass to pass a buffer with a rule in the recipe's Layout.buffers, and draw random numbers from torch's global "
-        f"generator; or use {instead}"
+        f"{what}{' in evaluation' if evaluates else ''}: {where}{kept if attributes else ''}. Each rank would go on from "
+        "its own rows. Make what is kept from pass to pass a buffer with a rule in the recipe's Layout.buffers, and draw "
+        f"random numbers from torch's global generator; or use {instead}"
     )
 
 

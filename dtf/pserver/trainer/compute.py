@@ -17,7 +17,7 @@ from dtf.core.errors import ConfigError
 from dtf.core.types import WHOLE, Batch, Evaluated, Shard
 from dtf.data.batches import micro_batch_bounds, micro_batches_of, share_within
 from dtf.model.attributes import without_trace
-from dtf.model.forward import global_rng_error, loss_dtype, rows_of, zero_rows_for_tables
+from dtf.model.forward import copy_of, global_rng_error, loss_dtype, rows_of, zero_rows_for_tables
 from dtf.model.init import cast, model_of
 from dtf.model.loss_terms import per_count
 from dtf.pserver.net.compression import rounded
@@ -26,7 +26,7 @@ from dtf.pserver.param_slices import Layout, views
 from dtf.pserver.trainer.prefetch import PreparedBatch
 from dtf.strategies.own_memory import refuse_shared_memory
 from dtf.strategies.replica import Replica
-from dtf.strategies.start_check import ALONE
+from dtf.strategies.start_check import ALONE, check_evaluation
 
 ByTable = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Table -> ids (U,) and numbers (U, columns)."""
@@ -142,7 +142,11 @@ class TrainerModel:
             batch = self.replica.receiver.evaluate(batch)
             batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, tables))
         with without_trace([self.replica.model]):
-            return self.replica.evaluate(batch)
+            evaluated = self.replica.evaluate(copy_of(batch))
+            check_evaluation(
+                self.replica.evaluate, batch, [self.replica.model], self._task, ALONE, self.replica.instead
+            )
+            return evaluated
 
     def gradients(self, prepared: PreparedBatch, pulled: PulledState) -> LeaseResult:
         """Gradients of the sum of losses over the rows of a lease, divided by the rows of the global batch."""

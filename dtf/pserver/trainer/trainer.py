@@ -301,6 +301,9 @@ class Trainer:
         assert batch is not None
         evaluated = self._model.trial_eval(to_device(batch, self._model.device, self._task))
         check_evaluated(self._task.recipe, evaluated, batch, self._task.recipe.objective[0])
+        check = self._task.start_check
+        if check.fresh and check.keep is not None:
+            check.keep(check)
 
     def _join(self) -> None:
         """Tell server 0 that this trainer is there, wait until the servers have their state, and pull what is frozen.

@@ -49,7 +49,7 @@ from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.pipeline.trials import INSTEAD, StartTrials
 from dtf.strategies.replica_digests import Part, compare_replicas
 from dtf.strategies.spmd import microbatch_load
-from dtf.strategies.start_check import Gather, differing_module
+from dtf.strategies.start_check import Gather, check_evaluation, differing_module
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import ShardedTables
@@ -280,8 +280,19 @@ class PipelineProgram(Program):
         return evaluated
 
     def trial_eval(self, batch: Batch | None) -> Evaluated | None:
-        with without_trace([stage.model for stage in self._stages.values()]):
-            return self.eval_step(batch)
+        assert batch is not None
+        models = [stage.model for stage in self._stages.values()]
+
+        def evaluate(rows: Batch) -> Evaluated:
+            return Evaluated(self._dims.total(self.eval_step(rows).sums.double().clone()), None)
+
+        with without_trace(models):
+            evaluated = self.eval_step(copy_of(batch))
+            if self.shares > 1:
+                assert self._again is not None
+                peers = self._again[0].peers(self._world)
+                check_evaluation(evaluate, batch, models, self._task, peers, INSTEAD)
+            return evaluated
 
     def _run(
         self, parts: list[Batch], factor: Tensor, enter: _MicroBatchHook, leave: _MicroBatchHook, train: bool

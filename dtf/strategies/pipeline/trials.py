@@ -16,6 +16,7 @@ from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.world import World
 from dtf.model.attributes import Attributes
 from dtf.model.changing_buffers import buffers_restored, parameter_places, refuse_changed_parameters
+from dtf.model.counters import Counters
 from dtf.model.forward import batch_norm_error, global_rng_error
 from dtf.model.memory import Footprint
 from dtf.model.seeded_dropout import find_drawing_modules
@@ -78,7 +79,8 @@ class StartTrials:
                 refuse_changed_parameters(stage.model, place, INSTEAD)
             check_buffers()
             if self._divided and check.found is None:
-                trials = Trials(lambda: self._trial(a(), 0), lambda: self._trial(b(), 1), self._modules)
+                counters = [Counters(stage.model) for stage in self._stages]
+                trials = Trials(lambda: self._trial(a(), 0), lambda: self._trial(b(), 1), self._modules, counters)
                 found = [name for attribute in attributes for name in attribute.changed()]
                 check_passes(trials, compute, self.peers(world), lambda: _changed(attributes, found), INSTEAD)
                 check_buffers()
