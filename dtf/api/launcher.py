@@ -136,7 +136,7 @@ def log_folder(log_dir: str, run_folder: Path) -> Path:
 def author_traceback(failure: Failed) -> str:
     """The traceback of an error that a recipe's author made, for people who have no log. Empty for others."""
     first, chained, _ = failure.traceback.partition("\nThe above exception was the direct cause")
-    return first.rstrip() if chained and " raised " in failure.message else ""
+    return first.rstrip() if chained and failure.by_author else ""
 
 
 def report(failure: Failed) -> None:

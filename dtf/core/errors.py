@@ -39,6 +39,8 @@ class DtfError(Exception):
     exit = Exit.BUG
     patient = False
     """Whether the process has already waited for what it misses, so that a restart at once is of no use."""
+    by_author = False
+    """Whether code of a recipe or a model raised it: its author wants the traceback."""
 
 
 class ConfigError(DtfError):

@@ -196,6 +196,7 @@ class Failed:
     message: str
     traceback: str
     patient: bool = False  # it has already waited long for what it misses, so that a restart is of no use
+    by_author: bool = False  # code of a recipe or a model raised it, as the first exception of the traceback
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,7 @@ def run_rank(
                 message,
                 "" if patient or isinstance(error, Preempted) else traceback.format_exc(),
                 patient,
+                isinstance(error, DtfError) and error.by_author,
             )
         )
         return exit

@@ -50,7 +50,7 @@ def _train(rank: Rank, enter: Callable[[str], None]) -> None:
     with name_author_errors():
         inputs = prepare_task(joined)
     if not joined.trains:
-        enter("help")
+        enter("model")  # the strategy builds one and tries it
         _run_helper(joined, inputs)
         return
     enter("model")

@@ -102,7 +102,7 @@ class _Lines:
         """`logs`: whether ranks write to logs, where their tracebacks would be."""
         self._shapes, self._guess, self._memory = "", "", ""
         self._first_loss: float | None = None
-        self._failed, self._traced, self._logs = "", False, logs
+        self._failed, self._failed_s, self._traced, self._logs = "", 0.0, False, logs
         self.begin(resumed=False)
 
     @property
@@ -134,9 +134,10 @@ class _Lines:
             case Tried(part, seconds, text, failed):
                 if failed and self._failed:
                     return  # another rank has said so
-                self._failed = part if failed else self._failed
-                if failed or part in (AGAIN if self._resumed else AT_FIRST):
-                    self._print(part, seconds, "FAILED" if failed else text or self._text(part))
+                if failed:
+                    self._failed, self._failed_s = part, seconds  # told last: rank 0 may tell of parts before
+                elif part in (AGAIN if self._resumed else AT_FIRST):
+                    self._print(part, seconds, text or self._text(part))
             case Failed() if not self._traced and self._logs:
                 text = author_traceback(event)
                 self._traced = bool(text)
@@ -146,6 +147,8 @@ class _Lines:
     def end(self, code: int) -> int:
         """The last line. Returns the exit code as it is."""
         if code:
+            if self._failed:
+                self._print(self._failed, self._failed_s, "FAILED")
             where = f" in the part {self._failed}" if self._failed else ""
             print(f"dry run: failed{where}; the error line says why; nothing is left behind", flush=True)
             return code

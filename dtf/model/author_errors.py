@@ -68,7 +68,9 @@ def author_error(error: Exception) -> DtfError | None:
         return None
     place = _place(inside)
     text = f"{who} raised {type(error).__name__}: {error}{f', at {place}' if place else ''}"
-    return DataError(text) if opens_data and isinstance(error, OSError) else ConfigError(text)
+    named = DataError(text) if opens_data and isinstance(error, OSError) else ConfigError(text)
+    named.by_author = True
+    return named
 
 
 def memory_error(error: BaseException) -> ConfigError | None:

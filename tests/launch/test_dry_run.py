@@ -43,6 +43,16 @@ def test_a_failure_names_the_part_and_the_method(run_dtf: Any) -> None:
     assert done.err.count("Traceback (most recent call last)") == 1  # the log of the rank is not kept
     assert "dry run: failed in the part evaluate" in done.out
     assert done.out.count("FAILED") == 1 and "save" not in parts(done.out)
+    assert parts(done.out)[-1] == "evaluate"
+
+
+def test_a_failure_in_a_trainer_is_one_of_the_model(run_dtf: Any) -> None:
+    """A server has the parts of the engine."""
+    servers = ["strategy=pserver", "launcher.processes=2"]
+    done = run_dtf("recipe=mistake", "recipe.mistake=forward_raises", *DRY, *servers)
+    assert done.code == Exit.CONFIG and "the forward pass of tail.1 (Part) raised RuntimeError" in done.err
+    assert "dry run: failed in the part model" in done.out
+    assert parts(done.out)[-1] == "model" and done.out.count("FAILED") == 1
     assert not done.folder.exists()
 
 

@@ -52,6 +52,12 @@ def test_a_killed_rank_changes_nothing(run_dtf) -> None:
     assert expected and tensors(killed.folder, 8) == expected
 
 
+def test_parameters_that_servers_hold_are_not_perturbed(run_dtf) -> None:
+    done = run_dtf(*SMALL, "train.steps=2", "strategy=pserver", "train.perturb=3")
+    assert done.code == Exit.CONFIG
+    assert "train.perturb=3" in done.err and "strategy=pserver" in done.err
+
+
 def test_a_divergence_is_told_once_and_recorded(run_dtf) -> None:
     done = run_dtf(*SMALL, "train.steps=2", "lr.peak=1e30", "train.log_every=1")
     assert done.code == Exit.DIVERGED
