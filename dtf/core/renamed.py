@@ -45,7 +45,7 @@ MODULES = {
         "dtf.strategies.spmd",
         {
             "alone": "single_process",
-            "waiting": "dtf.strategies.replica:pending_grad_bytes",
+            "waiting": "dtf.model.memory:pending_grad_bytes",
             "workload": "microbatch_load",
         },
     ),

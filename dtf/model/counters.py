@@ -1,4 +1,4 @@
-"""Plain numbers that every pass of a model changes, such as a count of passes: moved ahead, they show what comes later."""
+"""Plain numbers that every pass of a model changes, such as a count of passes, moved ahead to see what comes later."""
 
 from __future__ import annotations
 

@@ -112,6 +112,11 @@ def activations(trials: Sequence[tuple[int, Footprint]], rows: int, under_way: f
     )
 
 
+def pending_grad_bytes(sizes: list[int], micro_batches: int) -> int:
+    """Bytes of a gradient that waits to be added to that of the micro-batches before. `sizes`: bytes of each."""
+    return max(sizes) if micro_batches > 1 else 0
+
+
 def table_row(ranks: Sequence[Memory], who: str = "process") -> dict[str, str]:
     """The needs of the rank that needs most, for the start-up table. `who`: what to call a rank."""
     most = max(ranks, key=sum)

@@ -38,7 +38,7 @@ from dtf.model.forward import (
     with_leaves,
 )
 from dtf.model.init import layout_of
-from dtf.model.memory import Footprint, activations
+from dtf.model.memory import Footprint, activations, pending_grad_bytes
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
@@ -395,8 +395,3 @@ class Replica:
     def _begin_random(self, step: int, micro_batch: int) -> None:
         with self.receiver.lock:
             self.masks.begin_micro_batch(step, micro_batch)
-
-
-def pending_grad_bytes(sizes: list[int], micro_batches: int) -> int:
-    """Bytes of a gradient that waits to be added to that of the micro-batches before. `sizes`: bytes of each."""
-    return max(sizes) if micro_batches > 1 else 0

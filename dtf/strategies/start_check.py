@@ -132,7 +132,8 @@ def _acts_later(trials: Trials, once: Numbers, bound: float, peers: Gather) -> i
         with _moved(trials, passes), suppress(*RAISED):
             numbers = trials.a()
         everyone = peers.gather([once, numbers])
-        if peers.broadcast(None if everyone is None else any(numbers_differ(*pair, bound) for pair in everyone)):
+        found = None if everyone is None else any(numbers_differ(one, two, bound) for one, two in everyone)
+        if peers.broadcast(found):
             return passes
     return 0
 
@@ -144,9 +145,11 @@ def check_evaluation(
     task: Task,
     peers: Gather,
     instead: str,
+    modules: Callable[[], Mapping[str, nn.Module]] | None = None,
 ) -> None:
     """As `check_passes` for evaluations of these rows, the same on all ranks, unless an earlier run has made the check.
-    `models`: what `evaluate` runs on this rank. Its effects on them are the caller's to undo. Collective.
+    `models`: what `evaluate` runs on this rank; its effects on them are the caller's to undo. `modules`: see `Trials`;
+    None: those of the first model. Collective.
     """
     if not task.start_check.fresh:
         return
@@ -155,13 +158,11 @@ def check_evaluation(
     def numbers(rows: Batch) -> Numbers:
         return {f"sum {i}": value for i, value in enumerate(evaluate(copy_of(rows)).sums.tolist())}
 
-    def modules() -> dict[str, nn.Module]:
-        return {name: module for model in models for name, module in model.named_modules()}
-
     def changed() -> list[str]:
         return [name for each in attributes for name in each.changed()]
 
     attributes, counters = [Attributes(model) for model in models], [Counters(model) for model in models]
+    modules = modules or (lambda: dict(models[0].named_modules()))
     trials = Trials(lambda: numbers(some), lambda: numbers(batch), modules, counters, evaluates=True)
     check_passes(trials, task.precision.compute, peers, changed, instead)
 
@@ -214,9 +215,9 @@ def _refusal(kind: str, module: str, attributes: list[str], instead: str, evalua
         else "ranks get different numbers from the same rows"
     )
     return (
-        f"{what}{' in evaluation' if evaluates else ''}: {where}{kept if attributes else ''}. Each rank would go on from "
-        "its own rows. Make what is kept from pass to pass a buffer with a rule in the recipe's Layout.buffers, and draw "
-        f"random numbers from torch's global generator; or use {instead}"
+        f"{what}{' in evaluation' if evaluates else ''}: {where}{kept if attributes else ''}. Each rank would go on "
+        "from its own rows. Make what is kept from pass to pass a buffer with a rule in the recipe's Layout.buffers, "
+        f"and draw random numbers from torch's global generator; or use {instead}"
     )
 
 

@@ -70,6 +70,23 @@ def test_what_begins_late_is_found_before_the_next_save(
     assert kept and kept == [f"step_{step + 1:06d}" for step in range(len(kept))] and len(kept) < 4
 
 
+@pytest.mark.parametrize(("strategy", "options", "processes"), [*USUAL, pytest.param("pserver", {}, 2)])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("counts", "rows after more passes: 8 is .*passes change the attributes?.* 8.passes"),
+        ("evaluated", "rows after it has seen others in evaluation: 8 is .*passes change the attribute 8.kept"),
+        ("evaluations", "rows after more passes in evaluation: 8 is .*passes change the attribute 8.passes"),
+    ],
+)
+def test_what_would_begin_later_is_found_before_the_first_step(
+    strategy: str, options: dict[str, Any], processes: int, kind: str, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=f"ConfigError: the model gives other numbers for the same {words}"):
+        run(strategy, options, processes, kind, folder=str(tmp_path), eval_every=2)
+    assert not saved(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["always", "once", "parameter"])
 def test_each_way_to_go_astray(kind: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="ConfigError") as refused:
@@ -81,7 +98,7 @@ def test_each_way_to_go_astray(kind: str, tmp_path: Path) -> None:
         assert "8.passes, 8.seen" in text
     else:
         assert "8.scale of rank 1 is not that of rank 0" in text
-    assert saved(tmp_path) == ([] if kind == "always" else ["step_000001"])
+    assert saved(tmp_path) == ([] if kind == "always" else [f"step_{step:06d}" for step in (1, 2, 3)])
 
 
 @pytest.mark.parametrize(("strategy", "options", "processes", "kind"), SEEMING)

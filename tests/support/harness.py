@@ -187,24 +187,21 @@ class _Run:
         self.helpers = self._run_helpers() if next(iter(self.strategy.roles(1))) == "trainer" else None
         self.loader = self._rows("train", self.program.shard, self.program.micro_batch_rows)
         self.program.warmup(self.program.prepare(self._first_rows()))
+        if self.task.start_check.fresh and case.eval_every:
+            rows = evaluation_loader(self.evaluation, Shard(0, 1), 4).rows(np.arange(4), 0)
+            self.program.trial_eval(self.program.prepare(None if self.program.shard is None else rows))
         self.clock_state, self.open_window = self._load()
         for copy in self.program.replicated() if case.perturb else ():
             perturb(copy, case.perturb)
         self.world.barrier()  # all servers can be found
         self.helpers = self.helpers or self._run_helpers()
-        self.found: dict[str, Any] = {
-            "train": {},
-            "eval": {},
-            "ids": {},
-            "tensors": {},
-            "micro_batch_rows": self.program.micro_batch_rows,
-        }
+        self.found: dict[str, Any] = {"train": {}, "eval": {}, "ids": {}, "tensors": {}}
+        self.found["micro_batch_rows"] = self.program.micro_batch_rows
 
     def _first_rows(self) -> Any:
-        """The same on all ranks."""
+        last = self.epochs.batches - 1  # the same on all ranks
         if self.program.shard is None:
             return None
-        last = self.epochs.batches - 1
         ids = self.epochs.ids(0, last if self.epochs.size(last) == 1 else 0)
         return self._rows("train", Shard(0, 1), self.case.batch_size).rows(ids[:8], 0)
 

@@ -3,7 +3,8 @@
 `always`: a running mean that its outputs use, from the first pass on. `late`: the same after some passes. `once`: a
 count of its rows that is used after some passes. `shown`: its last input, to be looked at. `grown`: scratch memory of
 the longest batch that it met. `clock`: the time of its last pass. `parameter`: a parameter that some of its passes
-change behind torch's back.
+change behind torch's back. `counts`: a number of passes that is used after some. `evaluated`: a running mean that
+evaluations use. `evaluations`: a number of evaluated micro-batches that is used after some.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.support.toy import Toy
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-AFTER = 8
+AFTER = 14
 """Passes after which `late` and such begin: more than the check at the start makes."""
 
 
@@ -39,14 +40,24 @@ def build(kind: str) -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             self.kept, self.passes, self.seen, self.memory = torch.zeros(()), 0, [0], {}
+            self.walked: list[None] = []
             if kind == "parameter":
                 self.scale = nn.Parameter(torch.ones(16))
 
         def forward(self, x: Tensor) -> Tensor:
+            if kind == "evaluated":
+                self.kept = x.detach().mean() if self.training else self.kept + x.mean()
+                return torch.tanh(x if self.training else x + 0.1 * self.kept)
+            if kind == "evaluations":
+                self.passes += not self.training
+                return torch.tanh(x + (self.passes > AFTER))
             if not self.training:
                 return torch.tanh(x)
             self.passes += 1
-            late = self.passes > AFTER
+            if kind == "counts" and self.passes > AFTER:
+                x = 2 * x
+            self.walked.append(None)
+            late = len(self.walked) > AFTER
             if kind == "always" or (kind == "late" and late):
                 self.kept = 0.9 * self.kept + 0.1 * x.detach().mean()
                 x = x + self.kept

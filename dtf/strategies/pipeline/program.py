@@ -288,10 +288,9 @@ class PipelineProgram(Program):
 
         with without_trace(models):
             evaluated = self.eval_step(copy_of(batch))
-            if self.shares > 1:
-                assert self._again is not None
-                peers = self._again[0].peers(self._world)
-                check_evaluation(evaluate, batch, models, self._task, peers, INSTEAD)
+            if self.shares > 1 and self._again is not None:
+                start, task = self._again[0], self._task
+                check_evaluation(evaluate, batch, models, task, start.peers(self._world), INSTEAD, start.modules)
             return evaluated
 
     def _run(

@@ -80,7 +80,7 @@ class StartTrials:
             check_buffers()
             if self._divided and check.found is None:
                 counters = [Counters(stage.model) for stage in self._stages]
-                trials = Trials(lambda: self._trial(a(), 0), lambda: self._trial(b(), 1), self._modules, counters)
+                trials = Trials(lambda: self._trial(a(), 0), lambda: self._trial(b(), 1), self.modules, counters)
                 found = [name for attribute in attributes for name in attribute.changed()]
                 check_passes(trials, compute, self.peers(world), lambda: _changed(attributes, found), INSTEAD)
                 check_buffers()
@@ -98,7 +98,7 @@ class StartTrials:
                     stage.train()
                 return self._trial(rows(), 0)
 
-        return Passes(run, self._modules)
+        return Passes(run, self.modules)
 
     def peers(self, world: World) -> Gather:
         """The pipelines, which make the same passes: one value for each."""
@@ -171,7 +171,8 @@ class StartTrials:
         numbers = torch.cat([total, *(norm.to(total.device) for norm in norms)]).tolist()
         return dict(zip([*(f"sum {i}" for i in range(len(total))), *names], numbers, strict=True))
 
-    def _modules(self) -> Mapping[str, nn.Module]:
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Those of the stages on this rank, and the stages."""
         found: dict[str, nn.Module] = {}
         for stage in self._stages:
             found |= {name: module for name, module in stage.model.named_modules() if name}
