@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from dtf.api.layout import Layout
-from dtf.api.precision import Format
 from dtf.api.strategy import Update
 from dtf.api.task import Task
 from dtf.core.types import Batch, Evaluated, Memory, Shard, Train
@@ -55,8 +54,6 @@ from dtf.strategies.start_check import Gather, Numbers, Passes, Trials, check_pa
 from dtf.strategies.start_padding import agree, not_zero, padding_error
 from dtf.strategies.trial_numbers import pass_numbers, restore_parameters
 
-LARGE = 2.0**12
-"""By how much a loss is multiplied to find gradients that do not grow with it."""
 CLIPPED, PADDED = "clipped", "padded"
 """What `StartCheck.found` calls the gradient that does not grow with the loss, and that which padding has too."""
 
@@ -285,12 +282,10 @@ class Replica:
                 lambda: dict(self.model.named_modules()),
                 [Counters(self.model)],
             )
-            once = check_passes(trials, self._compute, peers, attributes.changed, self.instead)
-            clipped, padded = "", not_zero(self._trial(as_padding(a), 0, last=False))
-            if self._compute in (Format.fp64, Format.fp32):  # narrower gradients overflow or vanish
-                more = self._trial(a, 0, last=False, factor=LARGE)
-                clipped = not_linear(once, more, LARGE, self._compute)
-            check.passed(dict(zip((CLIPPED, PADDED), agree([clipped, padded], peers), strict=True)))
+            twice = check_passes(trials, self._compute, peers, attributes.changed, self.instead)
+            larger = not_linear(lambda factor: self._trial(a, 0, last=False, factor=factor), *twice, self._compute)
+            shown = [larger, not_zero(self._trial(as_padding(a), 0, last=False))]
+            check.passed(dict(zip((CLIPPED, PADDED), agree(shown, peers), strict=True)))
         found = check.found or {}
         self.clipped, self._padded = found[CLIPPED], found.get(PADDED, "")
         if self.pads:

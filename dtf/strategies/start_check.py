@@ -4,6 +4,7 @@ ranks take the same rows. Where the numbers differ the model keeps or draws some
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
@@ -49,6 +50,9 @@ class Gather(NamedTuple):
     broadcast: Callable[[Any], Any]
 
 
+LARGE = 2.0**12
+"""By how much a loss is multiplied to find gradients that do not grow with it; a power of two rounds nothing."""
+
 AHEAD = (1, 10, 1_000, 1_000_000)
 """By how many passes counters are moved ahead, to see what a model does later."""
 
@@ -60,9 +64,9 @@ ALONE = Gather(lambda value: [value], lambda value: value)
 
 def check_passes(
     trials: Trials, compute: Format, peers: Gather, changed: Callable[[], list[str]], instead: str
-) -> Numbers:
-    """The numbers of `trials.a`. Raise ConfigError on all ranks where rows give other numbers after other rows, or on
-    another rank. Collective.
+) -> tuple[Numbers, Numbers]:
+    """The numbers of `trials.a`, twice. Raise ConfigError on all ranks where rows give other numbers after other rows,
+    or on another rank. Collective.
 
     `changed`: names of attributes that passes have changed. `instead`: what to use for a model that cannot be divided.
     """
@@ -84,7 +88,7 @@ def check_passes(
     if kind == "count":
         ahead = _acts_later(trials, first, bound, peers)
     if kind is None or (kind == "count" and not ahead):
-        return first
+        return first, again
     with _recorded(trials.modules()) as outputs:
         trials.a()
         one = _taken(outputs)
@@ -221,18 +225,25 @@ def _refusal(kind: str, module: str, attributes: list[str], instead: str, evalua
     )
 
 
-def not_linear(once: Numbers, more: Numbers, factor: float, compute: Format) -> str:
-    """The name of a gradient that does not grow with the loss: `more` are those of `factor` x the loss. Empty: all do.
+def not_linear(trial: Callable[[float], Numbers], once: Numbers, again: Numbers, compute: Format) -> str:
+    """The name of a gradient that does not grow with the loss. Empty: all do. `trial`: those of a factor x the loss;
+    `once` and `again`: those of the loss, which show what kernels make differ.
 
     Such are those of hooks and functions that clip or round gradients.
     """
-    bound = 10 * TOLERANCES[compute]
+    least, factor = 1.0, LARGE
+    if compute is Format.fp16:  # small gradients vanish, and large ones are infinite
+        least, factor = 2.0**6, 2.0**4
+        once, again = trial(least), trial(least)
+    more = trial(least * factor)
     gradients = {name: value for name, value in once.items() if name.startswith("gradient")}
     largest = max((abs(value) for value in gradients.values()), default=0.0)
-    return next(
-        (name for name, value in gradients.items() if not abs(more.get(name, 0.0) / factor - value) <= bound * largest),
-        "",
-    )
+    for name, value in gradients.items():
+        scaled = more.get(name, 0.0) / factor
+        noise = 10 * abs(again.get(name, 0.0) - value) + 1e-6 * largest
+        if not abs(scaled - value) <= 1e-3 * abs(value) + noise and math.isfinite(scaled):
+            return name
+    return ""
 
 
 def _sums(numbers: Numbers) -> Numbers:

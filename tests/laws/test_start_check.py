@@ -35,6 +35,14 @@ def test_a_remembered_check_changes_nothing(strategy: str, options: dict[str, An
     assert remembered == made
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params", "bf16_master", "fp16"])
+def test_gradients_that_are_clipped_are_found_in_any_format(precision: str) -> None:
+    case = {**RUN, "steps": 1, "precision": precision, "checked": None}
+    clips = spread("ddp", 2, plugin="tests.support.clipping_model", recipe={"name": "clipping"}, **case)
+    assert clips["start_check"] == {"clipped": "gradient of 0.weight", "padded": ""}
+    assert spread("ddp", 2, **case)["start_check"] == {"clipped": "", "padded": ""}
+
+
 def test_what_the_check_found_is_remembered_too() -> None:
     """Gradients that a model clips are summed in place of averaged."""
     case = {"plugin": "tests.support.clipping_model", "recipe": {"name": "clipping"}, **RUN}
