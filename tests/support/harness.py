@@ -188,7 +188,7 @@ class _Run:
         self.loader = self._rows("train", self.program.shard, self.program.micro_batch_rows)
         self.program.warmup(self.program.prepare(self._first_rows()))
         if self.task.start_check.fresh and case.eval_every:
-            rows = evaluation_loader(self.evaluation, Shard(0, 1), 4).rows(np.arange(4), 0)
+            rows = evaluation_loader(self.evaluation, Shard(0, 1), 4).rows(np.arange(min(4, len(self.evaluation))), 0)
             self.program.trial_eval(self.program.prepare(None if self.program.shard is None else rows))
         self.clock_state, self.open_window = self._load()
         for copy in self.program.replicated() if case.perturb else ():

@@ -123,7 +123,7 @@ class EvaluatesWrong(Ddp):
 
 @register("strategy", "wrong_module")
 class WrongModule(Ddp):
-    """A layer in the middle adds a millionth on one rank, once the check at the start has passed."""
+    """A layer in the middle adds a millionth on one rank in training, once that was checked at the start."""
 
     def setup(self, task: Task, world: World) -> Program:
         program: Any = Ddp.setup(self, task, world)
@@ -133,7 +133,7 @@ class WrongModule(Ddp):
         def then_wrong(batch: Any) -> None:
             warmup(batch)
             if world.rank:
-                layer.register_forward_hook(lambda module, inputs, output: output + 1e-6)
+                layer.register_forward_hook(lambda module, inputs, output: output + 1e-6 * module.training)
 
         program.warmup = then_wrong
         return program
