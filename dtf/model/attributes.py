@@ -142,6 +142,30 @@ def plain_attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], st
                 yield f"{prefix}.{key}" if prefix else key, vars(module), key, value
 
 
+class ClassAttributes:
+    """What the classes of a model's modules hold, which all copies of the model in a process share."""
+
+    def __init__(self, model: nn.Module) -> None:
+        kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+        self._kinds = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins")]
+        self._values = self._now()
+
+    def changed(self) -> bool:
+        """Whether one was given another value, or a list, dict, set or tensor among them has changed."""
+        now = self._now()
+        return now.keys() != self._values.keys() or any(
+            value is not now[name][0] or state != now[name][1] for name, (value, state) in self._values.items()
+        )
+
+    def _now(self) -> dict[tuple[type, str], tuple[Any, Any]]:
+        return {
+            (kind, key): (value, value._version if isinstance(value, Tensor) else _Digest(set()).of(value, DEPTH))
+            for kind in self._kinds
+            for key, value in vars(kind).items()
+            if not key.startswith("__") and not callable(value)
+        }
+
+
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All but those of TorchScript, whose attributes are its own."""
     return ((name, module) for name, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule))

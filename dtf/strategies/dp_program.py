@@ -17,7 +17,7 @@ from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
-from dtf.model.attributes import without_trace
+from dtf.model.attributes import ClassAttributes, without_trace
 from dtf.model.forward import copy_of, few_rows, loss_dtype, merge_evaluated, rows_of, to_device
 from dtf.model.init import cast, model_of
 from dtf.model.loss_terms import per_count
@@ -71,7 +71,9 @@ class DataParallelProgram(Program):
             replica.divided = self.shares > 1
         self._few: Batch | None = None  # for passes of all replicas over the same rows
         self._in_turn = False
-        """Whether replicas compute one after the other, because the model draws from generators that they share."""
+        """Whether replicas compute one after the other, because the model draws from generators that they share, or
+        its passes change what its classes hold.
+        """
 
     def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
@@ -79,7 +81,8 @@ class DataParallelProgram(Program):
             batch = self._tables.lookup(self._receiver.train(batch, 0, 0), train=False)
         self._few = few_rows(batch)
         part = self._part(batch, 0, 8, 0)
-        self._in_turn = self._replicas[0].warmup(part, ALONE)
+        shared = ClassAttributes(self._replicas[0].model)
+        self._in_turn = self._replicas[0].warmup(part, ALONE) or shared.changed()
         for replica in self._replicas[1:]:
             replica.follow(self._replicas[0])
         self.check_replicas()  # constructors may draw from what no seed reaches

@@ -26,6 +26,24 @@ def autoencoded(make: Any) -> Any:
     return data
 
 
+@zoo_model("scratch_of_its_class", vectors(), cross_entropy, "strangers")
+class ClassScratch(nn.Module):
+    """Hands tensors from one part of its pass to another in an attribute of its class."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 12), nn.Linear(12, 12), nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ClassScratch.seen = torch.relu(self.first(x))
+        h = ClassScratch.seen
+        for _ in range(20):
+            h = torch.tanh(self.middle(h))
+        return self.last(h + ClassScratch.seen)
+
+
 @zoo_model("codebook", autoencoded(vectors()), squared_error, "state", "hidden state", "buffers")
 class Codebook(nn.Module):
     """Vector quantisation; the codes follow moving averages that the forward pass assigns."""
