@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -12,6 +11,7 @@ from dtf.api.launcher import author_traceback
 from dtf.core.errors import ConfigError, Exit
 from dtf.core.text import number_text, plain_text
 from dtf.core.types import Event, Failed, Measured, Started, Tried
+from dtf.host.scratch import scratch_folder
 from dtf.host.signals import preempting
 from dtf.runs.run_folder import Run
 
@@ -50,8 +50,8 @@ def dry_run(composed: Composed) -> int:
         )
     composed.check()
     print(f"dry run: recipe={config['recipe']['name']} strategy={strategy} launcher={launcher}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="dtf-dry-run-") as scratch, preempting(STOP_REQUESTED):
-        folder, lines = Path(scratch, "run"), _Lines(launcher == "local")
+    with scratch_folder("dtf-dry-run-") as scratch, preempting(STOP_REQUESTED):
+        folder, lines = scratch / "run", _Lines(launcher == "local")
         for first, until in ((0, FIRST), (FIRST, LAST)):
             again = composed.recompose([f"{key}={value}" for key, value in _keys(composed, folder, until).items()])
             lines.begin(resumed=bool(first))

@@ -90,8 +90,11 @@ class Dp(Strategy):
         import torch
 
         from dtf.strategies.dp_program import DataParallelProgram
+        from dtf.strategies.spmd import single_process
 
         count = self.replicas or len(self.device_ids) or world.slots
+        if count == 1 and world.device.type == "cpu" and not self.threads:
+            return single_process(task, world)
         if world.device.type == "cpu":
             devices = [world.device] * count
         else:

@@ -1,0 +1,45 @@
+"""Temporary folders that outlive a killed process no longer than until the next is made."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+LOCK = "lock"
+"""The file in such a folder that is locked as long as its process lives."""
+
+
+@contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """A temporary folder, removed at the end of the context. First those of this user are removed whose process
+    was killed: a lock on a file in the folder ends with its process.
+    """
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError):
+            _remove_unlocked(path)
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+        made = Path(name, ".made")
+        lock = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            made.rename(Path(name, LOCK))  # nobody sees it without its lock
+            yield Path(name)
+        finally:
+            os.close(lock)
+
+
+def _remove_unlocked(folder: Path) -> None:
+    """OSError where there is nothing to remove."""
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        return
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    finally:
+        os.close(lock)
