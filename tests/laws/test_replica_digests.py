@@ -78,6 +78,7 @@ def test_what_begins_late_is_found_before_the_next_save(
         ("evaluated", "rows after it has seen others in evaluation: 8 is .*passes change the attribute 8.kept"),
         ("evaluations", "rows after more passes in evaluation: 8 is .*passes change the attribute 8.passes"),
     ],
+    ids=["counts", "evaluated", "evaluations"],
 )
 def test_what_would_begin_later_is_found_before_the_first_step(
     strategy: str, options: dict[str, Any], processes: int, kind: str, words: str, tmp_path: Path

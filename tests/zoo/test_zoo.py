@@ -31,6 +31,8 @@ SAMPLE = {
     ("own_batch_norm", "fsdp"),
     ("teacher", "ddp"),
     ("counter_attribute", "ddp"),
+    ("writes_into_its_rows", "ddp"),
+    ("scratch_of_its_class", "dp"),
     ("complex_parameter", "ddp"),
     ("zero_size_parameter", "fsdp"),
     ("tensor_attribute", "fsdp"),
