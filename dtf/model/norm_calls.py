@@ -64,6 +64,7 @@ class Counted:
             calls.inside = False
 
 
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 _FORWARDS = (nn.modules.batchnorm._BatchNorm.forward, nn.modules.instancenorm._InstanceNorm.forward, Counted.forward)
 
 
@@ -71,7 +72,7 @@ def is_torchs_own(module: nn.Module) -> bool:
     """Whether a module is a batch or instance normalisation with the forward pass of torch. What an author's own does
     with its buffers, its counter and its momentum is not known: its buffers are like all others.
     """
-    return type(module).forward in _FORWARDS and "forward" not in vars(module)
+    return isinstance(module, _NORMS) and type(module).forward in _FORWARDS and "forward" not in vars(module)
 
 
 def calls_of(layer: nn.Module) -> Calls:

@@ -235,13 +235,13 @@ def not_linear(trial: Callable[[float], Numbers], once: Numbers, again: Numbers,
     if compute is Format.fp16:  # small gradients vanish, and large ones are infinite
         least, factor = 2.0**6, 2.0**4
         once, again = trial(least), trial(least)
-    more = trial(least * factor)
+    more, bound = trial(least * factor), min(TOLERANCES[compute], 1e-3)
     gradients = {name: value for name, value in once.items() if name.startswith("gradient")}
     largest = max((abs(value) for value in gradients.values()), default=0.0)
     for name, value in gradients.items():
         scaled = more.get(name, 0.0) / factor
-        noise = 10 * abs(again.get(name, 0.0) - value) + 1e-6 * largest
-        if not abs(scaled - value) <= 1e-3 * abs(value) + noise and math.isfinite(scaled):
+        noise = 10 * abs(again.get(name, 0.0) - value)
+        if not abs(scaled - value) <= bound * (abs(value) + 1e-3 * largest) + noise and math.isfinite(scaled):
             return name
     return ""
 

@@ -50,6 +50,7 @@ compute.TrainerModel.__init__ = _locked(compute.TrainerModel.__init__)
 compute.TrainerModel.warmup = _locked(compute.TrainerModel.warmup)
 compute.TrainerModel.forward_backward = _locked(compute.TrainerModel.forward_backward)
 compute.TrainerModel.evaluate = _locked(compute.TrainerModel.evaluate)
+compute.TrainerModel.trial_eval = _locked(compute.TrainerModel.trial_eval)
 
 
 def train(rank: int, size: int, folder: str, which: str, **case: Any) -> dict[str, Any]:
