@@ -73,6 +73,7 @@ class Spmd(Program):
         self._average = dims.average if dims else world.average
         self._synced, self._exchange = True, exchange
         self._few: Batch | None = None  # for passes of all replicas over the same rows
+        self._few_evaluated: Batch | None = None  # of the evaluation, whose rows may have another form
         self._unsaved: Unsaved | None = None
         replica.divided = self.shares > 1
         bounds = micro_batch_bounds(task.step.batch_size, self.micro_batch_rows)
@@ -163,6 +164,7 @@ class Spmd(Program):
 
     def trial_eval(self, batch: Batch | None) -> Evaluated | None:
         assert batch is not None
+        self._few_evaluated = batch
         with without_trace([self._replica.model]):
             evaluated = self.eval_step(copy_of(batch))
             if self._replica.divided:
@@ -213,7 +215,9 @@ class Spmd(Program):
 
         def numbers() -> Numbers:
             trained = self._replica.passes(few).run()
-            evaluated = self.trial_eval(few) if self._tables is None else None
+            if self._few_evaluated is None:
+                return trained
+            evaluated = self.trial_eval(self._few_evaluated)
             sums = [] if evaluated is None else evaluated.sums.tolist()
             return trained | {f"evaluated {i}": value for i, value in enumerate(sums)}
 

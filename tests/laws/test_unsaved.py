@@ -11,12 +11,13 @@ from dtf.core.types import Event, Failed, Note, Place, Saved
 from dtf.engine.train import work
 
 
-def events(folder: Path, kind: str, until: int = 4, strategy: str = "ddp") -> list[Event]:
+def events(folder: Path, kind: str, until: int = 4, strategy: str = "ddp", soft: bool = False) -> list[Event]:
     """Of four steps in this process, each of which is saved."""
     options = ["launcher=inline", "launcher.devices=cpu", "observer=[]", "train.steps=4", "seed=1"]
     options.append(f"strategy={strategy}")
     saves = ["checkpoint=every", "checkpoint.every_steps=1", f"train.until={until}", "train.epochs=null"]
     plugin = ["plugins=[tests.support.keeping_model]", "recipe=keeping", f"recipe.kind={kind}", "step.batch_size=16"]
+    plugin.append(f"recipe.soft={soft}")
     plugin.append("recipe.batch_norm=false")  # which cancels what is added to its inputs
     seen: list[Event] = []
     config = compose([*plugin, *options, *saves]).config
@@ -47,6 +48,11 @@ def test_what_changes_no_number_or_is_saved_is_not(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize("strategy", ["dp", "fsdp", "pipeline"])
 def test_on_one_process_under_any_strategy(strategy: str, tmp_path: Path) -> None:
     assert len(warnings(events(tmp_path, "tensor", strategy=strategy))) == 1
+
+
+def test_evaluations_take_rows_of_the_evaluation(tmp_path: Path) -> None:
+    """Those of the training may have another form."""
+    assert len(warnings(events(tmp_path, "tensor", soft=True))) == 1
 
 
 def test_a_run_that_goes_on_is_warned_too(tmp_path: Path) -> None:

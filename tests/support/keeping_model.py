@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dtf.api.layout import Layout
+from dtf.api.recipe import Dataset
 from dtf.api.registry import option, register
+from dtf.core.types import Batch
+from dtf.model.metrics import weighted_sums
 from tests.support.toy import Toy
 
 
@@ -43,9 +47,40 @@ class Keeping(nn.Module):
 @register("recipe", "keeping")
 class KeepingRecipe(Toy):
     kind: str = option(default="none", doc="what the model keeps")
+    soft: bool = option(default=False, doc="whether targets of training are probabilities")
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(Keeping(self.kind), super().build_model())
 
     def layout(self, model: nn.Module) -> Layout:
         return Layout()
+
+    def open_data(self, split: str, seed: int) -> Dataset:
+        rows = super().open_data(split, seed)
+        return Soft(rows) if self.soft and split == "train" else rows
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        if self.soft:
+            assert torch.is_grad_enabled() == (targets.dim() == 2), "rows of the other split"
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+    def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
+        return (
+            weighted_sums(batch.weight, loss, loss)
+            if batch.targets.dim() == 2
+            else super().measure(outputs, batch, loss)
+        )
+
+
+class Soft(Dataset):
+    """Rows whose targets are a probability for each class."""
+
+    def __init__(self, rows: Dataset) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self._rows.fetch(ids, epoch)
+        return inputs, nn.functional.one_hot(targets, 4).to(inputs)
