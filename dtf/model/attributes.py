@@ -131,7 +131,7 @@ def _restore(tensor: Tensor, before: Tensor) -> None:
 def digests(model: nn.Module) -> dict[str, str]:
     """Full name of each plain attribute that has a value which can be compared -> a text that differs with it."""
     modules = {id(module) for module in model.modules()}
-    return {name: text for name, _, _, value in plain_attributes(model) if (text := _Digest(modules).of(value, DEPTH))}
+    return {name: text for name, _, _, value in plain_attributes(model) if (text := Digest(modules).of(value, DEPTH))}
 
 
 def plain_attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
@@ -140,30 +140,6 @@ def plain_attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], st
         for key, value in _own(vars(module)):
             if not (key in _COUNTED and "_calls" in vars(module)):
                 yield f"{prefix}.{key}" if prefix else key, vars(module), key, value
-
-
-class ClassAttributes:
-    """What the classes of a model's modules hold, which all copies of the model in a process share."""
-
-    def __init__(self, model: nn.Module) -> None:
-        kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-        self._kinds = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins")]
-        self._values = self._now()
-
-    def changed(self) -> bool:
-        """Whether one was given another value, or a list, dict, set or tensor among them has changed."""
-        now = self._now()
-        return now.keys() != self._values.keys() or any(
-            value is not now[name][0] or state != now[name][1] for name, (value, state) in self._values.items()
-        )
-
-    def _now(self) -> dict[tuple[type, str], tuple[Any, Any]]:
-        return {
-            (kind, key): (value, value._version if isinstance(value, Tensor) else _Digest(set()).of(value, DEPTH))
-            for kind in self._kinds
-            for key, value in vars(kind).items()
-            if not key.startswith("__") and not callable(value)
-        }
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -175,7 +151,7 @@ def _own(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     return ((key, value) for key, value in list(values.items()) if key not in _TORCHS_OWN and key != "training")
 
 
-class _Digest:
+class Digest:
     """Texts for the value of one attribute, which look at MOST_ITEMS items."""
 
     def __init__(self, modules: set[int]) -> None:

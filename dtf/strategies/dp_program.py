@@ -17,12 +17,13 @@ from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
-from dtf.model.attributes import ClassAttributes, without_trace
+from dtf.model.attributes import without_trace
 from dtf.model.forward import copy_of, few_rows, loss_dtype, merge_evaluated, rows_of, to_device
 from dtf.model.init import cast, model_of
 from dtf.model.loss_terms import per_count
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import Receiver
+from dtf.model.shared_state import SharedState
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
@@ -72,7 +73,7 @@ class DataParallelProgram(Program):
         self._few: Batch | None = None  # for passes of all replicas over the same rows
         self._in_turn = False
         """Whether replicas compute one after the other, because the model draws from generators that they share, or
-        its passes change what its classes hold.
+        its passes change what replicas share, see `SharedState`.
         """
 
     def warmup(self, batch: Batch | None) -> None:
@@ -81,8 +82,8 @@ class DataParallelProgram(Program):
             batch = self._tables.lookup(self._receiver.train(batch, 0, 0), train=False)
         self._few = few_rows(batch)
         part = self._part(batch, 0, 8, 0)
-        shared = ClassAttributes(self._replicas[0].model)
-        self._in_turn = self._replicas[0].warmup(part, ALONE) or shared.changed()
+        shared = SharedState(self._replicas[0].model, self._task.recipe)
+        self._in_turn = self._replicas[0].warmup(part, ALONE) or bool(shared.changed())
         for replica in self._replicas[1:]:
             replica.follow(self._replicas[0])
         self.check_replicas()  # constructors may draw from what no seed reaches
@@ -149,9 +150,11 @@ class DataParallelProgram(Program):
 
     def trial_eval(self, batch: Batch | None) -> Evaluated | None:
         assert batch is not None
+        first = self._replicas[0]
         with without_trace([replica.model for replica in self._replicas]):
+            shared = SharedState(first.model, self._task.recipe)
             evaluated = self.eval_step(copy_of(batch))
-            first = self._replicas[0]
+            self._in_turn = self._in_turn or bool(shared.changed())
             if first.divided:
 
                 def evaluate(rows: Batch) -> Evaluated:

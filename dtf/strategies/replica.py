@@ -111,6 +111,8 @@ class Replica:
         self.clipped = ""
         """A gradient that does not grow with the loss, as `warmup` found; empty: all do."""
         self._padded = ""  # a gradient that is not zero for padding rows
+        self.start_numbers: Numbers = {}
+        """Of a trial pass of `warmup`."""
         self.pads = False
         """Whether a full batch has a pass over padding on some rank."""
         self.counts: Tensor | None = None
@@ -251,7 +253,7 @@ class Replica:
                     self._trial(rows[0], 0)
                 self._begin_random(0, 0)
                 seeded = self.masks.rng_state()
-                self._trial(rows[1], 0)
+                self.start_numbers = self._trial(rows[1], 0)
                 drew = self.masks.draws_elsewhere or self.masks.drew(seeded)
                 if self.divided:
                     refuse_hooks_on_sums(self.model, self.instead)

@@ -54,3 +54,18 @@ def test_padding_of_the_last_batch_alone_is_refused_when_it_comes(strategy: str)
     assert difference(reference(**two), spread(strategy, 2, **two)) < 1e-10
     with pytest.raises(AssertionError, match="the gradient of 0.weight is not zero where the loss is zero"):
         spread(strategy, 2, **added(steps=3))
+
+
+def sharing(place: str) -> dict[str, Any]:
+    return {"plugin": "tests.support.sharing_model", "recipe": {"name": "sharing", "place": place}}
+
+
+@pytest.mark.parametrize("place", ["module", "recipe"])
+def test_replicas_that_share_a_place_compute_in_turn(place: str) -> None:
+    assert difference(reference(**sharing(place)), spread("dp", 2, **sharing(place))) < 1e-10
+
+
+def test_threads_that_share_a_place_are_refused() -> None:
+    options = {"servers": 1, "mode": "async", "staleness": 4, "hogwild_threads": 2}
+    with pytest.raises(AssertionError, match=r"strategy\.hogwild_threads=2: passes change .*_GATES, which all threads"):
+        spread("pserver", 1, options=options, **sharing("module"))

@@ -49,8 +49,20 @@ def test_a_recipe_may_draw_by_name(strategy: str, options: dict) -> None:
     assert difference(reference(**case), run) < 1e-10
 
 
-@pytest.mark.parametrize("strategy", ["dp", "ddp", "fsdp"])
-def test_constructors_that_draw_apart_are_refused(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("dp", {}),
+        ("ddp", {}),
+        ("fsdp", {}),
+        ("pserver", {"servers": 1}),
+        ("pserver", {"servers": 1, "team": 2}),
+        ("pserver", {"servers": 1, "mode": "async", "staleness": 4, "hogwild_threads": 2}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_constructors_that_draw_apart_are_refused(strategy: str, options: dict) -> None:
     """What they keep is in no tensor that could be sent."""
-    with pytest.raises(AssertionError, match="different numbers (from|for) the same rows"):
-        spread(strategy, 2, plugin="tests.support.unseeded_model", recipe={"name": "unseeded"})
+    processes = 1 if "hogwild_threads" in options else 2
+    with pytest.raises(AssertionError, match="(different|other) numbers (from|for) the same rows"):
+        spread(strategy, processes, options=options, plugin="tests.support.unseeded_model", recipe={"name": "unseeded"})

@@ -6,14 +6,14 @@ import random
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from dtf.model.attributes import GENERATOR, Attributes, ClassAttributes, digests
+from dtf.model.attributes import GENERATOR, Attributes, digests
 
 
 class Keeps(nn.Module):
@@ -63,20 +63,3 @@ def test_an_object_in_a_container_is_restored() -> None:
     assert kept.changed() == ["nested"]
     kept.restore()
     assert model.nested["object"].seen == 0 and list(model.nested) == ["list", "object"]
-
-
-def test_what_a_class_holds_is_seen_to_change() -> None:
-    class Shares(nn.Module):
-        last: Any = None
-        names: ClassVar[list[str]] = []
-
-    kept = ClassAttributes(nn.Sequential(Shares(), nn.Linear(2, 2)))
-    assert not kept.changed()
-    Shares.names.append("a")
-    assert kept.changed()
-    kept = ClassAttributes(Shares())
-    Shares.last = torch.zeros(2)
-    assert kept.changed()
-    kept = ClassAttributes(Shares())
-    Shares.last.add_(1)
-    assert kept.changed()

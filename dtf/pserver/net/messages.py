@@ -51,10 +51,10 @@ def hello_schemas() -> tuple[Schema, Schema]:
 
     `starter`: launch id of the trainer, the same as long as the same launcher restarts it. `facts`: JSON text of what
     all processes must have alike. `uneven`: JSON list of the normalisations that its passes do not call exactly once,
-    see `BatchNormStatistics.release`. `refusal`: why this trainer cannot take part; empty where it can. `taken`:
-    whether the reason is that another trainer of this number is alive.
+    see `BatchNormStatistics.release`. `start`: JSON of its `TrainerStart`. `refusal`: why this trainer cannot take
+    part; empty where it can. `taken`: whether the reason is that another trainer of this number is alive.
     """
-    return Schema({"trainer": int, "starter": str}, {"facts": BYTES, "uneven": BYTES}), Schema(
+    return Schema({"trainer": int, "starter": str}, {"facts": BYTES, "uneven": BYTES, "start": BYTES}), Schema(
         {"ready": int, "taken": int}, {"refusal": BYTES}
     )
 

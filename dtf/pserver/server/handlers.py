@@ -21,7 +21,9 @@ from dtf.pserver.net.messages import EXCHANGE, HELLO, LATE, LEASE, NO, OVER, REA
 from dtf.pserver.net.transport import Refused
 from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Pull
+from dtf.pserver.same_start import TrainerStart, start_difference
 from dtf.pserver.server.program import ServerProgram
+from dtf.strategies.start_check import TOLERANCES
 
 LONGEST_WAIT_S = 5.0
 """A handler waits at most so long for something to happen, whatever the request asks for."""
@@ -41,6 +43,8 @@ class Servicer:
         self._program, self._facts, self._lease_s = program, facts, lease_s
         self._names = list(task.recipe.tables())
         self._leads, self._metric_count = rank == 0, 1 + len(task.recipe.train_metrics)
+        self._bound = TOLERANCES[task.precision.compute]
+        self._first: tuple[int, TrainerStart] | None = None  # the trainer that joined first, and its model
         self._hello, self._lease = messages.hello_schemas(), messages.lease_schemas()
         self._exchange, self._report = messages.exchange_schemas(task.recipe), messages.report_schemas()
         self.handlers: dict[str, Callable[[bytes], bytes]] = {EXCHANGE: self.exchange}
@@ -58,6 +62,7 @@ class Servicer:
         taken, uneven = False, messages.json_of(message, "uneven") if "uneven" in message.arrays else []
         if not isinstance(uneven, list) or not all(isinstance(name, str) for name in uneven):
             raise Refused("uneven is no list of names")
+        start = _start_in(message)
         with program.change:
             ready = program.change.wait_for(lambda: program.begun or program.over, LONGEST_WAIT_S)
             if ready and not refusal:
@@ -65,7 +70,7 @@ class Servicer:
                 program.change.wait_for(lambda: self._other(trainer, launch_id, asked) != SILENT, LONGEST_WAIT_S)
                 heard = self._other(trainer, launch_id, asked)
                 ready, taken = heard is None, heard not in (None, SILENT)
-                refusal = self._release(frozenset(uneven)) if ready else ""
+                refusal = (self._other_start(trainer, start) or self._release(frozenset(uneven))) if ready else ""
                 if ready and not refusal:
                     program.ledger.join(trainer, time.monotonic(), launch_id)
                     program.change.notify_all()
@@ -76,6 +81,20 @@ class Servicer:
             )
         text = np.frombuffer(refusal.encode(errors="backslashreplace"), np.uint8)
         return encode(self._hello[1], {"ready": int(ready), "taken": int(taken)}, {"refusal": text})
+
+    def _other_start(self, trainer: int, start: TrainerStart | None) -> str:
+        """Why a trainer with this model cannot take part; empty where it can. `change` is held."""
+        if start is None:
+            return ""
+        if self._first is None:
+            self._first = trainer, start
+        first, known = self._first
+        found = start_difference(known, start, self._bound)
+        return found and (
+            f"the model of trainer {trainer} is not that of trainer {first}: it {found}. Servers send parameters and "
+            "buffers to all trainers, and nothing else; draw what the constructor keeps from torch's global generator, "
+            "which is seeded, or make it a buffer; if no attribute is named, look at the machine"
+        )
 
     def _release(self, uneven: frozenset[str]) -> str:
         """Why a trainer with these unevenly called normalisations cannot take part; empty where it can."""
@@ -262,3 +281,13 @@ class Servicer:
             {"state": state, "known": int(known), "reason": self._program.reason},
             messages.pack_leases(leases),
         )
+
+
+def _start_in(message: Message) -> TrainerStart | None:
+    """What a trainer that joins says of its model; None: nothing."""
+    if "start" not in message.arrays:
+        return None
+    try:
+        return TrainerStart.from_json(messages.json_of(message, "start"))
+    except ValueError as error:
+        raise Refused(f"start: {error}") from None

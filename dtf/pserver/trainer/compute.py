@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -20,13 +20,15 @@ from dtf.model.attributes import without_trace
 from dtf.model.forward import copy_of, global_rng_error, loss_dtype, rows_of, zero_rows_for_tables
 from dtf.model.init import cast, model_of
 from dtf.model.loss_terms import per_count
+from dtf.model.shared_state import SharedState
 from dtf.pserver.net.compression import rounded
 from dtf.pserver.net.messages import NONE
 from dtf.pserver.param_slices import Layout, views
+from dtf.pserver.same_start import TrainerStart
 from dtf.pserver.trainer.prefetch import PreparedBatch
 from dtf.strategies.own_memory import refuse_shared_memory
 from dtf.strategies.replica import Replica
-from dtf.strategies.start_check import ALONE, check_evaluation
+from dtf.strategies.start_check import ALONE, check_evaluation, differing_module
 
 ByTable = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Table -> ids (U,) and numbers (U, columns)."""
@@ -112,6 +114,8 @@ class TrainerModel:
             [block.of(self.parameters[block.name].data) for block in layout.learning] for layout in layouts
         ]
         self._threads = threads
+        self._few: Batch | None = None  # for passes of all copies over the same rows
+        self.start: TrainerStart | None = None  # after `warmup`
         # stamps of what the parameters are, by server
         self._loaded: list[int] = first._loaded if first else [NONE] * len(layouts)
         self._loading = first._loading if first else threading.Lock()
@@ -126,7 +130,9 @@ class TrainerModel:
         if tables:
             batch = self.replica.receiver.train(batch, 0, 0)
             batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, tables))
-        drew = self.replica.warmup(rows_of(batch, 0, 8), ALONE)
+        batch = rows_of(batch, 0, 8)
+        with self._nothing_shared():
+            drew = self.replica.warmup(batch, ALONE)
         if self.replica.changing and self._no_buffers:
             raise ConfigError(
                 f"strategy=pserver: the forward pass changes the buffer {self.replica.changing.names[0]}, and "
@@ -134,6 +140,40 @@ class TrainerModel:
             )
         if drew and self._threads > 1:
             raise global_rng_error("pserver", "and the threads of strategy.hogwild_threads share one generator")
+        self._few = batch
+        self.start = TrainerStart.of(self.replica)
+
+    def follow(self, first: TrainerModel) -> None:
+        """Take over what the `warmup` of another model of this process has found. ConfigError where this one gives
+        other numbers.
+        """
+        assert first._few is not None
+        self.replica.follow(first.replica)
+        passes = [first.replica.passes(first._few), self.replica.passes(first._few)]
+        self.refuse_other_model(differing_module(passes, self._task.precision.compute, ALONE))
+        self.start = first.start
+
+    @staticmethod
+    def refuse_other_model(module: str | None) -> None:
+        """Raise ConfigError for what `differing_module` has found."""
+        if module is not None:
+            raise ConfigError(
+                "strategy=pserver: copies of the model in one trainer give different numbers for the same rows: "
+                f"{module or 'the loss'} is the first to differ. They have the same parameters and buffers; draw what "
+                "the constructor keeps elsewhere from torch's global generator, which is seeded, or make it a buffer"
+            )
+
+    @contextmanager
+    def _nothing_shared(self) -> Iterator[None]:
+        """A context for passes. ConfigError where several threads compute, and passes change what they share."""
+        shared = SharedState(self.replica.model, self._task.recipe) if self._threads > 1 else None
+        yield
+        names = shared.changed() if shared else []
+        if names:
+            raise ConfigError(
+                f"strategy.hogwild_threads={self._threads}: passes change {', '.join(names[:3])}, which all threads "
+                "share; keep it in the module itself, or use strategy.hogwild_threads=1"
+            )
 
     def trial_eval(self, batch: Batch) -> Evaluated:
         """Evaluate a few rows, with zeros in place of rows of sparse tables, without a trace."""
@@ -141,7 +181,7 @@ class TrainerModel:
         if tables:
             batch = self.replica.receiver.evaluate(batch)
             batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, tables))
-        with without_trace([self.replica.model]):
+        with without_trace([self.replica.model]), self._nothing_shared():
             evaluated = self.replica.evaluate(copy_of(batch))
             check_evaluation(
                 self.replica.evaluate, batch, [self.replica.model], self._task, ALONE, self.replica.instead

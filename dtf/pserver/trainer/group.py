@@ -6,6 +6,7 @@ they form a new group: no process is ever in two groups.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -151,6 +152,21 @@ class TrainerGroup:
     def _group(self, tensor: Tensor) -> Any:
         return self._device if tensor.is_cuda else self._host
 
+    def gather(self, value: Any) -> list[Any] | None:
+        """The values of all processes, which JSON can say, at the first one; None at the others. Collective."""
+        if not self.is_leader:
+            self._send_value(0, value)
+            return None
+        return [value, *(self._receive_value(member) for member in self.others)]
+
+    def send_value(self, value: Any) -> Any:
+        """The first process's value, which JSON can say, at all. Collective."""
+        if not self.is_leader:
+            return self._receive_value(0)
+        for member in self.others:
+            self._send_value(member, value)
+        return value
+
     # ------------------------------------------------------------ one to another, in host memory
 
     def send_order(self, topic: Topic, *numbers: float) -> None:
@@ -190,6 +206,15 @@ class TrainerGroup:
         """Send lists of integers; the receiver knows how many lists."""
         self.send(topic, member, np.array([len(numbers) for numbers in lists], np.int64))
         self.send(topic, member, np.concatenate(lists).astype(np.int64, copy=False))
+
+    def _send_value(self, member: int, value: Any) -> None:
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        self.send(Topic.WORK, member, np.array([len(text)]))
+        self.send(Topic.WORK, member, text)
+
+    def _receive_value(self, member: int) -> Any:
+        (length,) = self.receive(Topic.WORK, member, (1,), np.int64)
+        return json.loads(self.receive(Topic.WORK, member, (int(length),), np.uint8).tobytes())
 
     def receive_lists(self, topic: Topic, member: int, count: int) -> list[np.ndarray]:
         """Inverse of `send_lists`."""

@@ -22,13 +22,16 @@ from torch import Tensor
 from dtf.api.strategy import RoleContext
 from dtf.api.task import Task
 from dtf.core.types import Batch, Evaluated, Train
+from dtf.model.author_errors import name_author_errors
+from dtf.model.forward import to_device
 from dtf.model.init import DTYPES
 from dtf.pserver.leases import EVALUATE, TRAIN, Lease
 from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.trainer.compute import ModelSetup, PulledState, TrainerModel
 from dtf.pserver.trainer.group import Topic, TrainerGroup
 from dtf.pserver.trainer.prefetch import WAIT_S, PreparedBatch
-from dtf.pserver.trainer.reader import BatchReader
+from dtf.pserver.trainer.reader import BatchReader, rows_to_try
+from dtf.strategies.start_check import Gather, differing_module
 
 Rows = Mapping[str, np.ndarray]
 """Table -> rows (U, width) of the distinct ids of one process, or their gradients."""
@@ -108,6 +111,15 @@ class GroupModel(TrainerModel):
         self._others = [parameter.data for parameter in self.parameters.values() if not parameter.requires_grad] + list(
             self.replica.model.buffers()
         )
+
+    def warmup(self, batch: Batch) -> None:
+        """Collective: the models of all processes are compared, see `TrainerModel.follow`."""
+        super().warmup(batch)
+        assert self._few is not None
+        self._send_params(whole=True)
+        team = Gather(self._team.gather, self._team.send_value)
+        passes = [self.replica.passes(self._few)]
+        self.refuse_other_model(differing_module(passes, self._task.precision.compute, team))
 
     def _send_params(self, whole: bool) -> None:
         """Copy the leader's learning parameters, and with `whole` all else that the model has, to all. Collective."""
@@ -288,6 +300,8 @@ def run_follower(task: Task, context: RoleContext, team: TrainerGroup, shares: i
     """Run a follower to the end of the run. `shares`: into how many leases the rows of a step are cut."""
     rows, device = task.step.rows_each(shares * team.part.count), torch.device(context.place.device)
     follower = FollowerModel(team, ModelSetup(task, device, [], shares, rows))  # the first process speaks with servers
+    with name_author_errors():
+        follower.warmup(to_device(rows_to_try(context.open, shares, rows), device, task))
     follower.run(context, BatchReader(task, context.open, device, rows, 1, team.part))
 
 

@@ -73,6 +73,8 @@ def run_trainers(
             )
         )
     trainers[0].warmup()
+    for trainer in trainers[1:]:
+        trainer.follow(trainers[0])
     if len(trainers) == 1:
         trainers[0].run()
     else:

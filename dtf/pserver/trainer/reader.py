@@ -63,3 +63,12 @@ class BatchReader:
         first, last = micro_batches_of(len(bounds) - 1, share)
         at = [bound - bounds[first] for bound in bounds[first : last + 1]]
         return self._receiver.join(batch, at, lambda part, j: self._receiver.train(part, ticket.step, first + j))
+
+
+def rows_to_try(open: Open, shares: int, micro_batch_rows: int) -> Batch:
+    """Rows for the passes of a start, the same for all trainers."""
+    loader = open("train", Shard(0, shares), micro_batch_rows)
+    last = loader.batches - 1  # it may be a single row, which not every model can compute
+    batch = loader.get(0, last if loader.size(last) == 1 else 0)
+    assert batch is not None
+    return batch

@@ -17,7 +17,7 @@ import torch
 from dtf.api.strategy import RoleContext
 from dtf.api.task import Task
 from dtf.core.errors import BusyError, ConfigError
-from dtf.core.types import WHOLE, Shard, Train
+from dtf.core.types import WHOLE, Train
 from dtf.model.author_errors import name_author_errors
 from dtf.model.forward import to_device
 from dtf.model.init import construct
@@ -36,7 +36,7 @@ from dtf.pserver.trainer.group import TrainerGroup
 from dtf.pserver.trainer.group_compute import GroupReader, LeaderModel
 from dtf.pserver.trainer.local_sgd import LocalSgd
 from dtf.pserver.trainer.prefetch import DEADLINE_S, WAIT_S, Prefetcher, PreparedBatch
-from dtf.pserver.trainer.reader import BatchReader
+from dtf.pserver.trainer.reader import BatchReader, rows_to_try
 
 if TYPE_CHECKING:
     from dtf.pserver.options import PserverOptions
@@ -290,11 +290,12 @@ class Trainer:
         with name_author_errors():
             self._warmup()
 
+    def follow(self, first: Trainer) -> None:
+        """In place of `warmup`, after that of another trainer of this process. ConfigError where models differ."""
+        self._model.follow(first._model)
+
     def _warmup(self) -> None:
-        loader = self._context.open("train", Shard(0, self._shares), self._micro_batch_rows)
-        last = loader.batches - 1  # it may be a single row, which not every model can compute
-        batch = loader.get(0, last if loader.size(last) == 1 else 0)
-        assert batch is not None
+        batch = rows_to_try(self._context.open, self._shares, self._micro_batch_rows)
         self._model.warmup(to_device(batch, self._model.device, self._task))
         rows = min(TRIAL_ROWS, self._task.step.evaluation_rows)
         batch = self._context.open("eval", WHOLE, rows).get(0, 0)
@@ -311,12 +312,16 @@ class Trainer:
         ConfigError when this process differs from server 0 in what all must have alike; BusyError when another trainer
         has this number.
         """
-        facts = np.frombuffer(json.dumps(self._context.facts).encode(), np.uint8)
-        uneven = np.frombuffer(json.dumps(sorted(self._model.replica.statistics.uneven)).encode(), np.uint8)
+        said = {
+            "facts": self._context.facts,
+            "uneven": sorted(self._model.replica.statistics.uneven),
+            "start": self._model.start,
+        }
+        texts = {name: np.frombuffer(json.dumps(value).encode(), np.uint8) for name, value in said.items() if value is not None}
         ready = False
         while not ready:
             self._context.beat("wait", 0)
-            request = encode(self._hellos[0], self._identity, {"facts": facts, "uneven": uneven})
+            request = encode(self._hellos[0], self._identity, texts)
             answer = decode(self._hellos[1], self._servers[0].call(HELLO, request, DEADLINE_S))
             refusal = answer.arrays["refusal"].tobytes().decode()
             if refusal:
