@@ -101,7 +101,7 @@ class Attributes:
             items = []
         elif isinstance(value, tuple):
             items = list(value)
-        elif _has_fields(value):
+        elif has_fields(value):
             fields = dict(vars(value))
             self._restorers.append(lambda: (vars(value).clear(), vars(value).update(fields)))
             items = list(fields.values())
@@ -188,7 +188,7 @@ class Digest:
             members = sorted(repr(item)[:80] for item in value) if len(value) <= self._left else []
             self._left -= len(members)
             return f"{len(value)} {members}"
-        return f"({self.of(vars(value), depth - 1)})" if _has_fields(value) else ""
+        return f"({self.of(vars(value), depth - 1)})" if has_fields(value) else ""
 
     def _some(self, items: Collection[Any]) -> list[Any]:
         """As many items as are still looked at."""
@@ -208,7 +208,7 @@ def _crc(array: np.ndarray) -> str:
     return f"{zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data if array.size else b''):08x}"
 
 
-def _has_fields(value: Any) -> bool:
+def has_fields(value: Any) -> bool:
     """Whether a value is an object of someone's own class, with attributes that may change."""
     module = type(value).__module__.partition(".")[0]
     return hasattr(value, "__dict__") and not callable(value) and module not in ("torch", "dtf", "builtins", "numpy")

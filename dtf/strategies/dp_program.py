@@ -17,7 +17,6 @@ from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
-from dtf.model.attributes import without_trace
 from dtf.model.forward import copy_of, few_rows, loss_dtype, merge_evaluated, rows_of, to_device
 from dtf.model.init import cast, model_of
 from dtf.model.loss_terms import per_count
@@ -31,6 +30,7 @@ from dtf.strategies.replica import Replica
 from dtf.strategies.replica_digests import compare_replicas
 from dtf.strategies.spmd import microbatch_load
 from dtf.strategies.start_check import ALONE, check_evaluation, differing_module
+from dtf.strategies.trial_numbers import trial
 
 
 class DataParallelProgram(Program):
@@ -151,7 +151,7 @@ class DataParallelProgram(Program):
     def trial_eval(self, batch: Batch | None) -> Evaluated | None:
         assert batch is not None
         first = self._replicas[0]
-        with without_trace([replica.model for replica in self._replicas]):
+        with trial([replica.model for replica in self._replicas], self._task):
             shared = SharedState(first.model, self._task.recipe)
             evaluated = self.eval_step(copy_of(batch))
             self._in_turn = self._in_turn or bool(shared.changed())

@@ -18,7 +18,6 @@ from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.world import World
 from dtf.model.annotate import section
-from dtf.model.attributes import without_trace
 from dtf.model.error_context import name_failing_module
 from dtf.model.forward import (
     copy_of,
@@ -38,6 +37,7 @@ from dtf.strategies.replica import Replica
 from dtf.strategies.replica_digests import compare_replicas, whole_and_slices
 from dtf.strategies.start_check import Gather, Numbers, check_evaluation, differing_module
 from dtf.strategies.start_padding import pads
+from dtf.strategies.trial_numbers import trial
 from dtf.strategies.unsaved import Unsaved
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class Spmd(Program):
     def trial_eval(self, batch: Batch | None) -> Evaluated | None:
         assert batch is not None
         self._few_evaluated = batch
-        with without_trace([self._replica.model]):
+        with trial([self._replica.model], self._task):
             evaluated = self.eval_step(copy_of(batch))
             if self._replica.divided:
                 peers = Gather(self._world.gather, self._world.broadcast)

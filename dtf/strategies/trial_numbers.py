@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
 import torch
 from torch import Tensor, nn
 
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.distributed.sharding import is_dtensor, local
+from dtf.model.attributes import without_trace
 from dtf.model.changing_buffers import Places, parameter_places
 from dtf.model.init import init_model
+from dtf.strategies.pass_probes import WrittenParameters
 from dtf.strategies.start_check import Numbers
 
 
@@ -33,13 +38,27 @@ def pass_numbers(model: nn.Module, sums: Tensor) -> tuple[Numbers, dict[str, Ten
     return dict(zip(names, numbers.tolist(), strict=True)), whole
 
 
-@torch.no_grad()
 def restore_parameters(model: nn.Module, task: Task, places: Places) -> None:
     """Give parameters that trial passes have changed since `places` the values they start from."""
     now = parameter_places(model)
-    changed = [name for name, place in places.items() if now.get(name) != place]
-    if changed:
+    _put_start(model, task, [name for name, place in places.items() if now.get(name) != place])
+
+
+@contextmanager
+def trial(models: Sequence[nn.Module], task: Task) -> Iterator[None]:
+    """A context for evaluations before the first step, whose effects on models are undone at its end."""
+    with without_trace(models), ExitStack() as stack:
+        written = [stack.enter_context(WrittenParameters(model)) for model in models]
+        yield
+    for model, found in zip(models, written, strict=True):
+        _put_start(model, task, found.found)
+
+
+@torch.no_grad()
+def _put_start(model: nn.Module, task: Task, names: Collection[str]) -> None:
+    """Give these parameters the values they start from."""
+    if names:
         start = dict(init_model(task.recipe, task.seed, task.weights).named_parameters())
         for name, parameter in model.named_parameters():
-            if name in changed:
+            if name in names:
                 parameter.data.copy_(start[name].data)

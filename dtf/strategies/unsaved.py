@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.api.precision import Format
+from dtf.distributed.sharding import local
 from dtf.model.attributes import GENERATOR, Attributes
 from dtf.strategies.start_check import TOLERANCES, Gather, Numbers, numbers_differ
 
@@ -36,15 +37,18 @@ class Unsaved:
         names = peers.broadcast(None if everyone is None else list(dict.fromkeys(chain(*everyone))))
         if not names:
             return ""
-        now = numbers()
         attributes, buffers = Attributes(self._model), self._now()
+        parameters = [local(p).detach().to("cpu", copy=True) for p in self._model.parameters()]
         try:
+            now = numbers()
+            self._put_parameters(parameters)
             self._attributes.restore()
             self._put(self._buffers)
             then = numbers()
         finally:
             attributes.restore()
             self._put(buffers)
+            self._put_parameters(parameters)
         matters = peers.gather(numbers_differ(now, then, TOLERANCES[compute]))
         if not peers.broadcast(None if matters is None else any(matters)):
             return ""
@@ -65,6 +69,14 @@ class Unsaved:
         """Copies of the buffers that are not saved."""
         kept = self._saved | self._scratch
         return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers() if name not in kept}
+
+    @torch.no_grad()
+    def _put_parameters(self, parameters: list[Tensor]) -> None:
+        """Undo what passes have done to parameters, which one process may do."""
+        for parameter, value in zip(self._model.parameters(), parameters, strict=True):
+            own = local(parameter).detach()
+            if not torch.equal(own.cpu(), value):
+                own.copy_(value)
 
     def _put(self, buffers: dict[str, Tensor]) -> None:
         """Give the model these buffers in place of those that are not saved."""

@@ -16,7 +16,6 @@ from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import WHOLE, Batch, Evaluated, Shard
 from dtf.data.batches import micro_batch_bounds, micro_batches_of, share_within
-from dtf.model.attributes import without_trace
 from dtf.model.forward import copy_of, global_rng_error, loss_dtype, rows_of, zero_rows_for_tables
 from dtf.model.init import cast, model_of
 from dtf.model.loss_terms import per_count
@@ -29,6 +28,7 @@ from dtf.pserver.trainer.prefetch import PreparedBatch
 from dtf.strategies.own_memory import refuse_shared_memory
 from dtf.strategies.replica import Replica
 from dtf.strategies.start_check import ALONE, check_evaluation, differing_module
+from dtf.strategies.trial_numbers import trial
 
 ByTable = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Table -> ids (U,) and numbers (U, columns)."""
@@ -181,7 +181,7 @@ class TrainerModel:
         if tables:
             batch = self.replica.receiver.evaluate(batch)
             batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, tables))
-        with without_trace([self.replica.model]), self._nothing_shared():
+        with trial([self.replica.model], self._task), self._nothing_shared():
             evaluated = self.replica.evaluate(copy_of(batch))
             check_evaluation(
                 self.replica.evaluate, batch, [self.replica.model], self._task, ALONE, self.replica.instead

@@ -317,7 +317,11 @@ class Trainer:
             "uneven": sorted(self._model.replica.statistics.uneven),
             "start": self._model.start,
         }
-        texts = {name: np.frombuffer(json.dumps(value).encode(), np.uint8) for name, value in said.items() if value is not None}
+        texts = {
+            name: np.frombuffer(json.dumps(value).encode(), np.uint8)
+            for name, value in said.items()
+            if value is not None
+        }
         ready = False
         while not ready:
             self._context.beat("wait", 0)

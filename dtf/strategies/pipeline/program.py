@@ -24,7 +24,6 @@ from dtf.distributed.p2p import P2PChannel
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
-from dtf.model.attributes import without_trace
 from dtf.model.forward import (
     ForwardPass,
     copy_of,
@@ -50,6 +49,7 @@ from dtf.strategies.pipeline.trials import INSTEAD, StartTrials
 from dtf.strategies.replica_digests import Part, compare_replicas
 from dtf.strategies.spmd import microbatch_load
 from dtf.strategies.start_check import Gather, check_evaluation, differing_module
+from dtf.strategies.trial_numbers import trial
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import ShardedTables
@@ -286,7 +286,7 @@ class PipelineProgram(Program):
         def evaluate(rows: Batch) -> Evaluated:
             return Evaluated(self._dims.total(self.eval_step(rows).sums.double().clone()), None)
 
-        with without_trace(models):
+        with trial(models, self._task):
             evaluated = self.eval_step(copy_of(batch))
             if self.shares > 1 and self._again is not None:
                 start, task = self._again[0], self._task

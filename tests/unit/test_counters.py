@@ -1,0 +1,71 @@
+"""Plain numbers that every pass changes are found wherever a model keeps them, and moved ahead for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from dtf.model.counters import Counters
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.still = 0, 3
+        self.table = {"seen": 0.0}
+        self.items = [0, 7]
+        self.state: Any = SimpleNamespace(step=0, inner=SimpleNamespace(step=0))
+        self.state.owner = self.state  # objects may hold each other
+        self.data = list(range(1000))
+
+
+def _step(model: Keeps) -> None:
+    model.calls += 2
+    model.table["seen"] += 0.5
+    model.items[0] += 1
+    model.state.step += 1
+    model.state.inner.step -= 1
+    model.data[0] += 1
+
+
+FOUND: dict[str, tuple[Callable[[Keeps], float], float]] = {
+    "1.calls": (lambda model: model.calls, 6 + 20),
+    "1.table['seen']": (lambda model: model.table["seen"], 1.5 + 5),
+    "1.items[0]": (lambda model: model.items[0], 3 + 10),
+    "1.state.step": (lambda model: model.state.step, 3 + 10),
+    "1.state.inner.step": (lambda model: model.state.inner.step, -3 - 10),
+}
+
+
+def counted(model: Keeps, passes: int = 3) -> Counters:
+    counters = Counters(nn.Sequential(nn.Linear(2, 2), model))
+    for _ in range(passes):
+        _step(model)
+        counters.note()
+    return counters
+
+
+def test_numbers_that_all_passes_change_are_named() -> None:
+    assert sorted(counted(Keeps()).names()) == sorted(FOUND)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_they_are_moved_ahead_and_back(name: str) -> None:
+    read, ahead = FOUND[name]
+    counters = counted(model := Keeps())
+    before = read(model)
+    with counters.ahead(10):
+        assert read(model) == ahead
+    assert read(model) == before
+
+
+def test_what_a_list_has_lost_is_left_out() -> None:
+    counters = counted(model := Keeps())
+    model.items.clear()
+    with counters.ahead(10):
+        assert model.items == [] and model.calls == 26
+    assert model.items == []
