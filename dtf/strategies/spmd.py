@@ -35,7 +35,7 @@ from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.replica import Replica
 from dtf.strategies.replica_digests import compare_replicas, whole_and_slices
-from dtf.strategies.start_check import Gather, Numbers, check_evaluation, differing_module
+from dtf.strategies.start_check import Gather, check_evaluation, differing_module
 from dtf.strategies.start_padding import pads
 from dtf.strategies.trial_numbers import trial
 from dtf.strategies.unsaved import Unsaved
@@ -73,7 +73,6 @@ class Spmd(Program):
         self._average = dims.average if dims else world.average
         self._synced, self._exchange = True, exchange
         self._few: Batch | None = None  # for passes of all replicas over the same rows
-        self._few_evaluated: Batch | None = None  # of the evaluation, whose rows may have another form
         self._unsaved: Unsaved | None = None
         replica.divided = self.shares > 1
         bounds = micro_batch_bounds(task.step.batch_size, self.micro_batch_rows)
@@ -92,7 +91,10 @@ class Spmd(Program):
             batch = self._tables.lookup(self._replica.receiver.train(batch, 0, 0), train=False)
         self._few = few_rows(batch)
         peers = Gather(self._world.gather, self._world.broadcast)
-        self._watch_unsaved()
+        if self.shares == 1:
+            models, scratch = [self._replica.model], self._replica.scratch
+            run = self._replica.passes(self._few).run
+            self._unsaved = Unsaved(models, scratch, run, self._task.precision.compute, peers)
         if self._dims is None:
             self._replica.warmup(batch, peers)
             if self._replica.clipped:
@@ -164,7 +166,8 @@ class Spmd(Program):
 
     def trial_eval(self, batch: Batch | None) -> Evaluated | None:
         assert batch is not None
-        self._few_evaluated = batch
+        if self._unsaved:
+            self._unsaved.evaluate = lambda: self.trial_eval(batch)
         with trial([self._replica.model], self._task):
             evaluated = self.eval_step(copy_of(batch))
             if self._replica.divided:
@@ -195,36 +198,13 @@ class Spmd(Program):
         if self._few is None:
             return None
         if self.shares == 1:
-            return self._warn_of_unsaved()
+            return self._unsaved and self._unsaved.warning()
         place = f"part {self._dims.axis_rank}" if self._dims else "model"
         parts = [*whole_and_slices(self._update.held()), self._replica.part(place, {})]
         compute, peers = self._task.precision.compute, Gather(self._world.gather, self._world.broadcast)
         passes, firsts = [self._replica.passes(self._few)], Gather(self._gather_firsts, self._world.broadcast)
         compare_replicas([parts], peers, lambda: differing_module(passes, compute, firsts), self._replica.instead)
         return None
-
-    def _watch_unsaved(self) -> None:
-        if self.shares == 1:
-            self._unsaved = Unsaved(self._replica.model, self._replica.scratch)
-
-    def _warn_of_unsaved(self) -> str | None:
-        """Once, what passes have changed that no checkpoint holds."""
-        unsaved, few = self._unsaved, self._few
-        if unsaved is None or few is None:
-            return None
-
-        def numbers() -> Numbers:
-            trained = self._replica.passes(few).run()
-            if self._few_evaluated is None:
-                return trained
-            evaluated = self.trial_eval(self._few_evaluated)
-            sums = [] if evaluated is None else evaluated.sums.tolist()
-            return trained | {f"evaluated {i}": value for i, value in enumerate(sums)}
-
-        peers = Gather(self._world.gather, self._world.broadcast)
-        text = unsaved.warning(numbers, self._task.precision.compute, peers)
-        self._unsaved = None if text else unsaved
-        return text
 
     def _gather_firsts(self, value: Any) -> list[Any] | None:
         """As `World.gather`, the value of one rank of each replica: others may have slices of the outputs."""

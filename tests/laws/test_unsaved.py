@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from dtf.config.compose import compose
 from dtf.core.types import Event, Failed, Note, Place, Saved
 from dtf.engine.train import work
+from tests.support import harness
+from tests.support.ranks import ranks
 
 
 def events(folder: Path, kind: str, until: int = 4, strategy: str = "ddp", soft: bool = False) -> list[Event]:
@@ -58,3 +62,23 @@ def test_evaluations_take_rows_of_the_evaluation(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_is_warned_too(tmp_path: Path) -> None:
     events(tmp_path, "tensor", until=2)
     assert len(warnings(events(tmp_path, "tensor"))) == 1
+
+
+def warned(rank: int, size: int, **case: Any) -> dict[str, Any]:
+    """A run on this rank, what it says before a save, and its tensors before and after that."""
+    run = harness._Run(rank, size, harness.Case(**case))
+    run.fit()
+    before = [parameter.clone() for copy in run.program.replicated() for parameter in copy.values()]
+    texts = [run.program.check_replicas() for _ in range(2)]
+    after = [parameter for copy in run.program.replicated() for parameter in copy.values()]
+    return run.result() | {"texts": texts, "left": all(map(torch.equal, before, after))}
+
+
+@pytest.mark.parametrize(("strategy", "degree"), [("pipeline", 2), ("tensor", 2)])
+def test_ranks_that_divide_one_model_say_it_once(strategy: str, degree: int) -> None:
+    recipe = {"name": "keeping", "kind": "tensor", "batch_norm": False}
+    case: dict[str, Any] = {"plugin": "tests.support.keeping_model", "recipe": recipe, "options": {"degree": degree}}
+    first, second = ranks(2, "tests.laws.test_unsaved:warned", strategy=strategy, shared=True, slots=2, **case)
+    assert first["texts"] == second["texts"] and first["left"] and second["left"]
+    text, again = first["texts"]
+    assert "0.kept" in text and again is None

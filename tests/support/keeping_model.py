@@ -53,15 +53,18 @@ class KeepingRecipe(Toy):
         return nn.Sequential(Keeping(self.kind), super().build_model())
 
     def layout(self, model: nn.Module) -> Layout:
-        return Layout()
+        toy = super().layout(model[1])  # type: ignore[index]
+        blocks = [tuple(f"1.{name}" for name in names) for names in toy.blocks]
+        return Layout((("0",), *blocks), {f"1.{name}": split for name, split in toy.splits.items()})
 
     def open_data(self, split: str, seed: int) -> Dataset:
         rows = super().open_data(split, seed)
         return Soft(rows) if self.soft and split == "train" else rows
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        if self.soft:
-            assert torch.is_grad_enabled() == (targets.dim() == 2), "rows of the other split"
+        if not self.soft:
+            return super().loss(outputs, targets)
+        assert torch.is_grad_enabled() == (targets.dim() == 2), "rows of the other split"
         return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:

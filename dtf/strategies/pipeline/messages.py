@@ -33,6 +33,17 @@ class PipelineRanks(NamedTuple):
     def last(self) -> int:
         return self.stages - 1
 
+    def early_bytes(self, rank: int) -> int:
+        """Of gradients that a rank has received ahead of the last passes."""
+        gradients = [channel for channel in self.backward if channel.target == rank]
+        return sum(channel.byte_count for channel in gradients[-AHEAD:])
+
+    def waiting_bytes(self, rank: int) -> int:
+        """Of messages that wait in the memory of a rank at once, at most."""
+        received = [channel.byte_count for channel in (*self.forward, *self.backward) if channel.target == rank]
+        sent_back = [channel.byte_count for channel in self.backward if channel.source == rank]
+        return AHEAD * max(received, default=0) + UNANSWERED * max(sent_back, default=0)
+
 
 def channels(
     pipelines: list[list[int]], stages: int, rank: int, device: torch.device

@@ -20,7 +20,6 @@ from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.device_mesh import ParallelDims
-from dtf.distributed.p2p import P2PChannel
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
@@ -41,7 +40,7 @@ from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.optim.update import update_applied
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
-from dtf.strategies.pipeline.messages import AHEAD, UNANSWERED, PipelineRanks, StageMessages
+from dtf.strategies.pipeline.messages import PipelineRanks, StageMessages
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
 from dtf.strategies.pipeline.shared_tensors import CopiedBuffers, RenamedSource, SharedTensors
 from dtf.strategies.pipeline.stage import Stage
@@ -50,6 +49,7 @@ from dtf.strategies.replica_digests import Part, compare_replicas
 from dtf.strategies.spmd import microbatch_load
 from dtf.strategies.start_check import Gather, check_evaluation, differing_module
 from dtf.strategies.trial_numbers import trial
+from dtf.strategies.unsaved import Unsaved
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import ShardedTables
@@ -107,6 +107,7 @@ class PipelineProgram(Program):
         self._synced = True
         self._trials: list[tuple[int, Footprint]] = []
         self._again: tuple[StartTrials, Callable[[], Batch]] | None = None  # for passes of all pipelines over one batch
+        self._unsaved: Unsaved | None = None
         self._row_bytes = 0.0  # of messages that wait in memory
         dtype = loss_dtype(task)
         self._one = torch.ones((), device=world.device, dtype=dtype)
@@ -140,26 +141,21 @@ class PipelineProgram(Program):
         def run(part: Batch, enter: _MicroBatchHook) -> Evaluated:
             return self._run([part], self._one, enter, _nothing, train=True)
 
-        trials = StartTrials(list(self._stages.values()), self._shared, run, self._early_bytes, self._dims)
-        compute, check = self._task.precision.compute, self._task.start_check
+        stages, compute, check = list(self._stages.values()), self._task.precision.compute, self._task.start_check
+        trials = StartTrials(
+            stages, self._shared, run, lambda: self._pipeline.early_bytes(self._world.rank), self._dims
+        )
+        if self.shares == 1:
+            models, scratch = [stage.model for stage in stages], {name for stage in stages for name in stage.scratch}
+            peers = Gather(self._world.gather, self._world.broadcast)
+            self._unsaved = Unsaved(models, scratch, trials.passes(lambda: part(0)).run, compute, peers)
         trials.make(part(0, 2), lambda: part(0), lambda: part(1), compute, self._world, check)
         rows[:] = [few_rows(part) for part in rows]  # not the whole batch
         self._again = trials, lambda: part(0)
         self._trials = trials.measured
-        received = [channel.byte_count for channel in self._channels() if channel.target == self._world.rank]
-        sent_back = [channel.byte_count for channel in self._pipeline.backward if channel.source == self._world.rank]
-        waiting = AHEAD * max(received, default=0) + UNANSWERED * max(sent_back, default=0)
-        self._row_bytes = waiting / self._trials[-1][0]
+        self._row_bytes = self._pipeline.waiting_bytes(self._world.rank) / self._trials[-1][0]
         counted = self._world.gather(self._counted)
         self._counted = self._world.broadcast(any(counted) if counted else None)
-
-    def _early_bytes(self) -> int:
-        """Of gradients that were received ahead of the last passes."""
-        gradients = [channel for channel in self._pipeline.backward if channel.target == self._world.rank]
-        return sum(channel.byte_count for channel in gradients[-AHEAD:])
-
-    def _channels(self) -> list[P2PChannel]:
-        return [*self._pipeline.forward, *self._pipeline.backward]
 
     def memory(self) -> Memory:
         parameters, gradients, optimizer, tables = self._update.bytes()
@@ -286,6 +282,8 @@ class PipelineProgram(Program):
         def evaluate(rows: Batch) -> Evaluated:
             return Evaluated(self._dims.total(self.eval_step(rows).sums.double().clone()), None)
 
+        if self._unsaved:
+            self._unsaved.evaluate = lambda: self.trial_eval(batch)
         with trial(models, self._task):
             evaluated = self.eval_step(copy_of(batch))
             if self.shares > 1 and self._again is not None:
@@ -319,7 +317,7 @@ class PipelineProgram(Program):
                 leave(self._stages[s], j)
                 with section("backward"):
                     self._backward(s, j, held.pop((s, j)), messages)
-        for channel in self._channels():
+        for channel in (*self._pipeline.forward, *self._pipeline.backward):
             channel.flush()
         return merge_evaluated(measured, self._world.device)
 
@@ -363,13 +361,14 @@ class PipelineProgram(Program):
                 stage.statistics.average(self._dims.average)
             self._synced = True
 
-    def check_replicas(self) -> None:
+    def check_replicas(self) -> str | None:
         if self.shares == 1 or self._again is None:
-            return
+            return self._unsaved and self._unsaved.warning()
         parts = [self._part(stage) for stage in self._stages.values()]
         (trials, rows), compute = self._again, self._task.precision.compute
         peers, pipelines = Gather(self._world.gather, self._world.broadcast), trials.peers(self._world)
         compare_replicas([parts], peers, lambda: differing_module([trials.passes(rows)], compute, pipelines), INSTEAD)
+        return None
 
     def _part(self, stage: Stage) -> Part:
         buffers = {name: buffer for name, buffer in stage.model.named_buffers() if name not in stage.scratch}
