@@ -29,36 +29,39 @@ MOST_ITEMS = 10_000
 """Of all containers in an attribute; of larger ones the first items and the number of items are compared."""
 MOST_BYTES = 1 << 26
 """Of an array or a text in an attribute; of larger ones evenly spaced numbers, and the ends, are compared."""
+_MOST_KEPT, _MOST_KEPT_ITEMS = 1 << 20, 1000
+"""Bytes of an array, and items of a container, that a recipe's loss may keep."""
 _COUNTED = frozenset({"_calls", "momentum"})
 """Attributes of normalisations that dtf changes from step to step, see `BatchNormStatistics`."""
 
 
 class Attributes:
-    """The attributes of all modules of a model as they are now."""
+    """The attributes of all modules of a model as they are now, and those of its recipe, where one is given."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._modules = [(name, module, dict(vars(module))) for name, module in _modules(model)]
+    def __init__(self, model: nn.Module, recipe: object = None) -> None:
+        self._model, self._recipe = model, recipe
+        self._holders = [(holder, dict(vars(holder))) for _, holder in _holders(model, recipe)]
         self._restorers: list[Callable[[], Any]] = []
         seen: set[int] = {id(module) for module in model.modules()}
-        for _, _, values in self._modules:
+        for holder, values in self._holders:
             for _, value in _own(values):
-                self._keep(value, seen, DEPTH)
-        self._digests = digests(model)
+                if holder is not recipe or is_small(value):
+                    self._keep(value, seen, DEPTH)
+        self._digests = digests(model, recipe)
 
     def restore(self) -> None:
-        """Give all modules their attributes back."""
+        """Give all their attributes back."""
         with torch.no_grad():
-            for _, module, values in self._modules:
-                for key in [key for key, _ in _own(vars(module)) if key not in values]:
-                    del vars(module)[key]
-                vars(module).update(_own(values))
+            for holder, values in self._holders:
+                for key in [key for key, _ in _own(vars(holder)) if key not in values]:
+                    del vars(holder)[key]
+                vars(holder).update(_own(values))
             for restore in self._restorers:
                 restore()
 
     def changed(self) -> list[str]:
         """Names of attributes that are not as they were."""
-        now = digests(self._model)
+        now = digests(self._model, self._recipe)
         names = [name for name in {**self._digests, **now} if self._digests.get(name) != now.get(name)]
         return [name + GENERATOR * now.get(name, "").startswith(("generator", "random")) for name in names]
 
@@ -113,12 +116,12 @@ class Attributes:
 
 
 @contextmanager
-def without_trace(models: Sequence[nn.Module]) -> Iterator[None]:
+def without_trace(models: Sequence[nn.Module], recipe: object = None) -> Iterator[None]:
     """A context for passes whose effects on buffers and attributes are undone at its end."""
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(buffers_restored(model))
-            stack.callback(Attributes(model).restore)
+            stack.callback(Attributes(model, recipe).restore)
         yield
 
 
@@ -128,23 +131,41 @@ def _restore(tensor: Tensor, before: Tensor) -> None:
         tensor.copy_(before)
 
 
-def digests(model: nn.Module) -> dict[str, str]:
+def digests(model: nn.Module, recipe: object = None) -> dict[str, str]:
     """Full name of each plain attribute that has a value which can be compared -> a text that differs with it."""
     modules = {id(module) for module in model.modules()}
-    return {name: text for name, _, _, value in plain_attributes(model) if (text := Digest(modules).of(value, DEPTH))}
+    plain = plain_attributes(model, recipe)
+    return {name: text for name, _, _, value in plain if (text := Digest(modules).of(value, DEPTH))}
 
 
-def plain_attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-    """(full name, attributes of its module, key, value) of each that torch does not keep and dtf does not change."""
-    for prefix, module in _modules(model):
-        for key, value in _own(vars(module)):
-            if not (key in _COUNTED and "_calls" in vars(module)):
-                yield f"{prefix}.{key}" if prefix else key, vars(module), key, value
+def plain_attributes(model: nn.Module, recipe: object = None) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+    """(full name, attributes of its holder, key, value) of each that torch does not keep and dtf does not change."""
+    for prefix, holder in _holders(model, recipe):
+        for key, value in _own(vars(holder)):
+            counted = key in _COUNTED and "_calls" in vars(holder)
+            if not counted and (holder is not recipe or is_small(value)):
+                yield f"{prefix}.{key}" if prefix else key, vars(holder), key, value
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All but those of TorchScript, whose attributes are its own."""
-    return ((name, module) for name, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule))
+def is_small(value: Any) -> bool:
+    """Whether an attribute of a recipe may be what its loss keeps: large values and objects are its data, which other
+    threads may read meanwhile.
+    """
+    if isinstance(value, Tensor | np.ndarray):
+        return value.nbytes <= _MOST_KEPT
+    if isinstance(value, dict | list | tuple | deque | set):
+        items = value.values() if isinstance(value, dict) else value
+        return len(value) <= _MOST_KEPT_ITEMS and all(is_small(item) for item in list(items))
+    return not has_fields(value)
+
+
+def _holders(model: nn.Module, recipe: object) -> Iterator[tuple[str, object]]:
+    """The modules, without those of TorchScript, whose attributes are its own; and the recipe."""
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            yield name, module
+    if recipe is not None:
+        yield "recipe", recipe
 
 
 def _own(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:

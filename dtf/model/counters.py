@@ -21,16 +21,16 @@ class _Place(NamedTuple):
 
 
 class Counters:
-    """The plain numbers of a model's modules, and of dicts, lists and objects in their attributes."""
+    """The plain numbers of a model's modules and of its recipe, and of dicts, lists and objects in their attributes."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, recipe: object = None) -> None:
+        self._model, self._recipe = model, recipe
         self._values: dict[str, list[float]] = {}
         self._places: dict[str, _Place] = {}
 
     def note(self) -> None:
         """Called after each of several passes."""
-        for name, place in _numbers(self._model):
+        for name, place in _numbers(self._model, self._recipe):
             self._places[name] = place
             self._values.setdefault(name, []).append(place.holder[place.key])
 
@@ -62,9 +62,9 @@ def _there(place: _Place) -> bool:
     return place.key in place.holder if isinstance(place.holder, dict) else place.key < len(place.holder)
 
 
-def _numbers(model: nn.Module) -> Iterator[tuple[str, _Place]]:
+def _numbers(model: nn.Module, recipe: object) -> Iterator[tuple[str, _Place]]:
     seen = {id(module) for module in model.modules()}
-    for name, holder, key, value in plain_attributes(model):
+    for name, holder, key, value in plain_attributes(model, recipe):
         yield from _inside(name, holder, key, value, seen, DEPTH)
 
 

@@ -43,9 +43,10 @@ class Losses:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self.undivided = False
-        """Whether each global batch is one micro-batch, so that any scalar means what it says."""
+        """Whether each global batch is one micro-batch, so that any scalar will do."""
         self._who = f"{type(recipe).__name__}.loss"
-        self._mean: Mean | None = None  # of a scalar loss, once that is proved
+        self._mean: Mean | None = None  # of a scalar loss, where that is proved
+        self._tried = False
 
     def __call__(self, outputs: Any, batch: Batch) -> LossTerms:
         """The loss of a micro-batch. Without host synchronisation, but for the first scalar.
@@ -109,10 +110,11 @@ class Losses:
 
     def _scalar(self, loss: Tensor, outputs: Any, batch: Batch) -> LossTerms:
         rows = len(batch.weight)
-        if self._mean is None and (self.undivided or not torch.is_grad_enabled()):  # an evaluation divides nothing
+        if not self._tried and torch.is_grad_enabled():
+            self._mean, self._tried = proved(self._recipe.loss, outputs, batch.targets), True
+        mean = self._mean
+        if mean is None and (self.undivided or not torch.is_grad_enabled()):  # an evaluation divides nothing
             mean = Mean.rows
-        else:
-            mean = self._mean = self._mean or proved(self._recipe.loss, outputs, batch.targets)
         if mean is None:
             raise self._refused()
         if mean is Mean.rows:
@@ -151,4 +153,4 @@ class Losses:
 
     def follow(self, other: Losses) -> None:
         """Take over what another one has found."""
-        self.undivided, self._mean = other.undivided, other._mean
+        self.undivided, self._mean, self._tried = other.undivided, other._mean, other._tried

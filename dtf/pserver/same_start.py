@@ -28,10 +28,10 @@ class TrainerStart(NamedTuple):
     attributes: dict[str, int]
 
     @classmethod
-    def of(cls, replica: Replica) -> TrainerStart:
+    def of(cls, replica: Replica, recipe: object) -> TrainerStart:
         """That of a replica, after its `warmup`."""
         tensors = [*replica.model.parameters(), *replica.model.buffers()]
-        texts = digests(replica.model)
+        texts = digests(replica.model, recipe)
         return cls(
             replica.start_numbers,
             zlib.crc32(repr(fingerprints(tensors)).encode()),

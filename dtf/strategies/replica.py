@@ -242,7 +242,7 @@ class Replica:
         self._trials, self._warming = [], True
         self._passes.loss.undivided = not self.divided and not self._cuts
         rows = rows_of(batch, 0, 2), rows_of(batch, 0, 4), rows_of(batch, max(0, len(batch.ids) - 4), len(batch.ids))
-        attributes, places = Attributes(self.model), parameter_places(self.model)
+        attributes, places = Attributes(self.model, self._task.recipe), parameter_places(self.model)
         try:
             with buffers_restored(self.model) as changed:
                 with self.masks.find_other_generators(), count_calls(self.statistics.layers(), self.masks) as calls:
@@ -282,7 +282,7 @@ class Replica:
                 lambda: self._trial(a, 0, last=False),
                 lambda: self._trial(b, 1, last=False),
                 lambda: dict(self.model.named_modules()),
-                [Counters(self.model)],
+                [Counters(self.model, self._task.recipe)],
             )
             twice = check_passes(trials, self._compute, peers, attributes.changed, self.instead)
             larger = not_linear(lambda factor: self._trial(a, 0, last=False, factor=factor), *twice, self._compute)
@@ -313,7 +313,7 @@ class Replica:
         """Trial passes over these rows at any time, without a trace. Collective where passes are."""
 
         def run() -> Numbers:
-            attributes = Attributes(self.model)
+            attributes = Attributes(self.model, self._task.recipe)
             self.model.train()
             try:
                 with buffers_restored(self.model), torch.random.fork_rng(devices=[]):
@@ -326,7 +326,7 @@ class Replica:
     def part(self, name: str, parameters: Mapping[str, Tensor]) -> Part:
         """What replicas are to have alike, see `Part`."""
         buffers = {key: buffer for key, buffer in self.model.named_buffers() if key not in self.scratch}
-        return Part(name, {**parameters, **buffers}, self.model)
+        return Part(name, {**parameters, **buffers}, self.model, self._task.recipe)
 
     def follow(self, other: Replica) -> None:
         """Take over what `warmup` has found of another copy of the model."""

@@ -29,6 +29,9 @@ class Part(NamedTuple):
     model: nn.Module | None = None
     """Whose plain attributes are compared too."""
 
+    recipe: object = None
+    """As `model`."""
+
 
 _Digests = dict[str, tuple[dict[str, int], dict[str, str]]]
 """Name of a part -> digests of its tensors and attributes, by name."""
@@ -96,7 +99,7 @@ def _digests(parts: Sequence[Part]) -> _Digests:
     tensors: dict[str, dict[str, int]] = {part.name: {} for part in parts}
     for part, name in names:
         tensors[part][name] = next(numbers)
-    return {part.name: (tensors[part.name], digests(part.model) if part.model else {}) for part in parts}
+    return {part.name: (tensors[part.name], digests(part.model, part.recipe) if part.model else {}) for part in parts}
 
 
 def _crc(value: Any) -> int:

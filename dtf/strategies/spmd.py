@@ -94,7 +94,7 @@ class Spmd(Program):
         if self.shares == 1:
             models, scratch = [self._replica.model], self._replica.scratch
             run = self._replica.passes(self._few).run
-            self._unsaved = Unsaved(models, scratch, run, self._task.precision.compute, peers)
+            self._unsaved = Unsaved(models, self._task.recipe, scratch, run, self._task.precision.compute, peers)
         if self._dims is None:
             self._replica.warmup(batch, peers)
             if self._replica.clipped:

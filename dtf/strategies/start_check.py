@@ -165,7 +165,10 @@ def check_evaluation(
     def changed() -> list[str]:
         return [name for each in attributes for name in each.changed()]
 
-    attributes, counters = [Attributes(model) for model in models], [Counters(model) for model in models]
+    attributes, counters = (
+        [Attributes(model, task.recipe) for model in models],
+        [Counters(model, task.recipe) for model in models],
+    )
     modules = modules or (lambda: dict(models[0].named_modules()))
     trials = Trials(lambda: numbers(some), lambda: numbers(batch), modules, counters, evaluates=True)
     check_passes(trials, task.precision.compute, peers, changed, instead)

@@ -47,7 +47,7 @@ def restore_parameters(model: nn.Module, task: Task, places: Places) -> None:
 @contextmanager
 def trial(models: Sequence[nn.Module], task: Task) -> Iterator[None]:
     """A context for evaluations before the first step, whose effects on models are undone at its end."""
-    with without_trace(models), ExitStack() as stack:
+    with without_trace(models, task.recipe), ExitStack() as stack:
         written = [stack.enter_context(WrittenParameters(model)) for model in models]
         yield
     for model, found in zip(models, written, strict=True):

@@ -23,7 +23,7 @@ NAMED = 4
 
 class Unsaved:
     """Attributes, and buffers that are not saved, of the models of this process as they are now: after a start, also
-    one that resumes.
+    one that resumes. Attributes of their recipe, too.
 
     `train`: the numbers of a few rows, without a trace but in parameters. `scratch`: buffers that are no part of the
     run's state. `peers`: the ranks that make the same passes.
@@ -32,6 +32,7 @@ class Unsaved:
     def __init__(
         self,
         models: Sequence[nn.Module],
+        recipe: object,
         scratch: Collection[str],
         train: Callable[[], Numbers],
         compute: Format,
@@ -40,7 +41,7 @@ class Unsaved:
         self.evaluate: Callable[[], Evaluated | None] | None = None
         """The sums of a few rows of the evaluation, as of `train`; None: nothing is evaluated."""
         self._train, self._compute, self._peers = train, compute, peers
-        self._kept = [_Kept(model, scratch) for model in models]
+        self._kept = [_Kept(model, recipe, scratch) for model in models]
         self._said = False
 
     def warning(self) -> str | None:
@@ -80,8 +81,8 @@ class Unsaved:
 class _Kept:
     """What one model has that is not saved, as it is now."""
 
-    def __init__(self, model: nn.Module, scratch: Collection[str]) -> None:
-        self._model, self._attributes = model, Attributes(model)
+    def __init__(self, model: nn.Module, recipe: object, scratch: Collection[str]) -> None:
+        self._model, self._recipe, self._attributes = model, recipe, Attributes(model, recipe)
         saved = set(model.state_dict(keep_vars=True))
         self._saved = {name for name, _ in model.named_buffers() if name in saved} | set(scratch)
         self._buffers = self._now()
@@ -97,7 +98,7 @@ class _Kept:
         """A context at whose end the model is as at its begin. Yields what makes it as it was when this was made, with
         the parameters of the begin: one process may change these in its passes.
         """
-        attributes, buffers = Attributes(self._model), self._now()
+        attributes, buffers = Attributes(self._model, self._recipe), self._now()
         parameters = [local(parameter).detach().to("cpu", copy=True) for parameter in self._model.parameters()]
 
         def put() -> None:

@@ -64,6 +64,19 @@ def test_a_batch_without_labels_has_a_gradient_of_zero(strategy: str, options: d
     assert all(norm > 0 for norm in norms) if labelled else norms == [0.0] * len(norms)
 
 
+@pytest.mark.parametrize("labelled", [0, 6, 1000])
+@pytest.mark.parametrize("form", ["labels", "masked"])
+def test_one_process_that_cuts_nothing_counts_labels_too(form: str, labelled: int) -> None:
+    """Also where a batch has none, whose mean is NaN. The loss of a step is a mean of micro-batches, and differs."""
+    whole = case(form, micro_batch_rows=0)
+    whole["recipe"]["labelled"] = labelled
+    runs = reference(**whole), spread("ddp", 2, **whole)
+    for run in runs:
+        for values in run["train"].values():
+            del values["loss"]
+    assert difference(*runs) < 1e-10
+
+
 @pytest.mark.parametrize("form", ["pair", "single", "labels"])
 def test_the_first_step_is_that_of_plain_torch_over_the_whole_batch(form: str) -> None:
     """Though rows are cut into micro-batches of five with different numbers of labels."""

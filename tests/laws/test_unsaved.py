@@ -35,7 +35,8 @@ def warnings(seen: list[Event]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("tensor", "0.kept"), ("buffer", "0.kept"), ("late", "0.kept"), ("extra", "0.seen")]
+    ("kind", "name"),
+    [("tensor", "0.kept"), ("buffer", "0.kept"), ("late", "0.kept"), ("extra", "0.seen"), ("loss", "recipe.level")],
 )
 def test_what_is_kept_is_named_once(kind: str, name: str, tmp_path: Path) -> None:
     seen = events(tmp_path, kind)
@@ -82,3 +83,27 @@ def test_ranks_that_divide_one_model_say_it_once(strategy: str, degree: int) -> 
     assert first["texts"] == second["texts"] and first["left"] and second["left"]
     text, again = first["texts"]
     assert "0.kept" in text and again is None
+
+
+@pytest.mark.parametrize("kind", ["loss", "loss_counts"])
+@pytest.mark.parametrize(("strategy", "options"), [("dp", {}), ("ddp", {}), ("fsdp", {}), ("pserver", {"servers": 1})])
+def test_a_loss_that_keeps_what_numbers_depend_on_is_refused_where_rows_are_divided(
+    strategy: str, options: dict[str, Any], kind: str
+) -> None:
+    case = {"plugin": "tests.support.keeping_model", "recipe": {"name": "keeping", "kind": kind, "batch_norm": False}}
+    name = "level" if kind == "loss" else "losses"
+    with pytest.raises(AssertionError, match=f"other numbers for the same rows after .*recipe.{name}"):
+        harness.spread(strategy, 2, options=options, **case)
+
+
+def test_trial_passes_leave_a_recipe_as_it_was() -> None:
+    case = {"plugin": "tests.support.keeping_model", "recipe": {"name": "keeping", "kind": "loss_counts"}}
+    (run,) = ranks(1, "tests.laws.test_unsaved:losses", shared=True, slots=1, **case)
+    assert run["losses"] == 0
+
+
+def losses(rank: int, size: int, **case: Any) -> dict[str, Any]:
+    """How often the recipe's loss was called before the first step."""
+    run = harness._Run(rank, size, harness.Case(**case))
+    run.program.check_replicas()
+    return {"losses": run.toy.losses}

@@ -141,7 +141,7 @@ class TrainerModel:
         if drew and self._threads > 1:
             raise global_rng_error("pserver", "and the threads of strategy.hogwild_threads share one generator")
         self._few = batch
-        self.start = TrainerStart.of(self.replica)
+        self.start = TrainerStart.of(self.replica, self._task.recipe)
 
     def follow(self, first: TrainerModel) -> None:
         """Take over what the `warmup` of another model of this process has found. ConfigError where this one gives

@@ -8,7 +8,7 @@ see padding; hence the runtime is dtf's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -142,13 +142,14 @@ class PipelineProgram(Program):
             return self._run([part], self._one, enter, _nothing, train=True)
 
         stages, compute, check = list(self._stages.values()), self._task.precision.compute, self._task.start_check
-        trials = StartTrials(
-            stages, self._shared, run, lambda: self._pipeline.early_bytes(self._world.rank), self._dims
-        )
+        early = partial(self._pipeline.early_bytes, self._world.rank)
+        trials = StartTrials(stages, self._task.recipe, self._shared, run, early, self._dims)
         if self.shares == 1:
             models, scratch = [stage.model for stage in stages], {name for stage in stages for name in stage.scratch}
             peers = Gather(self._world.gather, self._world.broadcast)
-            self._unsaved = Unsaved(models, scratch, trials.passes(lambda: part(0)).run, compute, peers)
+            self._unsaved = Unsaved(
+                models, self._task.recipe, scratch, trials.passes(lambda: part(0)).run, compute, peers
+            )
         trials.make(part(0, 2), lambda: part(0), lambda: part(1), compute, self._world, check)
         rows[:] = [few_rows(part) for part in rows]  # not the whole batch
         self._again = trials, lambda: part(0)
@@ -371,8 +372,9 @@ class PipelineProgram(Program):
         return None
 
     def _part(self, stage: Stage) -> Part:
-        buffers = {name: buffer for name, buffer in stage.model.named_buffers() if name not in stage.scratch}
-        return Part(f"stage {stage.index}", {**dict(stage.model.named_parameters()), **buffers}, stage.model)
+        tensors = dict(stage.model.named_parameters())
+        tensors |= {name: buffer for name, buffer in stage.model.named_buffers() if name not in stage.scratch}
+        return Part(f"stage {stage.index}", tensors, stage.model, self._task.recipe)
 
     def state(self) -> State:
         state = self._update.state()

@@ -39,9 +39,16 @@ class StartTrials:
     """
 
     def __init__(
-        self, stages: list[Stage], shared: SharedTensors, run: Run, received: Callable[[], int], dims: ParallelDims
+        self,
+        stages: list[Stage],
+        recipe: object,
+        shared: SharedTensors,
+        run: Run,
+        received: Callable[[], int],
+        dims: ParallelDims,
     ) -> None:
         self._stages, self._shared, self._run, self._received, self._dims = stages, shared, run, received, dims
+        self._recipe = recipe
         self._divided = dims.dp_shard.count > 1
         self.measured: list[tuple[int, Footprint]] = []
         """The first two passes, with their rows."""
@@ -58,7 +65,7 @@ class StartTrials:
         """Measure a pass over `few` rows and one over `a`; then, where rows are divided and no earlier run has done so,
         compare passes over `a`, `b` and `a`. ConfigError for what cannot run.
         """
-        attributes = [Attributes(stage.model) for stage in self._stages]
+        attributes = [Attributes(stage.model, self._recipe) for stage in self._stages]
         places = [parameter_places(stage.model) for stage in self._stages]
         with ExitStack() as stack:
             for attribute in attributes:
@@ -79,7 +86,7 @@ class StartTrials:
                 refuse_changed_parameters(stage.model, place, INSTEAD)
             check_buffers()
             if self._divided and check.found is None:
-                counters = [Counters(stage.model) for stage in self._stages]
+                counters = [Counters(stage.model, self._recipe) for stage in self._stages]
                 trials = Trials(lambda: self._trial(a(), 0), lambda: self._trial(b(), 1), self.modules, counters)
                 found = [name for attribute in attributes for name in attribute.changed()]
                 check_passes(trials, compute, self.peers(world), lambda: _changed(attributes, found), INSTEAD)
@@ -93,7 +100,7 @@ class StartTrials:
             with ExitStack() as stack:
                 stack.enter_context(torch.random.fork_rng(devices=[]))
                 for stage in self._stages:
-                    stack.callback(Attributes(stage.model).restore)
+                    stack.callback(Attributes(stage.model, self._recipe).restore)
                     stack.enter_context(buffers_restored(stage.model))
                     stage.train()
                 return self._trial(rows(), 0)
