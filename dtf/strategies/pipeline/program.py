@@ -146,10 +146,8 @@ class PipelineProgram(Program):
         trials = StartTrials(stages, self._task.recipe, self._shared, run, early, self._dims)
         if self.shares == 1:
             models, scratch = [stage.model for stage in stages], {name for stage in stages for name in stage.scratch}
-            peers = Gather(self._world.gather, self._world.broadcast)
-            self._unsaved = Unsaved(
-                models, self._task.recipe, scratch, trials.passes(lambda: part(0)).run, compute, peers
-            )
+            peers, train = Gather(self._world.gather, self._world.broadcast), trials.passes(lambda: part(0)).run
+            self._unsaved = Unsaved(models, self._task.recipe, scratch, train, compute, peers)
         trials.make(part(0, 2), lambda: part(0), lambda: part(1), compute, self._world, check)
         rows[:] = [few_rows(part) for part in rows]  # not the whole batch
         self._again = trials, lambda: part(0)
