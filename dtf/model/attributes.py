@@ -40,7 +40,7 @@ class Attributes:
 
     def __init__(self, model: nn.Module, recipe: object = None) -> None:
         self._model, self._recipe = model, recipe
-        self._holders = [(holder, dict(vars(holder))) for _, holder in _holders(model, recipe)]
+        self._holders = [(holder, dict(vars(holder))) for _, holder in holders(model, recipe)]
         self._restorers: list[Callable[[], Any]] = []
         seen: set[int] = {id(module) for module in model.modules()}
         for holder, values in self._holders:
@@ -140,7 +140,7 @@ def digests(model: nn.Module, recipe: object = None) -> dict[str, str]:
 
 def plain_attributes(model: nn.Module, recipe: object = None) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
     """(full name, attributes of its holder, key, value) of each that torch does not keep and dtf does not change."""
-    for prefix, holder in _holders(model, recipe):
+    for prefix, holder in holders(model, recipe):
         for key, value in _own(vars(holder)):
             counted = key in _COUNTED and "_calls" in vars(holder)
             if not counted and (holder is not recipe or is_small(value)):
@@ -159,7 +159,7 @@ def is_small(value: Any) -> bool:
     return not has_fields(value)
 
 
-def _holders(model: nn.Module, recipe: object) -> Iterator[tuple[str, object]]:
+def holders(model: nn.Module, recipe: object) -> Iterator[tuple[str, object]]:
     """The modules, without those of TorchScript, whose attributes are its own; and the recipe."""
     for name, module in model.named_modules():
         if not isinstance(module, torch.jit.ScriptModule):

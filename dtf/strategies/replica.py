@@ -39,6 +39,7 @@ from dtf.model.forward import (
 from dtf.model.init import layout_of
 from dtf.model.memory import Footprint, activations, pending_grad_bytes
 from dtf.model.module_outputs import ModuleOutputs
+from dtf.model.outside_tensors import OutsideTensors, outside_error
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.strategies.pass_probes import (
@@ -243,6 +244,7 @@ class Replica:
         self._passes.loss.undivided = not self.divided and not self._cuts
         rows = rows_of(batch, 0, 2), rows_of(batch, 0, 4), rows_of(batch, max(0, len(batch.ids) - 4), len(batch.ids))
         attributes, places = Attributes(self.model, self._task.recipe), parameter_places(self.model)
+        outside = OutsideTensors(self.model, self._task.recipe)
         try:
             with buffers_restored(self.model) as changed:
                 with self.masks.find_other_generators(), count_calls(self.statistics.layers(), self.masks) as calls:
@@ -251,6 +253,8 @@ class Replica:
                 if self._reach:
                     self._trials.clear()
                     self._trial(rows[0], 0)
+                if learning := outside.learning():
+                    raise outside_error(learning[0])
                 self._begin_random(0, 0)
                 seeded = self.masks.rng_state()
                 self.start_numbers = self._trial(rows[1], 0)

@@ -198,6 +198,12 @@ def test_the_short_answers_of_the_documentation_run(unpack: Callable[[Page], Non
     sums, counts = loss.token_loss(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [-100, -100, -100]]))
     assert counts.tolist() == [2, 0] and sums.tolist() == pytest.approx([2 * 1.3862944, 0])
 
+    two = importlib.import_module("my_two_tasks")
+    tasks, targets = two.TwoTasks(4), torch.tensor([[0.0, 0.5], [3.0, -1.0]])
+    losses = two.loss(None, tasks(torch.ones(2, 8)), targets)
+    losses.mean().backward()
+    assert losses.shape == (2,) and (tasks.log_variances.grad != 0).all()
+
 
 LONG = "sparse-tables.md"  # its commands start servers; what of it is quick has a test of its own
 SLOW = [LONG, "own-recipe.md"]  # a test above trains the recipe of the second

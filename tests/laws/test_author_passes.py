@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from dtf.config.settings import load_parts
-from tests.support.harness import difference, reference, spread
+from tests.support.arrays import plain
+from tests.support.harness import difference, reference, spread, variants
 
 PLUGIN = "tests.support.author_passes"
 load_parts([])
@@ -69,3 +70,28 @@ def test_threads_that_share_a_place_are_refused() -> None:
     options = {"servers": 1, "mode": "async", "staleness": 4, "hogwild_threads": 2}
     with pytest.raises(AssertionError, match=r"strategy\.hogwild_threads=2: passes change .*_GATES, which all threads"):
         spread("pserver", 1, options=options, **sharing("module"))
+
+
+def outside(kind: str) -> dict[str, Any]:
+    return {"plugin": "tests.support.outside_model", "recipe": {"name": "outside", "kind": kind}}
+
+
+@pytest.mark.parametrize(("strategy", "options"), plain(variants()))
+@pytest.mark.parametrize(
+    ("kind", "name"), [("criterion", r"recipe.scales\['log'\].weight"), ("listed", r"0.held\[0\].")]
+)
+def test_what_nothing_would_update_is_refused(strategy: str, options: dict, kind: str, name: str) -> None:
+    with pytest.raises(AssertionError, match=f"the loss depends on {name}"):
+        spread(strategy, 2, options=options, **outside(kind))
+
+
+@pytest.mark.parametrize("kind", ["criterion", "listed"])
+def test_so_it_is_on_one_process(kind: str) -> None:
+    with pytest.raises(AssertionError, match="is no parameter of the model"):
+        spread("ddp", 1, **outside(kind))
+
+
+@pytest.mark.parametrize("kind", ["teacher", "inputs"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_what_learns_nothing_may_be_held_anywhere(strategy: str, kind: str) -> None:
+    assert difference(reference(**outside(kind)), spread(strategy, 2, **outside(kind))) < 1e-10

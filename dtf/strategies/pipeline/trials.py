@@ -19,6 +19,7 @@ from dtf.model.changing_buffers import buffers_restored, parameter_places, refus
 from dtf.model.counters import Counters
 from dtf.model.forward import batch_norm_error, global_rng_error
 from dtf.model.memory import Footprint
+from dtf.model.outside_tensors import OutsideTensors, outside_error
 from dtf.model.seeded_dropout import find_drawing_modules
 from dtf.strategies.pass_probes import count_calls
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
@@ -78,8 +79,12 @@ class StartTrials:
                     if self._divided:
                         stage.changing.refuse(names(), INSTEAD)
 
-            everyone = world.gather(self._drew(few, a))
-            drawing = world.broadcast(next(filter(None, everyone), None) if everyone is not None else None)
+            outside = [OutsideTensors(stage.model, self._recipe) for stage in self._stages]
+            everyone = world.gather([self._drew(few, a), [name for held in outside for name in held.learning()]])
+            firsts = everyone and [next(filter(None, found), None) for found in zip(*everyone, strict=True)]
+            drawing, learning = world.broadcast(firsts)
+            if learning:
+                raise outside_error(learning[0])
             if drawing:
                 raise global_rng_error("pipeline", "and the other stages would not draw them too", drawing[0])
             for stage, place in zip(self._stages, places, strict=True) if self._divided else ():
