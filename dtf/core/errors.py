@@ -49,6 +49,10 @@ class ConfigError(DtfError):
     exit = Exit.CONFIG
 
 
+class LayoutError(ConfigError):
+    """A recipe's layout says what does not hold for its model. A layout that says nothing is none."""
+
+
 class DataError(DtfError):
     """The data set or a checkpoint to load is missing, unreadable or corrupt."""
 

@@ -197,6 +197,7 @@ class Failed:
     traceback: str
     patient: bool = False  # it has already waited long for what it misses, so that a restart is of no use
     by_author: bool = False  # code of a recipe or a model raised it, as the first exception of the traceback
+    error: str = ""  # the name of its class
 
 
 @dataclass(frozen=True, slots=True)

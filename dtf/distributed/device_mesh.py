@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from dtf.core.errors import ConfigError
+from dtf.core.errors import LayoutError
 from dtf.core.types import Shard
 from dtf.distributed.batch_broadcast import BatchBroadcast
 from dtf.distributed.grad_allreduce import GradientSum
@@ -56,7 +56,7 @@ class ParallelDims:
             name for name, differs in zip(norms, (most - least > TOLERANCE * most).tolist(), strict=True) if differs
         ]
         if unequal:
-            raise ConfigError(
+            raise LayoutError(
                 f"strategy.degree={self.mesh.size()}: ranks that should agree have different {unequal[0]}: it works on "
                 "slices, or on what was made of them; "
                 "name its module, and dropouts beside it, in the splits of the recipe's layout"

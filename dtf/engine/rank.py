@@ -88,6 +88,7 @@ def run_rank(
                 "" if patient or isinstance(error, Preempted) else traceback.format_exc(),
                 patient,
                 isinstance(error, DtfError) and error.by_author,
+                type(error).__name__,
             )
         )
         return exit

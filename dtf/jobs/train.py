@@ -67,15 +67,15 @@ class TrainJob(Job):
         self.folder = run.folder
         objective = settings.run.objective or settings.recipe.objective[0]
         observers = Observers(settings.observer if run.leader else {})
-        exit, cause = Exit.BUG, "an exception in the launching process"
+        exit, cause, raised = Exit.BUG, "an exception in the launching process", ""
         lock = threading.Lock()  # the meter warns from a thread of its own
 
         def see(event: Event) -> None:
-            nonlocal cause
+            nonlocal cause, raised
             if isinstance(event, Started):
                 run.ready(event.table)
             if isinstance(event, Failed | Ended):
-                cause = event.message if isinstance(event, Failed) else event.reason
+                cause, raised = (event.message, event.error) if isinstance(event, Failed) else (event.reason, "")
             if isinstance(event, Measured) and event.best:
                 self.best = (objective, event.values[objective])
             elif isinstance(event, Ended) and f"best_{objective}" in event.values:  # also one from before a resume
@@ -98,9 +98,10 @@ class TrainJob(Job):
             with meter or nullcontext():
                 exit = Exit(launcher.launch(run, see))
         except DtfError as error:
-            exit, cause = error.exit, str(error)
+            exit, cause, raised = error.exit, str(error), type(error).__name__
             raise
         finally:
-            run.end(exit, cause, {"best": self.best, "seconds": round(meter.seconds, 1)} if meter else None)
+            results = {"best": self.best, "seconds": round(meter.seconds, 1)} if meter else {}
+            run.end(exit, cause, results | ({"error": raised} if raised else {}))
             observers.close()
         return exit

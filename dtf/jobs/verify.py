@@ -19,7 +19,7 @@ from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.config.inherit import saved_config
 from dtf.config.strategy_spec import read_entry
-from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
+from dtf.core.errors import ConfigError, DtfError, Exit, LayoutError, Preempted
 from dtf.host.devices import cores
 from dtf.jobs.verify_text import EXACT, explain, line, markdown, replayed
 from dtf.runs.run_folder import Run, unique_id
@@ -37,12 +37,6 @@ class Output(Enum):
 
 NOISES = (1, 2)
 """Seeds of the runs that show what rounding does to the reference."""
-
-WRONG_LAYOUT = re.compile(
-    r"\w\.layout\(\) (?!names no)|layout splits|which the layout names|splits of the recipe's layout"
-    "|name the blocks in the order in which data flows"
-)
-"""In refusals of a recipe whose layout is wrong. A layout that says nothing is not."""
 
 PRECISIONS = (EXACT, "fp32")
 REFERENCE = "ddp"
@@ -120,7 +114,7 @@ class Verify(Job):
             raise ConfigError(f"nothing to compare: {rows[0]['refused']}")
         rows, refused = [row for row in rows if "refused" not in row], [row for row in rows if "refused" in row]
         broken = [row for row in rows if not row["ok"]]
-        wrong_layout = any(WRONG_LAYOUT.search(row["refused"]) for row in refused)
+        wrong_layout = any(row["wrong_layout"] for row in refused)
         report = {
             "recipe": composed.config["recipe"]["name"],
             "optimizer": composed.config["optimizer"]["name"],
@@ -240,14 +234,15 @@ class Verify(Job):
         folder = runs / f"{name}-{precision}-{micro}"
         again = self._composed(composed, folder, strategy, processes, precision, micro, noise)
         code = again.job.run(again)
+        cause, raised = _cause(folder)
         if code == Exit.CONFIG:
-            raise ConfigError(_cause(folder))
+            raise (LayoutError if raised == LayoutError.__name__ else ConfigError)(cause)
         if code == Exit.PREEMPTED:
             raise Preempted("asked to stop while comparing; nothing is said of the runs that are left")
         if code:
             raise RunFailed(
                 f"strategy={strategy} on {processes} processes with precision={precision} ended with exit code {code}: "
-                f"{_cause(folder)}"
+                f"{cause}"
             )
         return RecordedRun.read(folder)
 
@@ -322,6 +317,7 @@ class Verify(Job):
                 "ok": True,
                 "worst": f"refused: {_with_job_keys(refusal)}",
                 "refused": _with_job_keys(refusal),
+                "wrong_layout": isinstance(refusal, LayoutError),
             }
 
 
@@ -341,12 +337,13 @@ class _Reference:
         return [self.run(noise) for noise in NOISES]
 
 
-def _cause(folder: Path) -> str:
-    """Why a run ended, as it says itself."""
+def _cause(folder: Path) -> tuple[str, str]:
+    """Why a run ended, as it says itself, and the class of the error that ended it."""
     try:
-        return str(json.loads((folder / "run.json").read_text())["cause"])
+        record = json.loads((folder / "run.json").read_text())
+        return str(record["cause"]), str(record.get("error", ""))
     except (OSError, ValueError, KeyError):
-        return "its own error line says why"
+        return "its own error line says why", ""
 
 
 def _with_job_keys(refusal: ConfigError) -> str:

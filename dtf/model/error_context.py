@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from dtf.core.errors import ConfigError, DtfError
+from dtf.core.errors import DtfError, LayoutError
 from dtf.model.author_errors import line_of
 
 _OTHERS = ("gloo", "NCCL", "memory", "index out of range in self")
@@ -41,7 +41,7 @@ def name_failing_module(model: nn.Module) -> Iterator[None]:
         hint = "; divided classes need dtf.cross_entropy and dtf.target_rank" if "DTensor" in str(error) else ""
         line = line_of(error)
         what = f"{error}, at {line}" if line else f"{error}"
-        raise ConfigError(
+        raise LayoutError(
             f"the pass fails at or after {entered[-1]} ({what}); look at how the recipe's layout splits it and what "
             f"is before it{hint}"
         ) from error

@@ -15,7 +15,7 @@ from dtf.api.name_patterns import covers
 from dtf.api.precision import Cast, Format, Precision
 from dtf.api.recipe import Recipe
 from dtf.api.task import Task, Weights
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, LayoutError
 from dtf.core.text import suggest
 from dtf.model.draw_by_name import draws_by_name, init_modules
 from dtf.model.freeze import freeze
@@ -151,7 +151,7 @@ def _built(recipe: Recipe) -> nn.Module:
 def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
     """The recipe's layout of its model, checked.
 
-    ConfigError when it names a module that does not exist, names one twice, or is no Layout.
+    LayoutError when it names a module that does not exist, names one twice, or is no Layout.
     """
     who = f"{type(recipe).__name__}.layout()"
     try:
@@ -159,26 +159,26 @@ def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{who} raised {type(error).__name__}: {error}") from error
+        raise LayoutError(f"{who} raised {type(error).__name__}: {error}") from error
     if not isinstance(layout, Layout):
-        raise ConfigError(f"{who} returned {type(layout).__name__}; it must return a dtf.Layout")
+        raise LayoutError(f"{who} returned {type(layout).__name__}; it must return a dtf.Layout")
     names = [name for name, _ in model.named_modules() if name]
     for block in layout.blocks:
         if isinstance(block, str) or not block:
-            raise ConfigError(f"{who} has the block {block!r}; a block is a tuple of names, such as ('fc',)")
+            raise LayoutError(f"{who} has the block {block!r}; a block is a tuple of names, such as ('fc',)")
     blocks = [name for block in layout.blocks for name in block]
     for name in (*blocks, *layout.splits):
         if name not in names:
-            raise ConfigError(f"{who} names {name!r}, which is no module of its model; {suggest(name, names)}")
+            raise LayoutError(f"{who} names {name!r}, which is no module of its model; {suggest(name, names)}")
     for i, name in enumerate(blocks):
         if name in blocks[:i]:
-            raise ConfigError(f"{who} names {name} twice; a module lies in one block")
+            raise LayoutError(f"{who} names {name} twice; a module lies in one block")
         around = [other for other in blocks if name.startswith(f"{other}.")]
         if around:
-            raise ConfigError(f"{who} names {name} and {around[0]}, which contains it; name one of them")
+            raise LayoutError(f"{who} names {name} and {around[0]}, which contains it; name one of them")
     for name, split in layout.splits.items():
         if not isinstance(split, Split):
-            raise ConfigError(
+            raise LayoutError(
                 f"{who} splits {name} as {split!r}; use one of Split.{', Split.'.join(kind.name for kind in Split)}"
             )
     _check_buffers(who, layout, [name for name, _ in model.named_buffers()])
@@ -188,23 +188,23 @@ def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
 def _check_buffers(who: str, layout: Layout, names: list[str]) -> None:
     """Raise ConfigError for a rule that is none, or that covers no buffer. Scratch memory may come later."""
     if not isinstance(layout.buffers, Mapping):
-        raise ConfigError(
+        raise LayoutError(
             f"{who} has buffers={layout.buffers!r}; use a dict of names and rules, such as "
             "Layout(buffers={'level': BufferUpdate.mean})"
         )
     for pattern, rule in layout.buffers.items():
         if not isinstance(pattern, str):
-            raise ConfigError(
+            raise LayoutError(
                 f"{who} gives the buffers {pattern!r} the rule {rule!r}; name buffers by a text, such as "
                 f"{names[0] if names else 'level'!r}"
             )
         if not isinstance(rule, BufferUpdate):
-            raise ConfigError(
+            raise LayoutError(
                 f"{who} gives the buffers {pattern!r} the rule {rule!r}; use one of "
                 f"BufferUpdate.{', BufferUpdate.'.join(kind.name for kind in BufferUpdate)}"
             )
         if rule is not BufferUpdate.local and not any(covers(pattern, name) for name in names):
-            raise ConfigError(
+            raise LayoutError(
                 f"{who} names the buffers {pattern!r}, and its model has none of that name; "
                 f"{suggest(pattern, names) if names else 'leave it out'}"
             )

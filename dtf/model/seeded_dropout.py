@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, LayoutError
 from dtf.core.seeding import seed_of
 
 MOST_IN_FLIGHT = 4096
@@ -166,7 +166,7 @@ class _Seeded:
         if self._slice:
             axis, width, first, last = self._slice
             if shape[axis] != last - first:
-                raise ConfigError(
+                raise LayoutError(
                     f"the recipe's layout splits {self._name} as local, but axis {axis} of its input has {shape[axis]} "
                     f"elements and not the {last - first} that are this rank's of the {width} channels divided before "
                     "it; put it where channels are as the divided layer makes them"

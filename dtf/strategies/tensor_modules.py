@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dtf.api.layout import Split
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, LayoutError
 from dtf.distributed.collectives import fan, partial, scattered_total, total
 from dtf.distributed.sharding import bounds
 from dtf.model.seeded_dropout import DROPOUTS
@@ -40,7 +40,7 @@ def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> N
         module = modules[name]
         if split is Split.local and isinstance(module, DROPOUTS):
             if not width:
-                raise ConfigError(f"the recipe's layout splits {name} as local, but no column layer comes before it")
+                raise LayoutError(f"the recipe's layout splits {name} as local, but no column layer comes before it")
             module.__dict__["_slice"] = (axis, width, *bounds(width, mesh.size(), mesh.get_local_rank()))
             continue
         kind = _kind(name, module, split)
@@ -51,7 +51,7 @@ def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> N
             if tied is not module and parameters & {id(parameter) for parameter in tied._parameters.values()}
         ]
         if shared:
-            raise ConfigError(
+            raise LayoutError(
                 f"the recipe's layout splits {name}, whose parameters {shared[0]} has too; leave both out of the splits"
             )
         module.__class__ = type(f"Divided{type(module).__name__}", (kind, type(module)), {})
@@ -276,7 +276,7 @@ def _kind(name: str, module: nn.Module, split: Split) -> type[_Divided]:
             and not (module.scale_grad_by_freq or module.sparse)
         ):
             return _Features if split is Split.column else _Ids
-    raise ConfigError(
+    raise LayoutError(
         f"the recipe's layout splits {name} as {split.value}, which {type(module).__name__} cannot be; see "
         "docs/own-parts.md"
     )

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node, Proxy, Tracer
 from torch.fx.graph import inplace_methods
 from torch.utils._pytree import tree_leaves
 
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, LayoutError
 from dtf.model.attributes import without_trace
 
 DROPOUTS = (nn.modules.dropout._DropoutNd,)
@@ -156,6 +156,7 @@ class GraphSplit:
                         self._model,
                         f"its forward comes to {target} after {blocks[block][0]}; name the blocks in the order in "
                         "which data flows",
+                        LayoutError,
                     )
                 owns = any(True for _ in self._modules[target].parameters())
                 weighs = owns and not isinstance(self._modules[target], NORMS)
@@ -174,6 +175,7 @@ class GraphSplit:
             raise _refusal(
                 self._model,
                 f"its forward does not come to {', '.join(sorted(missed))}, which the layout names as part of a block",
+                LayoutError,
             )
         self._place[self._nodes[-1]] = len(labels)  # the output
         return [_label(names) for names in labels]
@@ -356,8 +358,8 @@ def _is_input(node: Node) -> bool:
     return isinstance(origin, Node) and origin.op == "placeholder"
 
 
-def _refusal(model: nn.Module, why: str) -> ConfigError:
-    return ConfigError(f"{type(model).__name__} cannot be cut into stages: {why}")
+def _refusal(model: nn.Module, why: str, error: type[ConfigError] = ConfigError) -> ConfigError:
+    return error(f"{type(model).__name__} cannot be cut into stages: {why}")
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ from torch import nn
 from dtf.api.options import Remat
 from dtf.api.precision import Cast
 from dtf.api.task import Task
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, LayoutError
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.forward import batch_norm_error, cast_floating, inputs_to_device
@@ -53,10 +53,10 @@ def broadcast_plan(model: nn.Module, spec: PipelineSpec, task: Task, world: Worl
         try:
             plan = _plan(model, blocks, spec, task, world)
         except ConfigError as error:
-            plan = {"refused": str(error)}
+            plan = {"refused": str(error), "layout": isinstance(error, LayoutError)}
     plan = world.broadcast(plan)
     if "refused" in plan:
-        raise ConfigError(plan["refused"])
+        raise (LayoutError if plan["layout"] else ConfigError)(plan["refused"])
     return GraphSplit(model, blocks, plan["fine"]), plan["bounds"], plan["table"]
 
 
