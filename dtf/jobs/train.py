@@ -101,7 +101,6 @@ class TrainJob(Job):
             exit, cause, raised = error.exit, str(error), type(error).__name__
             raise
         finally:
-            results = {"best": self.best, "seconds": round(meter.seconds, 1)} if meter else {}
-            run.end(exit, cause, results | ({"error": raised} if raised else {}))
+            run.end(exit, cause, meter and {"error": raised, "best": self.best, "seconds": round(meter.seconds, 1)})
             observers.close()
         return exit

@@ -4,9 +4,8 @@ becomes of all of them. Buffers that change without a rule are found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from dtf.api.layout import BufferUpdate
 from dtf.api.name_patterns import longest
 from dtf.core.errors import ConfigError
 from dtf.model.batch_statistics import BatchNormStatistics
+from dtf.model.known_parameters import changed_parameter, place_of
 
 
 class ChangingBuffers:
@@ -152,7 +152,7 @@ class ChangingBuffers:
         ]
         self._counts = [len(buffers) for buffers, _ in self._modules]
         if self.watches_parameters:
-            self._places = [_place(parameter) for _, parameter in self._frozen]
+            self._places = [place_of(parameter) for _, parameter in self._frozen]
 
     def check(self, instead: str) -> None:
         """Raise ConfigError where a buffer without a rule was changed, made or removed since `mark`. `instead`: what to
@@ -163,7 +163,7 @@ class ChangingBuffers:
             if now is not tensor or (now is not None and _version(now) != version):
                 raise _refusal(self._model, name, instead)
         for (name, parameter), place in zip(self._frozen, self._places, strict=False):
-            if _place(parameter) != place:
+            if place_of(parameter) != place:
                 raise changed_parameter(name, instead)
         if [len(buffers) for buffers, _ in self._modules] != self._counts:
             known = {name for name, _, _ in self._plain}
@@ -304,50 +304,6 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
     """NaN equals NaN."""
     return bool(torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.nan_to_num(), b.nan_to_num())))
-
-
-def _place(parameter: Tensor) -> tuple[int, int]:
-    """Differs when a parameter was changed, or got other memory."""
-    part = getattr(parameter, "_local_tensor", parameter)
-    return part.data_ptr(), part._version
-
-
-Places = Mapping[str, tuple[Any, ...]]
-"""Parameters by name -> what differs when a pass changes them."""
-
-
-@torch.no_grad()
-def parameter_places(model: nn.Module) -> Places:
-    """Without DTensors, which move by themselves. By value too: a change through `.data` leaves no other trace."""
-    plain = {name: p for name, p in model.named_parameters() if not hasattr(p, "_local_tensor")}
-    wide = torch.float64
-    sums = [
-        torch.stack([p.sum(dtype=wide), torch.linalg.vector_norm(p, dtype=wide)]).cpu()
-        for p in plain.values()
-        if not p.is_meta
-    ]
-    values = torch.stack(sums).tolist() if sums and len(sums) == len(plain) else [()] * len(plain)
-    return {name: (*_place(p), str(value)) for (name, p), value in zip(plain.items(), values, strict=True)}
-
-
-def refuse_changed_parameters(model: nn.Module, places: Places, instead: str, written: Sequence[str] = ()) -> None:
-    """Raise ConfigError for a parameter that passes have changed since `places`, or have `written`. `instead`: see
-    `check`.
-    """
-    if written:
-        raise changed_parameter(written[0], instead)
-    now = parameter_places(model)
-    for name, place in places.items():
-        if name in now and now[name] != place:
-            raise changed_parameter(name, instead)
-
-
-def changed_parameter(name: str, instead: str) -> ConfigError:
-    """The error for a parameter that the forward pass itself changes."""
-    return ConfigError(
-        f"the forward pass changes the parameter {name}, which each rank would change by its own rows; bound a copy of "
-        f"it where it is used, make it a buffer with a rule in the recipe's Layout.buffers, or use {instead}"
-    )
 
 
 def _version(tensor: Tensor) -> int:

@@ -153,14 +153,16 @@ def zero_rows_for_tables(inputs: Any, tables: Mapping[str, Table]) -> Any:
 
 
 def to_device(batch: Batch, device: torch.device, task: Task) -> Batch:
-    """The batch on the device, with `weight` in the dtype of the loss. Copies from pinned memory are asynchronous.
+    """The batch on the device, with `weight` in the dtype of the loss, and in fp64 runs floating targets too: some of
+    torch's losses compute in the dtype of targets. Copies from pinned memory are asynchronous.
 
     `Recipe.receive` comes next, see `Receiver`.
     """
     weights = batch.weight.to(device, loss_dtype(task), non_blocking=True)
-    return Batch(
-        inputs_to_device(batch.inputs, device), batch.targets.to(device, non_blocking=True), weights, batch.ids
-    )
+    targets = batch.targets.to(device, non_blocking=True)
+    if loss_dtype(task) is torch.float64:
+        targets = cast_floating(targets, torch.float64)
+    return Batch(inputs_to_device(batch.inputs, device), targets, weights, batch.ids)
 
 
 def inputs_to_device(inputs: Any, device: torch.device) -> Any:

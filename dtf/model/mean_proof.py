@@ -46,7 +46,7 @@ def proved(loss: Callable[[Any, Tensor], Tensor], outputs: Any, targets: Tensor)
         return None
     for device, dtype in (("cpu", torch.float64), ("cpu", None), (targets.device.type, None)):
         rows = _repeated(outputs, targets, torch.device(device), dtype)
-        for labelled in _with_all_classes(rows):
+        for labelled in _varied(rows):
             try:
                 close = _CLOSE.get(loss(*labelled).dtype, 2e-2)
             except _TAKEN:
@@ -96,13 +96,27 @@ def _with(targets: Tensor, label: int) -> Tensor:
     return some
 
 
-def _with_all_classes(rows: _Rows) -> Iterator[_Rows]:
-    """The rows with labels of all classes, low ones first, where outputs tell how many there are; then as they are."""
+def _varied(rows: _Rows) -> Iterator[_Rows]:
+    """The rows with targets of which one part has other sums and counts than another, as far as their form allows; then
+    as they are.
+
+    Labels of all classes, low ones first, where outputs tell how many there are. Numbers that get smaller from row to
+    row, and stay on their side of zero. Half of what is true, in the first rows, made false.
+    """
     classes, targets = _classes(*rows), rows.targets
     if classes > 1:
         numbers = torch.arange(targets.numel()).view(targets.shape) * classes // targets.numel()
         yield rows._replace(targets=numbers.to(targets))
+    elif targets.dtype.is_floating_point:
+        yield rows._replace(targets=targets * _by_row(torch.linspace(1.0, 0.1, len(targets)), targets))
+    elif targets.dtype is torch.bool:
+        yield rows._replace(targets=_with(targets, False))
     yield rows
+
+
+def _by_row(factors: Tensor, like: Tensor) -> Tensor:
+    """Factors (B,) in a shape that multiplies rows (B, ...)."""
+    return factors.to(like).view(-1, *(1 for _ in like.shape[1:]))
 
 
 def _classes(outputs: Any, targets: Tensor) -> int:
@@ -124,8 +138,9 @@ def _count(outputs: Any, targets: Tensor) -> int:
 def _repeated(outputs: Any, targets: Tensor, device: torch.device, dtype: torch.dtype | None) -> _Rows:
     """Copies of the rows, each with somewhat smaller outputs."""
     count = len(targets)
-    at = torch.arange(_count(outputs, targets), device=targets.device) % count
-    shrink = torch.linspace(1.0, 0.7, len(at), dtype=torch.float64)
+    number = _count(outputs, targets)
+    at = torch.arange(number, device=targets.device) * count // number  # copies of a row together: parts have others
+    shrink = torch.linspace(1.0, 0.7, number, dtype=torch.float64)
 
     def repeat(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -134,8 +149,7 @@ def _repeated(outputs: Any, targets: Tensor, device: torch.device, dtype: torch.
         if value.dim() and value.shape[0] == count:
             value = value[at.to(value.device)]
             if value.dtype.is_floating_point:
-                factors = shrink.to(value.device).view(-1, *(1 for _ in value.shape[1:]))
-                value = value * factors.to(value.dtype)
+                value = value * _by_row(shrink, value)
         value = value.to(device)
         return value.to(dtype) if dtype is not None and value.dtype.is_floating_point else value
 

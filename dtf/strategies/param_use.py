@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dtf.model.attributes import Attributes
-from dtf.model.changing_buffers import buffers_restored, parameter_places, refuse_changed_parameters
+from dtf.model.changing_buffers import buffers_restored
 from dtf.model.forward import cast_floating
+from dtf.model.known_parameters import KnownParameters
 from dtf.strategies.pass_probes import WrittenParameters, unwrapped
 
 _PARAMETRIZED = ".parametrizations."
@@ -76,7 +77,7 @@ class ParamUse:
         """Forward passes on these inputs, watched, that leave no trace. ConfigError for a model that changes its
         parameters in them.
         """
-        attributes, places, written = Attributes(model), parameter_places(model), WrittenParameters(model)
+        attributes, known, written = Attributes(model), KnownParameters(model), WrittenParameters(model)
         dtype = next(model.parameters()).dtype
         with buffers_restored(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
             python, numpy = random.getstate(), np.random.get_state()
@@ -98,11 +99,15 @@ class ParamUse:
                         else set()
                     )
                     self._before = dict(self.calls)
+                with written:
+                    model.eval()
+                    model.train()
             finally:
                 random.setstate(python)
                 np.random.set_state(numpy)
                 attributes.restore()
-        refuse_changed_parameters(model, places, "launcher.processes=1", written.found)
+        known.refuse_new()
+        known.refuse_changed("launcher.processes=1", written.found)
 
     def _has_parameter(self, values: Any) -> bool:
         return any(

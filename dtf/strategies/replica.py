@@ -19,12 +19,7 @@ from dtf.model.activation_checkpointing import apply_activation_checkpointing, m
 from dtf.model.annotate import section
 from dtf.model.attributes import Attributes
 from dtf.model.batch_statistics import BatchNormStatistics
-from dtf.model.changing_buffers import (
-    ChangingBuffers,
-    buffers_restored,
-    parameter_places,
-    refuse_changed_parameters,
-)
+from dtf.model.changing_buffers import ChangingBuffers, buffers_restored
 from dtf.model.counters import Counters
 from dtf.model.forward import (
     ForwardPass,
@@ -37,6 +32,7 @@ from dtf.model.forward import (
     with_leaves,
 )
 from dtf.model.init import layout_of
+from dtf.model.known_parameters import KnownParameters
 from dtf.model.memory import Footprint, activations, pending_grad_bytes
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.outside_tensors import OutsideTensors, outside_error
@@ -53,7 +49,7 @@ from dtf.strategies.pass_probes import (
 from dtf.strategies.replica_digests import Part
 from dtf.strategies.start_check import Gather, Numbers, Passes, Trials, check_passes, not_linear
 from dtf.strategies.start_padding import agree, not_zero, padding_error
-from dtf.strategies.trial_numbers import pass_numbers, restore_parameters
+from dtf.strategies.trial_numbers import pass_numbers, put_start
 
 CLIPPED, PADDED = "clipped", "padded"
 """What `StartCheck.found` calls the gradient that does not grow with the loss, and that which padding has too."""
@@ -243,7 +239,7 @@ class Replica:
         self._trials, self._warming = [], True
         self._passes.loss.undivided = not self.divided and not self._cuts
         rows = rows_of(batch, 0, 2), rows_of(batch, 0, 4), rows_of(batch, max(0, len(batch.ids) - 4), len(batch.ids))
-        attributes, places = Attributes(self.model, self._task.recipe), parameter_places(self.model)
+        attributes, known = Attributes(self.model, self._task.recipe), KnownParameters(self.model)
         outside = OutsideTensors(self.model, self._task.recipe)
         try:
             with buffers_restored(self.model) as changed:
@@ -253,6 +249,7 @@ class Replica:
                 if self._reach:
                     self._trials.clear()
                     self._trial(rows[0], 0)
+                known.refuse_new()
                 if learning := outside.learning():
                     raise outside_error(learning[0])
                 self._begin_random(0, 0)
@@ -261,13 +258,15 @@ class Replica:
                 drew = self.masks.draws_elsewhere or self.masks.drew(seeded)
                 if self.divided:
                     refuse_hooks_on_sums(self.model, self.instead)
-                    refuse_changed_parameters(self.model, places, self.instead, self._written(rows[0]))
+                    known.refuse_changed(self.instead, self._written(rows[0]))
                     self.changing.refuse(changed(), self.instead)
                     self._check_start(rows[1], rows[2], peers, attributes)
                     self.changing.refuse(changed(), self.instead)
         except ValueError as error:
             raise batch_norm_error(error, len(batch.ids)) from error
         except RuntimeError as error:
+            if self.divided:
+                known.refuse_changed(self.instead)
             named = pass_error(error)
             if named is None:
                 raise
@@ -275,7 +274,7 @@ class Replica:
         finally:
             self._warming = False
             attributes.restore()
-            restore_parameters(self.model, self._task, places)
+            put_start(self.model, self._task, known.changed())
         return drew
 
     def _check_start(self, a: Batch, b: Batch, peers: Gather, attributes: Attributes) -> None:
@@ -304,13 +303,15 @@ class Replica:
 
     @torch.no_grad()
     def _written(self, rows: Batch) -> list[str]:
-        """The parameters that a pass over these rows writes to."""
+        """The parameters that a pass over these rows writes to, or a switch to evaluation and back."""
         if self._sync is not None:  # who shards parameters has looked
             return []
         self._begin_random(0, 0)
         written, inputs = WrittenParameters(self.model), self._received(copy_of(rows), 0, 0).inputs
         with torch.compiler.set_stance("force_eager"), written:
             self._passes.forward(self.model, inputs)
+            self.model.eval()
+            self.model.train()
         return written.found
 
     def passes(self, rows: Batch) -> Passes:

@@ -12,7 +12,6 @@ from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.distributed.sharding import is_dtensor, local
 from dtf.model.attributes import without_trace
-from dtf.model.changing_buffers import Places, parameter_places
 from dtf.model.init import init_model
 from dtf.strategies.pass_probes import WrittenParameters
 from dtf.strategies.start_check import Numbers
@@ -38,12 +37,6 @@ def pass_numbers(model: nn.Module, sums: Tensor) -> tuple[Numbers, dict[str, Ten
     return dict(zip(names, numbers.tolist(), strict=True)), whole
 
 
-def restore_parameters(model: nn.Module, task: Task, places: Places) -> None:
-    """Give parameters that trial passes have changed since `places` the values they start from."""
-    now = parameter_places(model)
-    _put_start(model, task, [name for name, place in places.items() if now.get(name) != place])
-
-
 @contextmanager
 def trial(models: Sequence[nn.Module], task: Task) -> Iterator[None]:
     """A context for evaluations before the first step, whose effects on models are undone at its end."""
@@ -51,14 +44,15 @@ def trial(models: Sequence[nn.Module], task: Task) -> Iterator[None]:
         written = [stack.enter_context(WrittenParameters(model)) for model in models]
         yield
     for model, found in zip(models, written, strict=True):
-        _put_start(model, task, found.found)
+        put_start(model, task, found.found)
 
 
 @torch.no_grad()
-def _put_start(model: nn.Module, task: Task, names: Collection[str]) -> None:
-    """Give these parameters the values they start from."""
+def put_start(model: nn.Module, task: Task, names: Collection[str]) -> None:
+    """Give these parameters the values they start from, and let them learn as at the start."""
     if names:
         start = dict(init_model(task.recipe, task.seed, task.weights).named_parameters())
         for name, parameter in model.named_parameters():
             if name in names:
                 parameter.data.copy_(start[name].data)
+                parameter.requires_grad_(start[name].requires_grad)

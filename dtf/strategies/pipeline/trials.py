@@ -15,9 +15,10 @@ from dtf.core.types import Batch, Evaluated
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.world import World
 from dtf.model.attributes import Attributes
-from dtf.model.changing_buffers import buffers_restored, parameter_places, refuse_changed_parameters
+from dtf.model.changing_buffers import buffers_restored
 from dtf.model.counters import Counters
 from dtf.model.forward import batch_norm_error, global_rng_error
+from dtf.model.known_parameters import KnownParameters
 from dtf.model.memory import Footprint
 from dtf.model.outside_tensors import OutsideTensors, outside_error
 from dtf.model.seeded_dropout import find_drawing_modules
@@ -67,7 +68,7 @@ class StartTrials:
         compare passes over `a`, `b` and `a`. ConfigError for what cannot run.
         """
         attributes = [Attributes(stage.model, self._recipe) for stage in self._stages]
-        places = [parameter_places(stage.model) for stage in self._stages]
+        parameters = [KnownParameters(stage.model) for stage in self._stages]
         with ExitStack() as stack:
             for attribute in attributes:
                 stack.callback(attribute.restore)
@@ -87,8 +88,8 @@ class StartTrials:
                 raise outside_error(learning[0])
             if drawing:
                 raise global_rng_error("pipeline", "and the other stages would not draw them too", drawing[0])
-            for stage, place in zip(self._stages, places, strict=True) if self._divided else ():
-                refuse_changed_parameters(stage.model, place, INSTEAD)
+            for known in parameters if self._divided else ():
+                known.refuse_changed(INSTEAD)
             check_buffers()
             if self._divided and check.found is None:
                 counters = [Counters(stage.model, self._recipe) for stage in self._stages]

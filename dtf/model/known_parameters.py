@@ -1,0 +1,72 @@
+"""The parameters of a model, to see which of them passes make or change: only updates may."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtf.core.errors import ConfigError
+
+
+class KnownParameters:
+    """The parameters of a model as they are now. Of DTensors, which move by themselves, the names alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = {name for name, _ in model.named_parameters()}
+        self._places = _places(model)
+
+    def changed(self) -> list[str]:
+        """Names of those that are not as they were: by place, value or whether they learn."""
+        now = _places(self._model)
+        return [name for name, place in self._places.items() if now.get(name) != place]
+
+    def refuse_new(self) -> None:
+        """Raise ConfigError for a parameter that a pass has made."""
+        new = next((name for name, _ in self._model.named_parameters() if name not in self._names), None)
+        if new is not None:
+            raise ConfigError(
+                f"the forward pass makes the parameter {new}, which no optimizer knows; make it in the constructor"
+            )
+
+    def refuse_changed(self, instead: str, written: Sequence[str] = ()) -> None:
+        """Raise ConfigError for a parameter that passes have changed, or have `written`. `instead`: what to use for
+        such a model.
+        """
+        for name in written or self.changed():
+            raise changed_parameter(name, instead)
+
+
+def changed_parameter(name: str, instead: str) -> ConfigError:
+    """The error for a parameter that the model itself changes."""
+    return ConfigError(
+        f"the forward pass changes the parameter {name}, which each rank would change by its own rows; bound a copy of "
+        f"it where it is used, make it a buffer with a rule in the recipe's Layout.buffers, or use {instead}. If it is "
+        "train() or eval() that changes it, as one that merges weights, or requires_grad, do that in the constructor"
+    )
+
+
+def place_of(parameter: Tensor) -> tuple[int, int]:
+    """Differs when a parameter was changed, or got other memory."""
+    part = getattr(parameter, "_local_tensor", parameter)
+    return part.data_ptr(), part._version
+
+
+@torch.no_grad()
+def _places(model: nn.Module) -> Mapping[str, tuple[Any, ...]]:
+    """By value too: a change through `.data` leaves no other trace."""
+    plain = {name: p for name, p in model.named_parameters() if not hasattr(p, "_local_tensor")}
+    wide = torch.float64
+    sums = [
+        torch.stack([p.sum(dtype=wide), torch.linalg.vector_norm(p, dtype=wide)]).cpu()
+        for p in plain.values()
+        if not p.is_meta
+    ]
+    values = torch.stack(sums).tolist() if sums and len(sums) == len(plain) else [()] * len(plain)
+    return {
+        name: (*place_of(p), p.requires_grad, str(value))
+        for (name, p), value in zip(plain.items(), values, strict=True)
+    }
