@@ -10,7 +10,7 @@ CAUSES: dict[str, str] = {
     "uneven use": "which modules a pass uses depends on the rows, and ranks wait for each other in them",
     "layout": "the model cannot be divided as the strategy or its recipe divides it, or talks to other ranks itself",
     "sparse gradients": "a gradient is sparse",
-    "non-real parameters": "parameters are complex, integers, of several formats, or have no shape yet",
+    "non-real parameters": "parameters are complex, integers, of several formats, without a shape, or not the model's",
     "several updates": "there is more than one loss or optimizer",
     "loss": "the loss is no mean over rows or labels",
 }
@@ -20,7 +20,8 @@ _WORDS = {
     "several updates": r"several (losses|optimizers)|two (losses|optimizers)|one optimizer",
     "unseen randomness": r"random numbers? (that|of|from) (Python|numpy|a generator|torch does not)|unseen random|"
     r"draws? .*(Python|numpy|generator of its own)",
-    "non-real parameters": r"real numbers|several formats|complex|uninitialized|lazy|Lazy",
+    "non-real parameters": r"real numbers|several formats|complex|uninitialized|lazy|Lazy|"
+    r"no optimizer knows|is no parameter of the model",
     "uneven use": r"find_unused_parameters|others do not|do(es)? not use|uneven|not all ranks|other modules",
     "hidden state": r"buffer|attribute|state that|hidden state|differs? between replicas",
     "sparse gradients": r"sparse grad|sparse=True|gradient .* is sparse",

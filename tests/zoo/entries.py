@@ -34,6 +34,7 @@ MODULES = (
     "words",
     "habits",
     "strangers",
+    "published",
 )
 """The files `models_<name>.py`."""
 

@@ -67,6 +67,8 @@ def run(
     if wide:
         model.double()
     inputs, targets = entry.rows(training_rows, len("train"))
+    if wide and targets.is_floating_point():
+        targets = targets.double()
     losses, norms = [], []
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
     model.train()
