@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -139,10 +141,25 @@ def author_traceback(failure: Failed) -> str:
     return first.rstrip() if chained and failure.by_author else ""
 
 
+_refusals_are_told: ContextVar[bool] = ContextVar("refusals_are_told", default=False)
+
+
+@contextmanager
+def refusals_told() -> Iterator[None]:
+    """A context in which the caller tells of runs that are refused: `report` prints nothing of them."""
+    token = _refusals_are_told.set(True)
+    try:
+        yield
+    finally:
+        _refusals_are_told.reset(token)
+
+
 def report(failure: Failed) -> None:
     """Print the failure of a rank on standard error as one line, after its traceback unless the message says all there
     is to know.
     """
+    if failure.exit == Exit.CONFIG and _refusals_are_told.get():
+        return
     if failure.traceback and failure.exit in (Exit.BUG, Exit.PEER, Exit.NO_PROGRESS):
         print(failure.traceback.rstrip(), file=sys.stderr)
     print(error_line(Exit(failure.exit), failure.message, failure.rank, failure.step), file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf.api.job import Job
+from dtf.api.launcher import refusals_told
 from dtf.api.registry import option, register
 from dtf.config.inherit import saved_config
 from dtf.config.strategy_spec import read_entry
@@ -233,7 +234,8 @@ class Verify(Job):
 
         folder = runs / f"{name}-{precision}-{micro}"
         again = self._composed(composed, folder, strategy, processes, precision, micro, noise)
-        code = again.job.run(again)
+        with refusals_told():
+            code = again.job.run(again)
         cause, raised = _cause(folder)
         if code == Exit.CONFIG:
             raise (LayoutError if raised == LayoutError.__name__ else ConfigError)(cause)

@@ -192,4 +192,4 @@ def test_a_refusal_says_why_in_its_row(run_dtf: Any) -> None:
     assert done.code == 0 and "refused: strategy=tensor: the layout of CancelledBias splits no module" in done.out
     done = run_dtf(*toys, "recipe=wrong_layout")
     assert done.code == 2 and "refused: the recipe's layout splits 1 as row" in done.out
-    assert "the recipe's own layout is wrong" in done.out
+    assert "the recipe's own layout is wrong" in done.out and "splits 1 as row" not in done.err, "it is said once"

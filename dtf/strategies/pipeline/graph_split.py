@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtf.core.errors import ConfigError, LayoutError
 from dtf.model.attributes import without_trace
+from dtf.model.author_errors import line_of
 
 DROPOUTS = (nn.modules.dropout._DropoutNd,)
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -331,7 +332,9 @@ def _trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
                     "",
                 )
         except Exception as error:  # the model's own code, run on stand-ins for tensors, may raise anything
-            raise _refusal(model, f"its forward cannot be followed: {error}, {where}") from error
+            line = line_of(error)
+            place = f"at {line}, {where}" if line else where
+            raise _refusal(model, f"its forward cannot be followed: {error}, {place}") from error
         finally:  # constants that the tracer met, and stand-ins that the forward assigned
             for values, before in [*attributes, *places]:
                 values.clear()
