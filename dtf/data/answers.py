@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dtf.api.recipe import Dataset, Recipe
@@ -45,6 +46,9 @@ def check_fetched(dataset: Dataset, rows: int, answer: Any) -> None:
                 f"{who} returned {_kind(value)} as {name}; they must be a tensor{also} (torch.from_numpy makes one of "
                 "an array)"
             )
+        if value.layout is not torch.strided or value.is_nested:
+            form = "a nested tensor" if value.is_nested else f"of layout {value.layout}"
+            raise ConfigError(f"{who} returned {name} that are {form}; they must be dense (to_dense, pad_sequence)")
         if not value.dim() or len(value) != rows:
             raise ConfigError(
                 f"{who} returned {name} of shape {tuple(value.shape)} for {rows} ids; the first axis must be the rows"

@@ -35,7 +35,7 @@ from dtf.engine.start_record import StartRecord, start_digest
 from dtf.engine.turns import Turns, build
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.ema import with_ema
-from dtf.model.init import construct, start_from
+from dtf.model.init import construct, refuse_untrainable, start_from
 from dtf.model.metric_checks import TRIAL_ROWS, check_evaluated, check_names
 from dtf.model.pretrained import WeightMatch, Weights, match_weights, open_weights
 from dtf.runs.run_folder import redact
@@ -162,6 +162,7 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
     epochs = splits.cut()
     model, turns = _build(joined)
     parameters = dict(model.named_parameters())
+    refuse_untrainable(recipe, model, turns is None or turns.holds)
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
     check_used("recipe.model.freeze", recipe.fine_tuning.freeze, parameters)
     check_used("optimizer.lr_factors", settings.optimizer.lr_factors, parameters, frozen)

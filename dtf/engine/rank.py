@@ -17,7 +17,7 @@ from dtf.config.settings import Settings, parse_settings
 from dtf.core.errors import DtfError, Exit, PeerError, Preempted
 from dtf.core.types import Event, Failed, Place
 from dtf.host import heartbeat
-from dtf.model.author_errors import memory_error
+from dtf.model.author_errors import author_error, memory_error
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def run_rank(
             body(Rank(parse_settings(config), config, Path(folder), run_id, place, send, beat, lambda: bool(received)))
         return Exit.OK
     except BaseException as error:  # noqa: BLE001 (it is reported)
-        if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(error, DtfError):
+        if isinstance(error, KeyboardInterrupt):
             error = Preempted(
                 "interrupted; stopped at once, nothing was saved; start again to go on from the last checkpoint"
             )
@@ -78,7 +78,9 @@ def run_rank(
         error = memory_error(error) or error
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         patient = isinstance(error, DtfError) and error.patient
-        message = str(error) if isinstance(error, DtfError) else f"{type(error).__name__}: {error}"
+        # after the first steps an author's code may fail by chance, and may do well from the last save
+        named = error if isinstance(error, DtfError) else author_error(error)
+        message = str(named or f"{type(error).__name__}: {error}")
         send(
             Failed(
                 place.rank,

@@ -44,14 +44,14 @@ def name_author_errors() -> Iterator[None]:
     """A context: an error that a method of a recipe, or a module of its model, raises becomes one that names it."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         named = author_error(error)
         if named is None:
             raise
         raise named from error
 
 
-def author_error(error: Exception) -> DtfError | None:
+def author_error(error: BaseException) -> DtfError | None:
     """What to raise for an error that comes from a recipe's methods, a data set's, or its model's passes: a ConfigError
     that names it, or a DataError where a file of the data cannot be read. None for errors of other causes.
     """
@@ -104,7 +104,7 @@ def _last_call(frames: list[tuple[FrameType, int]]) -> int:
 
 
 def _called(
-    frames: list[tuple[FrameType, int]], inside: list[tuple[FrameType, int]], error: Exception
+    frames: list[tuple[FrameType, int]], inside: list[tuple[FrameType, int]], error: BaseException
 ) -> tuple[str, bool]:
     """What dtf had called when the error came, "" where that is nobody's code, and whether it opens data."""
     for frame, _ in inside:

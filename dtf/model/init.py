@@ -83,6 +83,21 @@ def construct(recipe: Recipe, seed: int = 0) -> nn.Module:
     return build_on_meta(recipe) if draws_by_name(recipe) else init_model(recipe, seed)
 
 
+def refuse_untrainable(recipe: Recipe, model: nn.Module, holds: bool) -> None:
+    """Raise ConfigError for a model that has nothing to train. `holds`: whether this process has its values."""
+    who = f"{type(recipe).__name__}.build_model()"
+    parameters = dict(model.named_parameters())
+    empty = next((name for name, parameter in parameters.items() if parameter.is_meta), None)
+    if empty is not None and holds and not draws_by_name(recipe):
+        raise ConfigError(
+            f"{who} puts {empty} on meta, without values; leave the device out, or override Recipe.initialise for a "
+            "model that is larger than a host"
+        )
+    if not recipe.tables() and not any(parameter.requires_grad for parameter in parameters.values()):
+        frozen = "every parameter of the model is frozen, by requires_grad_(False) or recipe.model.freeze"
+        raise ConfigError(f"there is nothing to train: {frozen if parameters else f'{who} has no parameter'}")
+
+
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """A context under which torch, Python and numpy draw from this seed on CPU; their generators are restored."""

@@ -30,7 +30,14 @@ class Mistaken(Toy):
 
         if self.mistake == "build_model_raises":
             raise KeyError("width")
-        return Model(self.mistake, super().build_model())
+        if self.mistake == "build_model_exits":
+            raise SystemExit(3)
+        model = Model(self.mistake, super().build_model())
+        if self.mistake == "build_model_on_meta":
+            model.tail.to("meta")
+        if self.mistake == "build_model_without_parameters":
+            return model.tail[0]
+        return model.requires_grad_(False) if self.mistake == "build_model_frozen" else model
 
     def layout(self, model: nn.Module) -> Any:
         from dtf.api.layout import Layout
@@ -105,15 +112,20 @@ class MistakenRows(Dataset):
 
     def __init__(self, mistake: str, split: str, rows: int) -> None:
         self.mistake, self.good = mistake, Rows(rows if split == "train" else 50, split, -1)
-        self.evaluates = split == "eval"
+        self.evaluates, self.fetched = split == "eval", 0
 
     def __len__(self) -> Any:
         return len(self.good) / 2 if self.mistake == "length_half" else len(self.good)
 
     def fetch(self, ids: Any, epoch: int) -> Any:
+        import torch
+
         inputs, targets = self.good.fetch(ids, epoch)
         if self.mistake == "fetch_late" and self.evaluates and ids.max() >= 8:
             raise KeyError(f"row {ids.max()}")
+        self.fetched += 1
+        if self.mistake == "fetch_later" and not self.evaluates and self.fetched > 4:
+            raise OSError("away")
         if self.mistake == "fetch_raises":
             raise RuntimeError("the archive is broken")
         if self.mistake == "fetch_memory":
@@ -122,6 +134,8 @@ class MistakenRows(Dataset):
             "fetch_one": inputs,
             "fetch_three": (inputs, targets, ids),
             "fetch_array": (inputs.numpy(), targets),
+            "fetch_sparse": (inputs.to_sparse(), targets),
+            "fetch_nested": (torch.nested.nested_tensor(list(inputs)), targets),
             "fetch_short": (inputs, targets[:-1]),
             "fetch_scalar": ({"x": inputs, "scale": targets.sum()}, targets),
         }

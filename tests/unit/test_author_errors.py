@@ -28,12 +28,18 @@ MISTAKES = {
     "objective_best": "Mistaken.objective is ('top1', 'most')",
     "objective_unknown": "the objective top2 is no metric of the recipe; did you mean top1?",
     "build_model_raises": "Mistaken.build_model() raised KeyError: 'width', at",
+    "build_model_exits": "Mistaken.build_model() raised SystemExit: 3, at",
+    "build_model_on_meta": "Mistaken.build_model() puts tail.1.narrow.weight on meta, without values",
+    "build_model_without_parameters": "there is nothing to train: Mistaken.build_model() has no parameter",
+    "build_model_frozen": "there is nothing to train: every parameter of the model is frozen",
     "open_data_list": "Mistaken.open_data('train') returned a list; it must return a dtf.Dataset",
     "length_half": "MistakenRows.__len__() gives no number of rows",
     "fetch_raises": "MistakenRows.fetch() raised RuntimeError: the archive is broken",
     "fetch_one": "MistakenRows.fetch() returned a torch.Tensor; it must return two values",
     "fetch_three": "MistakenRows.fetch() returned 3 values; it must return two values",
     "fetch_array": "MistakenRows.fetch() returned a numpy.ndarray as inputs",
+    "fetch_sparse": "MistakenRows.fetch() returned inputs that are of layout torch.sparse_coo; they must be dense",
+    "fetch_nested": "MistakenRows.fetch() returned inputs that are a nested tensor; they must be dense",
     "fetch_short": "MistakenRows.fetch() returned targets of shape (7,) for 8 ids",
     "fetch_scalar": "MistakenRows.fetch() returned inputs['scale'] of shape () for 8 ids",
     "eval_fetch_short": "MistakenRows.fetch() returned inputs of shape (3, 8) for 4 ids",
@@ -66,10 +72,11 @@ def config() -> dict[str, Any]:
     return compose([*plugin, *options]).config
 
 
-def train(folder: Path, mistake: str, **recipe: Any) -> list[Event]:
-    """One step in this process; what the rank reports."""
+def train(folder: Path, mistake: str, steps: int = 1, **recipe: Any) -> list[Event]:
+    """So many steps in this process; what the rank reports."""
     events: list[Event] = []
     changed = copy.deepcopy(config())
+    changed["train"]["steps"] = steps
     changed["recipe"] |= {"mistake": mistake, **recipe}
     work(changed, str(folder), "run", Place(prefix="run/0"), events.append)
     return events
@@ -102,6 +109,13 @@ def test_a_mistake_is_named_before_the_first_step(mistake: str, tmp_path: Path) 
     if "raised" in MISTAKES[mistake] and mistake != "backward_in_place":  # its line is in no traceback
         assert f"{HERE}" in failed.message and " in " in failed.message.rpartition(HERE)[2]
         assert "Traceback" in failed.traceback  # for the log of the rank
+
+
+def test_an_error_of_a_later_step_is_named_and_may_be_tried_again(tmp_path: Path) -> None:
+    """From the last save: a file of the data may have been away for a moment."""
+    failed = train(tmp_path, "fetch_later", steps=6)[-1]
+    assert isinstance(failed, Failed) and failed.exit == Exit.BUG
+    assert "MistakenRows.fetch() raised OSError: away, at tests/support/mistakes.py:" in failed.message
 
 
 def test_a_recipe_without_a_mistake_trains(tmp_path: Path) -> None:
