@@ -14,6 +14,8 @@ from torch import Tensor
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
+from dtf.distributed.sharding import is_dtensor
+from dtf.model.communication import Communication
 from dtf.model.mean_proof import Mean, labels, proved, tensors
 
 
@@ -46,14 +48,21 @@ class Losses:
         """Whether each global batch is one micro-batch, so that any scalar will do."""
         self._who = f"{type(recipe).__name__}.loss"
         self._mean: Mean | None = None  # of a scalar loss, where that is proved
-        self._tried = False
+        self._tried, self._asked = False, False
 
     def __call__(self, outputs: Any, batch: Batch) -> LossTerms:
         """The loss of a micro-batch. Without host synchronisation, but for the first scalar.
 
         ConfigError for what is none of the forms, or has no gradient.
         """
-        loss = self._recipe.loss(outputs, batch.targets)
+        if self._asked:
+            loss = self._recipe.loss(outputs, batch.targets)
+        else:
+            with Communication() as talks:
+                loss = self._recipe.loss(outputs, batch.targets)
+            if not any(map(is_dtensor, tensors(outputs))):  # else dtf's own
+                talks.refuse(self._who)
+            self._asked = True
         self._refuse_several(loss)
         terms = self._terms(loss, outputs, batch)
         if torch.is_grad_enabled() and not terms.total.requires_grad and any(t.requires_grad for t in tensors(outputs)):
@@ -73,6 +82,8 @@ class Losses:
                 f"{self._who} returned {type(loss).__name__}{number}; return the loss of each row as a tensor (B,), "
                 "or two tensors, sums and counts"
             )
+        if loss.is_complex():
+            raise ConfigError(f"{self._who} returned complex numbers; a loss is real, such as their abs() or real part")
         if loss.shape == batch.weight.shape:
             return LossTerms(loss, (loss * batch.weight).sum(), None)
         if not loss.shape:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtf.model.attributes import Attributes
 from dtf.model.changing_buffers import buffers_restored
+from dtf.model.communication import Communication
 from dtf.model.forward import cast_floating
 from dtf.model.known_parameters import KnownParameters
 from dtf.strategies.pass_probes import WrittenParameters, unwrapped
@@ -77,7 +78,8 @@ class ParamUse:
         """Forward passes on these inputs, watched, that leave no trace. ConfigError for a model that changes its
         parameters in them.
         """
-        attributes, known, written = Attributes(model), KnownParameters(model), WrittenParameters(model)
+        attributes, known = Attributes(model), KnownParameters(model)
+        written, talks = WrittenParameters(model), Communication()
         dtype = next(model.parameters()).dtype
         with buffers_restored(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
             python, numpy = random.getstate(), np.random.get_state()
@@ -87,7 +89,7 @@ class ParamUse:
                     random.seed(number)
                     np.random.seed(number)
                     self.calls = {}
-                    with torch.compiler.set_stance("force_eager"), self.watch(), written:
+                    with torch.compiler.set_stance("force_eager"), self.watch(), written, talks:
                         model(cast_floating(rows, dtype))
                     self.uneven |= (
                         {
@@ -106,6 +108,7 @@ class ParamUse:
                 random.setstate(python)
                 np.random.set_state(numpy)
                 attributes.restore()
+        talks.refuse("the model")
         known.refuse_new()
         known.refuse_changed("launcher.processes=1", written.found)
 

@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dtf.core.errors import ConfigError
+from dtf.distributed.sharding import is_dtensor
+from dtf.model.communication import Communication
 from dtf.model.init import HOOKS_ON_SUMS
 from dtf.model.seeded_dropout import SeededDropout
 
@@ -76,6 +78,20 @@ class WrittenParameters(TorchFunctionMode):
                 at = unwrapped(target).data_ptr()
                 self.found += [name for first, end, name in self._ends if first <= at < end]
         return func(*args, **kwargs)
+
+
+def written_by_pass(model: nn.Module, run: Callable[[], Any]) -> list[str]:
+    """The parameters that `run`, a pass, writes to, or a switch to evaluation and back. ConfigError where it talks to
+    other ranks.
+    """
+    written, talks = WrittenParameters(model), Communication()
+    with torch.compiler.set_stance("force_eager"), written, talks:
+        run()
+        model.eval()
+        model.train()
+    if not any(map(is_dtensor, model.parameters())):  # else it is what dtf has made of it that talks
+        talks.refuse("the model")
+    return written.found
 
 
 _KEEPS = frozenset({"requires_grad_", "detach_", "share_memory_", "retain_grad_"})

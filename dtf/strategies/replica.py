@@ -40,11 +40,11 @@ from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.strategies.pass_probes import (
     Reached,
-    WrittenParameters,
     count_calls,
     pass_error,
     recomputes_inside,
     refuse_hooks_on_sums,
+    written_by_pass,
 )
 from dtf.strategies.replica_digests import Part
 from dtf.strategies.start_check import Gather, Numbers, Passes, Trials, check_passes, not_linear
@@ -307,12 +307,8 @@ class Replica:
         if self._sync is not None:  # who shards parameters has looked
             return []
         self._begin_random(0, 0)
-        written, inputs = WrittenParameters(self.model), self._received(copy_of(rows), 0, 0).inputs
-        with torch.compiler.set_stance("force_eager"), written:
-            self._passes.forward(self.model, inputs)
-            self.model.eval()
-            self.model.train()
-        return written.found
+        inputs = self._received(copy_of(rows), 0, 0).inputs
+        return written_by_pass(self.model, lambda: self._passes.forward(self.model, inputs))
 
     def passes(self, rows: Batch) -> Passes:
         """Trial passes over these rows at any time, without a trace. Collective where passes are."""

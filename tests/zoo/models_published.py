@@ -10,6 +10,7 @@ import itertools
 import time
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -281,6 +282,52 @@ class ByTheClock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * (1 + time.time_ns() // 1000 % 1000 / 1e4)
+
+
+def _among_all(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Each row against the rows of all processes, where there are several: as published for contrastive learning."""
+    others = outputs
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        parts = [torch.empty_like(outputs) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, outputs.detach())
+        others = torch.cat(parts)
+    return F.cross_entropy(outputs, targets, reduction="none") + 0.1 * (outputs @ others.t()).logsumexp(1)
+
+
+@zoo_model(
+    "gathers_in_the_loss",
+    vectors(),
+    _among_all,
+    "published",
+    refused=dict.fromkeys(("ddp", "zero1", "fsdp"), "layout"),
+    may={"divided": "layout"},
+)
+class Contrasts(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+@zoo_model(
+    "gathers_in_the_model",
+    vectors(),
+    cross_entropy,
+    "published",
+    refused=dict.fromkeys(("ddp", "zero1", "fsdp"), "layout"),
+    may={"divided": "layout"},
+)
+class Centred(nn.Module):
+    """Takes the mean over the rows of all processes, where there are several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(0)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(mean)
+            mean = mean / dist.get_world_size()
+        return self.layer(x - mean)
 
 
 @zoo_model("teacher_in_inference_mode", vectors(), cross_entropy, "published")
