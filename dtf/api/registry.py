@@ -5,6 +5,7 @@ one.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform
@@ -87,6 +88,7 @@ def register(group: str, name: str) -> Callable[[T], T]:
         missing = sorted(getattr(made, "__abstractmethods__", ()))
         if missing:
             raise ConfigError(f"{group}={name}: {cls.__module__}.{cls.__qualname__} must define {', '.join(missing)}")
+        _check_kinds(f"{group}={name}", made)
         known = _CLASSES.setdefault(group, {})
         other = known.get(name)
         if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -97,6 +99,21 @@ def register(group: str, name: str) -> Callable[[T], T]:
         return made
 
     return decorate
+
+
+def _check_kinds(place: str, cls: type) -> None:
+    """Raise ConfigError where a class has an attribute in place of a method of its contract, or the reverse."""
+    for base in cls.__mro__[1:]:
+        for key, theirs in vars(base).items():
+            if key.startswith("__"):
+                continue
+            own, who = inspect.getattr_static(cls, key), f"{place}: {cls.__module__}.{cls.__qualname__}.{key}"
+            if inspect.isfunction(theirs) and (isinstance(own, property) or not callable(getattr(cls, key))):
+                raise ConfigError(
+                    f"{who} must be a method: def {key}({', '.join(inspect.signature(theirs).parameters)})"
+                )
+            if isinstance(theirs, property) and inspect.isfunction(own):
+                raise ConfigError(f"{who} must be an attribute, or a method with @property")
 
 
 def brings(module: str) -> bool:

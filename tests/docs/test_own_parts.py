@@ -28,6 +28,7 @@ from dtf.api.registry import lookup, register, registered
 from dtf.config.settings import load_parts
 from dtf.core.errors import ConfigError, Exit
 from tests.conftest import Result
+from tests.support.toy import Toy
 
 PAGES = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
 FILE = re.compile(r"^# (\S+\.yaml)(?: +dtf (.*))?$", flags=re.MULTILINE)  # the path, and a command that uses it
@@ -313,3 +314,25 @@ def test_a_class_that_lacks_methods_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^lr=empty: .*Empty must define __call__$"):
         register("lr", "empty")(Empty)
     assert "half" not in registered("observer") and "empty" not in registered("lr")
+
+
+def test_an_attribute_in_place_of_a_method_is_refused_and_the_reverse() -> None:
+    class Named(Toy):
+        class_names = ("a", "b")  # type: ignore[assignment]
+
+    class Aimed(Toy):
+        def objective(self) -> tuple[str, str]:  # type: ignore[override]
+            return ("loss", "min")
+
+    class Inside(Toy):
+        @property
+        def class_names(self) -> tuple[str, ...]:  # type: ignore[override]
+            return ("a", "b")
+
+    for name, cls in (("named", Named), ("inside", Inside)):
+        with pytest.raises(
+            ConfigError, match=rf"{cls.__name__}\.class_names must be a method: def class_names\(self\)"
+        ):
+            register("recipe", name)(cls)
+    with pytest.raises(ConfigError, match=r"Aimed\.objective must be an attribute, or a method with @property"):
+        register("recipe", "aimed")(Aimed)
