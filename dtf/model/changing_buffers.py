@@ -104,6 +104,10 @@ class ChangingBuffers:
         for buffer, part in zip(self._stepped, parts, strict=True):
             buffer.value.copy_(part.clone().view(buffer.value.dtype).view(buffer.value.shape))
 
+    def norms(self) -> dict[str, Tensor]:
+        """Name -> norm, (), fp64, of what the last pass made of the buffers whose rule needs all micro-batches."""
+        return {buffer.name: buffer.value.abs().double().norm() for buffer in self._stepped}
+
     @property
     def numbers(self) -> int:
         """How many numbers `total` has."""

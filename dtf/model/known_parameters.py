@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ class KnownParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._names = {name for name, _ in model.named_parameters()}
+        self._own = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
         self._places = _places(model)
 
     def changed(self) -> list[str]:
@@ -26,11 +27,12 @@ class KnownParameters:
 
     def refuse_new(self) -> None:
         """Raise ConfigError for a parameter that a pass has made."""
-        new = next((name for name, _ in self._model.named_parameters() if name not in self._names), None)
-        if new is not None:
-            raise ConfigError(
-                f"the forward pass makes the parameter {new}, which no optimizer knows; make it in the constructor"
-            )
+        for name, parameter in self._model.named_parameters():
+            if name not in self._own or not (self._own[name]() is parameter or hasattr(parameter, "_local_tensor")):
+                raise ConfigError(
+                    f"the forward pass makes the parameter {name}, which no optimizer knows; make it in the "
+                    "constructor, and in the pass use what is computed of it"
+                )
 
     def refuse_changed(self, instead: str, written: Sequence[str] = ()) -> None:
         """Raise ConfigError for a parameter that passes have changed, or have `written`. `instead`: what to use for

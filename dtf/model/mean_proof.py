@@ -91,9 +91,16 @@ def _with(targets: Tensor, label: int) -> Tensor:
     """The targets with every other label of the first rows replaced: parts do not have alike many of them."""
     some = targets.clone()
     first = some[: len(some) // 3].reshape(-1)
-    first[::2] = label if label >= 0 or targets.dtype.is_signed else targets.flatten()[0]
+    first[::2] = label if _fits(label, targets.dtype) else targets.flatten()[0]
     some[: len(some) // 3] = first.view(some[: len(some) // 3].shape)
     return some
+
+
+def _fits(label: int, dtype: torch.dtype) -> bool:
+    if dtype is torch.bool or dtype.is_floating_point:
+        return True
+    info = torch.iinfo(dtype)
+    return info.min <= label <= info.max
 
 
 def _varied(rows: _Rows) -> Iterator[_Rows]:

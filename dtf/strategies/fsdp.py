@@ -91,6 +91,8 @@ class Fsdp(Strategy):
         return "nccl" if devices == "cuda" else "gloo"
 
     def setup(self, task: Task, world: World) -> Program:
+        import torch
+
         from dtf.distributed.sharding import byte_count
         from dtf.model.draw_by_name import draws_by_name
         from dtf.model.init import layout_of, model_to_cut
@@ -110,6 +112,11 @@ class Fsdp(Strategy):
 
         mesh = world.mesh({"replicate": self.replicate, "shard": world.size // self.replicate})
         model = model_to_cut(task)
+        if isinstance(model, torch.jit.ScriptModule):
+            raise ConfigError(
+                "strategy=fsdp: the model is TorchScript, whose modules cannot gather their parameters; return it from "
+                "build_model() without torch.jit, or use strategy=ddp"
+            )
         refuse_shared_memory(model, "strategy=fsdp", "strategy=ddp")
         use = _use(model, task)
         masters = cast_parts(model, task.precision, computing=False)

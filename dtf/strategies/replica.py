@@ -351,10 +351,10 @@ class Replica:
         with footprint or nullcontext():
             start = torch.full((), factor, device=self._device)
             sums = self._pass(part, start, last or self._sync is not None)
+        numbers, self.undivided = pass_numbers(self.model, sums, self.changing.norms())
         self.changing.begin_micro_batch()
         if footprint is not None:
             self._trials.append((len(part.ids), footprint))
-        numbers, self.undivided = pass_numbers(self.model, sums)
         return numbers
 
     def memory(self, update: Update, micro_batches: int, rows: int) -> Memory:

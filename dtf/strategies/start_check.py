@@ -22,7 +22,12 @@ from dtf.model.counters import Counters
 from dtf.model.forward import copy_of, rows_of
 
 Numbers = dict[str, float]
-"""What a trial pass gives: name -> number. The sums of `Recipe.measure`, and the norm of each gradient."""
+"""What a trial pass gives: name -> number. The sums of `Recipe.measure`, and the norm of each gradient and of each
+buffer that a rule keeps.
+"""
+
+BUFFER = "buffer "
+"""Begins the name of a buffer among numbers."""
 
 TOLERANCES = {Format.fp64: 1e-9, Format.fp32: 2e-5, Format.bf16: 3e-2, Format.fp16: 1e-2}
 """Relative differences that rounding may make: kernels of GPUs need not sum in the same order twice."""
@@ -76,9 +81,10 @@ def check_passes(
     again = _counted(trials.a, trials)
     counting = [name for counters in trials.counters for name in counters.names()]
     everyone = peers.gather([first, again, counting])
-    kind, ahead = None, 0
+    kind, ahead, differ = None, 0, list[str]()
     if everyone is not None:
-        if any(numbers_differ(one, two, bound) for one, two, _ in everyone):
+        differ = [name for one, two, _ in everyone for name in differences(one, two, bound)]
+        if differ:
             kind = "pass"
         elif any(numbers_differ(_sums(everyone[0][0]), _sums(one), bound) for one, *_ in everyone[1:]):
             kind = "rank"
@@ -109,6 +115,9 @@ def check_passes(
         )
         names = [name for name in (_first_difference(*pair, bound) for pair in pairs) if name]
         place = [names[0] if names else "", sorted({name for _, _, more in answers for name in more})]
+        buffers = [name for name in differ if name.startswith(BUFFER)]
+        if not place[0] and buffers == differ:  # all modules give the same outputs
+            place[0] = (buffers or [""])[0]
     module, attributes = peers.broadcast(place)
     raise ConfigError(_refusal(kind, module, attributes, instead, trials.evaluates))
 
@@ -209,6 +218,8 @@ def _refusal(kind: str, module: str, attributes: list[str], instead: str, evalua
     where = f"{module} is the first module whose output differs" if module else "all modules give the same outputs, so "
     if not module:
         where += "look at the recipe's receive() and loss()"
+    elif module.startswith(BUFFER):
+        where = f"the {module} has another value after them"
     generators = [name for name in attributes if name.endswith(GENERATOR)]
     if generators:
         attributes = []
@@ -255,17 +266,24 @@ def _sums(numbers: Numbers) -> Numbers:
 
 
 def numbers_differ(one: Numbers, two: Numbers, bound: float) -> bool:
-    """Whether two passes differ by more than rounding. Gradients are compared with the largest of them."""
-    if one.keys() != two.keys():
-        return True
+    """Whether two passes differ by more than rounding."""
+    return bool(differences(one, two, bound))
+
+
+def differences(one: Numbers, two: Numbers, bound: float) -> list[str]:
+    """Names of the numbers in which two passes differ by more than rounding. Gradients are compared with the largest of
+    them.
+    """
+    found = [*(one.keys() ^ two.keys())]
     largest = max((abs(value) for name, value in one.items() if name.startswith("gradient")), default=0.0)
-    for name, value in one.items():
+    for name in one.keys() & two.keys():
+        value = one[name]
         scale = largest if name.startswith("gradient") else max(abs(value), abs(two[name]))
         if value == two[name]:  # infinities too
             continue
         if not abs(value - two[name]) <= bound * max(scale, 1e-30) and value == value:
-            return True
-    return False
+            found.append(name)
+    return sorted(found)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -14,12 +14,12 @@ from dtf.distributed.sharding import is_dtensor, local
 from dtf.model.attributes import without_trace
 from dtf.model.init import init_model
 from dtf.strategies.pass_probes import WrittenParameters
-from dtf.strategies.start_check import Numbers
+from dtf.strategies.start_check import BUFFER, Numbers
 
 
-def pass_numbers(model: nn.Module, sums: Tensor) -> tuple[Numbers, dict[str, Tensor]]:
-    """The metric sums (M,) and the norms of gradients of a pass; and those of gradients that this rank holds in whole.
-    The gradients are dropped. ConfigError for a sparse one.
+def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) -> tuple[Numbers, dict[str, Tensor]]:
+    """The metric sums (M,) and the norms of gradients and `buffers` of a pass; and those of gradients that this rank
+    holds in whole. The gradients are dropped. ConfigError for a sparse one.
     """
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     sparse = [name for name, gradient in gradients.items() if gradient.layout is not torch.strided]
@@ -32,8 +32,10 @@ def pass_numbers(model: nn.Module, sums: Tensor) -> tuple[Numbers, dict[str, Ten
     norms = [local(gradient).detach().double().norm() for gradient in gradients.values()]
     for parameter in model.parameters():
         parameter.grad = None
+    norms += buffers.values()
     numbers = torch.cat([sums.double(), *(norm.reshape(1).to(sums.device) for norm in norms)])
     names = [*(f"sum {i}" for i in range(len(sums))), *(f"gradient of {name}" for name in gradients)]
+    names += [BUFFER + name for name in buffers]
     return dict(zip(names, numbers.tolist(), strict=True)), whole
 
 

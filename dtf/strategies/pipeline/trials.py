@@ -25,7 +25,7 @@ from dtf.model.seeded_dropout import find_drawing_modules
 from dtf.strategies.pass_probes import count_calls
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
-from dtf.strategies.start_check import Gather, Numbers, Passes, Trials, check_passes
+from dtf.strategies.start_check import BUFFER, Gather, Numbers, Passes, Trials, check_passes
 
 INSTEAD = "strategy.degree=0"
 """What to use where the rows of a model cannot be divided: all ranks in one pipeline."""
@@ -172,6 +172,9 @@ class StartTrials:
             self.measured.append((len(rows.ids), footprint))
         names, norms = [], []
         for stage in self._stages:
+            for name, norm in stage.changing.norms().items():
+                names.append(f"{BUFFER}{name}")
+                norms.append(norm.reshape(1))
             stage.changing.begin_micro_batch()
             for name, parameter in stage.model.named_parameters():
                 if parameter.grad is not None:
