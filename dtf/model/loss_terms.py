@@ -18,6 +18,11 @@ from dtf.distributed.sharding import is_dtensor
 from dtf.model.communication import Communication
 from dtf.model.mean_proof import Mean, labels, proved, tensors
 
+_WATCHED = 3
+"""The call of a loss in which it is seen to talk to other ranks. The memory of the passes before is measured, and
+watching takes some.
+"""
+
 
 class LossTerms(NamedTuple):
     """The loss of one micro-batch."""
@@ -48,21 +53,21 @@ class Losses:
         """Whether each global batch is one micro-batch, so that any scalar will do."""
         self._who = f"{type(recipe).__name__}.loss"
         self._mean: Mean | None = None  # of a scalar loss, where that is proved
-        self._tried, self._asked = False, False
+        self._tried, self._calls = False, 0
 
     def __call__(self, outputs: Any, batch: Batch) -> LossTerms:
         """The loss of a micro-batch. Without host synchronisation, but for the first scalar.
 
         ConfigError for what is none of the forms, or has no gradient.
         """
-        if self._asked:
-            loss = self._recipe.loss(outputs, batch.targets)
-        else:
+        self._calls += 1
+        if self._calls == _WATCHED:
             with Communication() as talks:
                 loss = self._recipe.loss(outputs, batch.targets)
             if not any(map(is_dtensor, tensors(outputs))):  # else dtf's own
                 talks.refuse(self._who)
-            self._asked = True
+        else:
+            loss = self._recipe.loss(outputs, batch.targets)
         self._refuse_several(loss)
         terms = self._terms(loss, outputs, batch)
         if torch.is_grad_enabled() and not terms.total.requires_grad and any(t.requires_grad for t in tensors(outputs)):

@@ -47,7 +47,7 @@ class Keeping(nn.Module):
 @register("recipe", "keeping")
 class KeepingRecipe(Toy):
     kind: str = option(default="none", doc="what the model keeps")
-    level: Any = 0.0
+    level = 0.0  # no option
     losses = 0
     soft: bool = option(default=False, doc="whether targets of training are probabilities")
 
@@ -66,7 +66,7 @@ class KeepingRecipe(Toy):
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         if self.kind == "loss":
             loss = super().loss(outputs, targets)
-            self.level = 0.9 * self.level + 0.1 * loss.detach().mean()
+            self.level = 0.9 * self.level + 0.1 * float(loss.detach().mean())
             return loss / (1 + self.level)
         if self.kind == "loss_counts":
             self.losses += 1

@@ -35,6 +35,7 @@ MODULES = (
     "habits",
     "strangers",
     "published",
+    "means",
 )
 """The files `models_<name>.py`."""
 

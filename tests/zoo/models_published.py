@@ -1,6 +1,4 @@
-"""Models and losses as papers' code has them: matching, losses divided by what is found, merged weights, caches of
-evaluations, and what a pass makes or switches.
-"""
+"""Models as papers' code has them: matching, merged weights, caches of evaluations, and what a pass makes or switches."""
 
 from __future__ import annotations
 
@@ -49,36 +47,6 @@ class SetPrediction(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         memory, queries = self.points(x), self.queries.expand(len(x), -1, -1)
         return self.head(queries + self.attention(queries, memory, memory)[0])
-
-
-def _found(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Nine places (B, 9, 5), and whether something is there, as numbers (B, 9)."""
-    return torch.randn(rows, 9, 5, generator=generator), (torch.rand(rows, 9, generator=generator) < 0.2).float()
-
-
-def _focal(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The focal loss of each row, and how much is there."""
-    chance = outputs.sigmoid()
-    right = chance * targets + (1 - chance) * (1 - targets)
-    losses = (1 - right) ** 2 * F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
-    return losses.sum(1), targets.sum(1)
-
-
-def _focal_mean(outputs: Tensor, targets: Tensor) -> Tensor:
-    losses, counts = _focal(outputs, targets)
-    return losses.sum() / counts.sum().clamp(min=1)
-
-
-def _heavy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=outputs.new_tensor(3.0))
-
-
-@zoo_model("focal_by_found", _found, _focal, "published")
-@zoo_model("focal_by_found_scalar", _found, _focal_mean, "published", refused={"*": "loss"})
-@zoo_model("binary_scalar", _found, _heavy, "published", "scalar")
-class Detector(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1), nn.Flatten())
 
 
 def _graphs(rows: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
@@ -350,3 +318,48 @@ class ModuleBackwardHooks(nn.Sequential):
         super().__init__(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, CLASSES))
         self[0].register_full_backward_hook(lambda _, inputs, __: tuple(g if g is None else g * 0.5 for g in inputs))
         self[2].register_full_backward_pre_hook(lambda _, outputs: tuple(g * 2 for g in outputs))
+
+
+@zoo_model("momentum_schedule", vectors(), cross_entropy, "published", refused={"divided": "hidden state"})
+class MomentumSchedule(nn.Module):
+    """Averages that follow ever more slowly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.norm.momentum = max(0.01, (self.norm.momentum or 0.0) * 0.9)
+        return self.head(self.norm(x))
+
+
+@zoo_model("replaces_its_parameter", vectors(), cross_entropy, "published", refused={"*": "non-real parameters"})
+class ReplacesItsParameter(nn.Module):
+    """Normalises its weight by a new parameter in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(CLASSES, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight = nn.Parameter(self.weight.detach() / self.weight.detach().norm())
+        return x @ self.weight.t()
+
+
+@zoo_model("scripted", vectors(), cross_entropy, "published", refused={"fsdp": "layout"})
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, CLASSES)))
+
+
+@zoo_model("strided_parameters", vectors(), cross_entropy, "published")
+class StridedParameters(nn.Module):
+    """Parameters that lie in memory in another order than that of their axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(8, CLASSES).mul(0.3).t())
+        self.second = nn.Parameter(torch.randn(3, 5, 8)[:, ::2].mul(0.1).permute(2, 0, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.first.t() + (x @ self.second.flatten(1)).sum(1, keepdim=True)
