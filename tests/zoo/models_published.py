@@ -1,4 +1,4 @@
-"""Models as papers' code has them: matching, merged weights, caches of evaluations, and what a pass makes or switches."""
+"""Models as papers' code has them: matching, merged weights, caches of evaluations, what a pass makes or switches."""
 
 from __future__ import annotations
 
