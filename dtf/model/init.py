@@ -124,6 +124,8 @@ def _built(recipe: Recipe) -> nn.Module:
     model = recipe.build_model()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{who} returned {type(model).__name__}; it must return a torch.nn.Module")
+    if HOOKS_ON_SUMS in vars(model):
+        raise ConfigError(f"{who} returned the model that it has returned before; it must make a new one each time")
     first: dict[str, str] = {}  # format -> the first parameter that has it
     for name, parameter in model.named_parameters():
         kind = str(parameter.dtype).removeprefix("torch.")

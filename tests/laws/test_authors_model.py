@@ -66,3 +66,9 @@ def test_constructors_that_draw_apart_are_refused(strategy: str, options: dict) 
     processes = 1 if "hogwild_threads" in options else 2
     with pytest.raises(AssertionError, match="(different|other) numbers (from|for) the same rows"):
         spread(strategy, processes, options=options, plugin="tests.support.unseeded_model", recipe={"name": "unseeded"})
+
+
+def test_a_model_that_is_kept_and_returned_again_is_refused() -> None:
+    """Replicas would be one module, and what they start from would be what they have become."""
+    with pytest.raises(AssertionError, match=r"Kept.build_model\(\) returned the model that it has returned before"):
+        spread("dp", 2, plugin="tests.support.unseeded_model", recipe={"name": "kept"})

@@ -1,4 +1,6 @@
-"""A model whose constructor draws from what no seed reaches, and keeps it in a plain attribute. A plugin."""
+"""A model whose constructor draws from what no seed reaches, and keeps it in a plain attribute. A recipe that makes its
+model once. A plugin.
+"""
 
 from __future__ import annotations
 
@@ -31,3 +33,11 @@ class Unseeded(Toy):
 
     def layout(self, model: nn.Module) -> Layout:
         return Layout((("layer",),))
+
+
+@register("recipe", "kept")
+class Kept(Toy):
+    def build_model(self) -> nn.Module:
+        if not hasattr(self, "net"):
+            self.net = super().build_model()
+        return self.net
