@@ -106,13 +106,22 @@ def lease(servicer: Servicer, trainer: int, **scalars: Any) -> Any:
 
 
 def greet(
-    servicer: Servicer, trainer: int, launch_id: str, facts: dict[str, Any] | None = None, uneven: Any = ()
+    servicer: Servicer,
+    trainer: int,
+    launch_id: str,
+    facts: dict[str, Any] | None = None,
+    uneven: Any = (),
+    start: Any = None,
 ) -> Any:
     request, reply = messages.hello_schemas()
     texts = {"facts": json.dumps(facts or {}), "uneven": json.dumps(uneven)}
+    if start is not None:
+        texts["start"] = json.dumps(start)
     told = {name: np.frombuffer(text.encode(), np.uint8) for name, text in texts.items()}
     return decode(reply, servicer.handlers[HELLO](encode(request, {"trainer": trainer, "starter": launch_id}, told)))
 
 
-def hello(servicer: Servicer, trainer: int, facts: dict[str, Any] | None = None, uneven: Any = ()) -> str:
-    return greet(servicer, trainer, "", facts, uneven).arrays["refusal"].tobytes().decode()
+def hello(
+    servicer: Servicer, trainer: int, facts: dict[str, Any] | None = None, uneven: Any = (), start: Any = None
+) -> str:
+    return greet(servicer, trainer, "", facts, uneven, start).arrays["refusal"].tobytes().decode()

@@ -289,5 +289,5 @@ def _start_in(message: Message) -> TrainerStart | None:
         return None
     try:
         return TrainerStart.from_json(messages.json_of(message, "start"))
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise Refused(f"start: {error}") from None
