@@ -4,11 +4,13 @@ trace, and compared.
 
 from __future__ import annotations
 
+import copy
 import random
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 
 from dtf.model.changing_buffers import buffers_restored
 from dtf.model.fingerprint import fingerprints
+from dtf.model.norm_calls import Calls
+from dtf.model.object_fields import fields_of, has_fields, set_fields
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
@@ -40,7 +44,7 @@ class Attributes:
 
     def __init__(self, model: nn.Module, recipe: object = None) -> None:
         self._model, self._recipe = model, recipe
-        self._holders = [(holder, dict(vars(holder))) for _, holder in holders(model, recipe)]
+        self._holders = [(holder, _copied(dict(vars(holder)))) for _, holder in holders(model, recipe)]
         self._restorers: list[Callable[[], Any]] = []
         seen: set[int] = {id(module) for module in model.modules()}
         for holder, values in self._holders:
@@ -105,8 +109,8 @@ class Attributes:
         elif isinstance(value, tuple):
             items = list(value)
         elif has_fields(value):
-            fields = dict(vars(value))
-            self._restorers.append(lambda: (vars(value).clear(), vars(value).update(fields)))
+            fields = fields_of(value)
+            self._restorers.append(lambda: set_fields(value, fields))
             items = list(fields.values())
         else:
             return
@@ -142,7 +146,7 @@ def plain_attributes(model: nn.Module, recipe: object = None) -> Iterator[tuple[
     """(full name, attributes of its holder, key, value) of each that torch does not keep and dtf does not change."""
     for prefix, holder in holders(model, recipe):
         for key, value in _own(vars(holder)):
-            counted = key in _COUNTED and "_calls" in vars(holder)
+            counted = key in _COUNTED and isinstance(vars(holder).get("_calls"), Calls)
             if not counted and (holder is not recipe or is_small(value)):
                 yield f"{prefix}.{key}" if prefix else key, vars(holder), key, value
 
@@ -168,6 +172,16 @@ def holders(model: nn.Module, recipe: object) -> Iterator[tuple[str, object]]:
         yield "recipe", recipe
 
 
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    """The same attributes, and copies of iterators, which passes move on."""
+    for key, value in values.items():
+        if type(value).__module__ == "itertools":
+            with suppress(TypeError), warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                values[key] = copy.copy(value)
+    return values
+
+
 def _own(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     return ((key, value) for key, value in list(values.items()) if key not in _TORCHS_OWN and key != "training")
 
@@ -180,7 +194,11 @@ class Digest:
 
     def of(self, value: Any, depth: int) -> str:
         """Empty for what cannot be compared."""
-        if depth == 0 or isinstance(value, nn.Module | nn.Parameter | type) or callable(value):
+        if (
+            depth == 0
+            or isinstance(value, nn.Module | nn.Parameter | type)
+            or (callable(value) and not has_fields(value))
+        ):
             return ""
         if isinstance(value, bool | int | float | complex | None):
             return repr(value)
@@ -209,7 +227,7 @@ class Digest:
             members = sorted(repr(item)[:80] for item in value) if len(value) <= self._left else []
             self._left -= len(members)
             return f"{len(value)} {members}"
-        return f"({self.of(vars(value), depth - 1)})" if has_fields(value) else ""
+        return f"({self.of(fields_of(value), depth - 1)})" if has_fields(value) else ""
 
     def _some(self, items: Collection[Any]) -> list[Any]:
         """As many items as are still looked at."""
@@ -227,9 +245,3 @@ def _crc(array: np.ndarray) -> str:
         step = -(-array.nbytes // MOST_BYTES)
         array = np.concatenate([flat[::step], flat[-step:]])
     return f"{zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data if array.size else b''):08x}"
-
-
-def has_fields(value: Any) -> bool:
-    """Whether a value is an object of someone's own class, with attributes that may change."""
-    module = type(value).__module__.partition(".")[0]
-    return hasattr(value, "__dict__") and not callable(value) and module not in ("torch", "dtf", "builtins", "numpy")

@@ -9,15 +9,30 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from dtf.model.attributes import DEPTH, has_fields, plain_attributes
+from dtf.model.attributes import DEPTH, plain_attributes
+from dtf.model.object_fields import fields_of, has_fields, set_fields
 
 MOST_INSIDE = 100
 """Items of a dict, list or object in which numbers are looked for: a longer one is data."""
 
 
 class _Place(NamedTuple):
-    holder: Any  # the attributes of a module or an object, a dict or a list
+    holder: Any  # the attributes of a module, a dict, a list, or an object with fields
     key: Any
+
+    def there(self) -> bool:
+        """Whether the last pass has left it: a list may have lost it since."""
+        holder = self.holder
+        return self.key < len(holder) if isinstance(holder, list) else self.key in _items(holder)
+
+    def read(self) -> Any:
+        return _items(self.holder)[self.key]
+
+    def write(self, value: Any) -> None:
+        if isinstance(self.holder, dict | list):
+            self.holder[self.key] = value
+        else:
+            set_fields(self.holder, {**fields_of(self.holder), self.key: value})
 
 
 class Counters:
@@ -32,7 +47,7 @@ class Counters:
         """Called after each of several passes."""
         for name, place in _numbers(self._model, self._recipe):
             self._places[name] = place
-            self._values.setdefault(name, []).append(place.holder[place.key])
+            self._values.setdefault(name, []).append(place.read())
 
     def names(self) -> list[str]:
         """Of the numbers that all passes have changed."""
@@ -46,20 +61,19 @@ class Counters:
     @contextmanager
     def ahead(self, passes: int) -> Iterator[None]:
         """A context in which these numbers are what they would be after so many more passes, if they went on so."""
-        places = [(self._places[name], self._values[name]) for name in self.names() if _there(self._places[name])]
-        before = [place.holder[place.key] for place, _ in places]
+        places = [(self._places[name], self._values[name]) for name in self.names() if self._places[name].there()]
+        before = [place.read() for place, _ in places]
         for (place, values), value in zip(places, before, strict=True):
-            place.holder[place.key] = value + passes * (values[-1] - values[-2])
+            place.write(value + passes * (values[-1] - values[-2]))
         try:
             yield
         finally:
             for (place, _), value in zip(places, before, strict=True):
-                place.holder[place.key] = value
+                place.write(value)
 
 
-def _there(place: _Place) -> bool:
-    """Whether the last pass has left it: a list may have lost it since."""
-    return place.key in place.holder if isinstance(place.holder, dict) else place.key < len(place.holder)
+def _items(holder: Any) -> Any:
+    return holder if isinstance(holder, dict | list) else fields_of(holder)
 
 
 def _numbers(model: nn.Module, recipe: object) -> Iterator[tuple[str, _Place]]:
@@ -68,20 +82,19 @@ def _numbers(model: nn.Module, recipe: object) -> Iterator[tuple[str, _Place]]:
         yield from _inside(name, holder, key, value, seen, DEPTH)
 
 
-def _inside(
-    name: str, holder: dict[Any, Any] | list[Any], key: Any, value: Any, seen: set[int], depth: int
-) -> Iterator[tuple[str, _Place]]:
+def _inside(name: str, holder: Any, key: Any, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, _Place]]:
     """The number that this value is, or those in it."""
     if type(value) in (int, float):
         yield name, _Place(holder, key)
         return
-    inner: dict[Any, Any] | list[Any] = {}
     if type(value) in (dict, list):
         inner, form = value, "[{!r}]"
     elif has_fields(value):
-        inner, form = vars(value), ".{}"
-    if not inner or depth == 0 or id(value) in seen or len(inner) > MOST_INSIDE:
+        inner, form = fields_of(value), ".{}"
+    else:
+        return
+    if depth == 0 or id(value) in seen or len(inner) > MOST_INSIDE:
         return
     seen.add(id(value))
     for at, item in list(inner.items() if isinstance(inner, dict) else enumerate(inner)):
-        yield from _inside(name + form.format(at), inner, at, item, seen, depth - 1)
+        yield from _inside(name + form.format(at), value, at, item, seen, depth - 1)

@@ -152,6 +152,13 @@ def _built(recipe: Recipe) -> nn.Module:
     for name, buffer in model.named_buffers():
         if is_lazy(buffer):
             raise ConfigError(f"{who} makes the buffer {name} without a shape (a lazy module); name its sizes")
+        if buffer.layout is not torch.strided:
+            if name in persistent:
+                raise ConfigError(
+                    f"{who} makes the buffer {name} sparse, which checkpoints cannot hold; register it with "
+                    "persistent=False if the constructor can make it again, else dense"
+                )
+            continue
         if torch._debug_has_internal_overlap(buffer) == 1:  # such as an expanded one: it could not be written
             buffer.data = buffer.data.clone(memory_format=torch.contiguous_format)
         if buffer.is_complex() and name in persistent:

@@ -34,6 +34,15 @@ class KnownParameters:
                     "constructor, and in the pass use what is computed of it"
                 )
 
+    def refuse_moved(self) -> None:
+        """Raise ConfigError for a parameter to which a pass has given other memory, which updates do not know."""
+        for name, (place, *_) in _places(self._model).items():
+            if name in self._places and place != self._places[name][0]:
+                raise ConfigError(
+                    f"the forward pass gives the parameter {name} other memory, and updates go to what it had; write "
+                    f"into it, as {name}.data.copy_(...), or use what is computed of it"
+                )
+
     def refuse_changed(self, instead: str, written: Sequence[str] = ()) -> None:
         """Raise ConfigError for a parameter that passes have changed, or have `written`. `instead`: what to use for
         such a model.

@@ -53,7 +53,7 @@ class Losses:
         """Whether each global batch is one micro-batch, so that any scalar will do."""
         self._who = f"{type(recipe).__name__}.loss"
         self._mean: Mean | None = None  # of a scalar loss, where that is proved
-        self._tried, self._calls = False, 0
+        self._tried, self._calls, self._form = False, 0, ""
 
     def __call__(self, outputs: Any, batch: Batch) -> LossTerms:
         """The loss of a micro-batch. Without host synchronisation, but for the first scalar.
@@ -73,12 +73,13 @@ class Losses:
         if torch.is_grad_enabled() and not terms.total.requires_grad and any(t.requires_grad for t in tensors(outputs)):
             raise ConfigError(
                 f"{self._who} returned a loss without a gradient, and the model's outputs have one; compute it from "
-                "the outputs by functions that have a derivative: no detach(), item(), no_grad() or argmax(); a batch "
-                "that has nothing to learn from has the loss outputs.sum() * 0"
+                "the outputs by functions that have a derivative: no detach(), item(), no_grad() or argmax(); rows "
+                "that have nothing to learn from have zeros that depend on the outputs"
             )
         return terms
 
     def _terms(self, loss: Any, outputs: Any, batch: Batch) -> LossTerms:
+        self._refuse_another_form(loss)
         if isinstance(loss, tuple | list) and len(loss) == 2:
             return self._counted(loss[0], loss[1], batch)
         if not isinstance(loss, Tensor):
@@ -97,6 +98,17 @@ class Losses:
             f"{self._who} returned shape {tuple(loss.shape)}; it must return a loss per row, "
             f"{tuple(batch.weight.shape)}, or sums and counts"
         )
+
+    def _refuse_another_form(self, loss: Any) -> None:
+        """Raise ConfigError for a loss of another form than the first one."""
+        form = f"a tensor of {loss.dim()} axes" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        if self._form not in ("", form):
+            raise ConfigError(
+                f"{self._who} returned {form}, and {self._form} before; return one form always, for rows that have "
+                "nothing to learn from too: zeros that depend on the outputs, such as (outputs * 0).flatten(1).sum(1) "
+                "for the loss of each row"
+            )
+        self._form = form
 
     def _refuse_several(self, loss: Any) -> None:
         """Raise ConfigError for several losses to differentiate."""

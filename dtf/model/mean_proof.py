@@ -6,6 +6,7 @@ may leave out. All of it is computed on the CPU, where a label that is out of ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -17,8 +18,10 @@ from torch.utils._pytree import tree_map
 
 IGNORED = -100
 """The label that torch's losses leave out, `ignore_index`."""
-_LEFT_OUT = (-1, 255)
-"""Labels that others leave out."""
+_LEFT_OUT = (-1, 255, 0, 1)
+"""Labels that others leave out, and classes that may weigh more than others."""
+_LEFT_OUT_NUMBERS = (0.0, -1.0, math.nan)
+"""As `_LEFT_OUT`, of targets that are numbers."""
 _ROWS = 24
 _MOST_BYTES = 1 << 26
 """Of outputs."""
@@ -48,30 +51,37 @@ def proved(loss: Callable[[Any, Tensor], Tensor], outputs: Any, targets: Tensor)
         rows = _repeated(outputs, targets, torch.device(device), dtype)
         for labelled in _varied(rows):
             try:
-                close = _CLOSE.get(loss(*labelled).dtype, 2e-2)
+                whole = loss(*labelled)
             except _TAKEN:
                 continue
-            return _mean(loss, labelled, close)
+            if isinstance(whole, Tensor) and not whole.shape:
+                return _mean(loss, labelled, _CLOSE.get(whole.dtype, 2e-2))
     return None
 
 
 def _mean(loss: Callable[[Any, Tensor], Tensor], rows: _Rows, close: float) -> Mean | None:
-    if rows.targets.dtype.is_floating_point or rows.targets.dtype is torch.bool:
-        return Mean.rows if _splits(loss, rows, Mean.rows, close) else None
-    ignored = _Rows(rows.outputs, _with(rows.targets, IGNORED))
-    if _splits(loss, rows, Mean.labels, close) and _splits(loss, ignored, Mean.labels, close):
-        return Mean.labels
-    others = [_Rows(rows.outputs, _with(rows.targets, label)) for label in (IGNORED, *_LEFT_OUT)]
-    found = [_splits(loss, each, Mean.rows, close) for each in (rows, *others)]
+    targets = rows.targets
+    whole_numbers = not (targets.dtype.is_floating_point or targets.dtype is torch.bool)
+    left_out = (IGNORED, *_LEFT_OUT) if whole_numbers else _LEFT_OUT_NUMBERS if targets.dtype is not torch.bool else ()
+    varied = [_Rows(rows.outputs, each) for each in (targets, *(_with(targets, label) for label in left_out))]
+    if whole_numbers:
+        found = [_splits(loss, each, Mean.labels, close) for each in varied]
+        if found[0] and found[1] and all(each is not False for each in found):
+            return Mean.labels
+    found = [_splits(loss, each, Mean.rows, close) for each in varied]
     return Mean.rows if found[0] and all(each is not False for each in found) else None
 
 
 def _splits(loss: Callable[[Any, Tensor], Tensor], rows: _Rows, mean: Mean, close: float) -> bool | None:
-    """Whether the losses of two parts make that of the whole. None where the loss does not take these rows."""
+    """Whether the losses of two parts make that of the whole. None where the loss does not take these rows, or is not
+    finite for them.
+    """
     count = len(rows.targets)
     cut, total, weights = count // 3, 0.0, 0.0
     try:
         whole = float(loss(*rows))
+        if not math.isfinite(whole):
+            return None
         for first, last in ((0, cut), (cut, count)):
             part = rows.targets[first:last]
             weight = float(last - first if mean is Mean.rows else labels(part))
@@ -87,7 +97,7 @@ def labels(targets: Tensor) -> Tensor:
     return (targets != IGNORED).sum()
 
 
-def _with(targets: Tensor, label: int) -> Tensor:
+def _with(targets: Tensor, label: float) -> Tensor:
     """The targets with every other label of the first rows replaced: parts do not have alike many of them."""
     some = targets.clone()
     first = some[: len(some) // 3].reshape(-1)
@@ -96,7 +106,7 @@ def _with(targets: Tensor, label: int) -> Tensor:
     return some
 
 
-def _fits(label: int, dtype: torch.dtype) -> bool:
+def _fits(label: float, dtype: torch.dtype) -> bool:
     if dtype is torch.bool or dtype.is_floating_point:
         return True
     info = torch.iinfo(dtype)

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from dtf.core.errors import ConfigError
-from dtf.model.attributes import DEPTH, has_fields, holders
+from dtf.model.attributes import DEPTH, holders
+from dtf.model.object_fields import fields_of, has_fields
 
 _MOST_ITEMS = 1000
 """Of a container in which tensors are looked for: a longer one is data."""
@@ -60,7 +61,7 @@ def _inside(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple
     elif isinstance(value, list | tuple | set | deque):
         inner, form = [*enumerate(value)] if len(value) <= _MOST_ITEMS else [], "[{}]"
     elif has_fields(value):
-        inner, form = [*vars(value).items()], ".{}"
+        inner, form = [*fields_of(value).items()], ".{}"
     if not inner or len(inner) > _MOST_ITEMS:
         return
     seen.add(id(value))

@@ -250,6 +250,8 @@ class Replica:
                     self._trials.clear()
                     self._trial(rows[0], 0)
                 known.refuse_new()
+                if self._sync is None:
+                    known.refuse_moved()
                 if learning := outside.learning():
                     raise outside_error(learning[0])
                 self._begin_random(0, 0)

@@ -47,6 +47,9 @@ class Trials(NamedTuple):
     evaluates: bool = False
     """Whether the passes are those of an evaluation."""
 
+    alike: bool = True
+    """Whether an exception in a pass comes on all ranks."""
+
 
 class Gather(NamedTuple):
     """The ranks that make the same passes."""
@@ -92,7 +95,7 @@ def check_passes(
             kind = "count"
     kind = peers.broadcast(kind)
     if kind == "count":
-        ahead = _acts_later(trials, first, bound, peers)
+        ahead = _acts_later(trials, first, bound, peers, instead)
     if kind is None or (kind == "count" and not ahead):
         return first, again
     with _recorded(trials.modules()) as outputs:
@@ -138,12 +141,18 @@ def _moved(trials: Trials, passes: int) -> Iterator[None]:
         yield
 
 
-def _acts_later(trials: Trials, once: Numbers, bound: float, peers: Gather) -> int:
-    """After how many more passes a counter changes the numbers; 0: after none that is tried. Collective."""
+def _acts_later(trials: Trials, once: Numbers, bound: float, peers: Gather, instead: str) -> int:
+    """After how many more passes a counter changes the numbers; 0: after none that is tried. Collective. ConfigError on
+    one rank alone where a pass raises and others wait in theirs.
+    """
     for passes in AHEAD:
         numbers: Numbers = {}  # differs from all others
-        with _moved(trials, passes), suppress(*RAISED):
-            numbers = trials.a()
+        try:
+            with _moved(trials, passes):
+                numbers = trials.a()
+        except RAISED as error:
+            if not trials.alike:  # other ranks wait for this one
+                raise ConfigError(_refusal("count", "", [], instead, trials.evaluates, error)) from error
         everyone = peers.gather([once, numbers])
         found = None if everyone is None else any(numbers_differ(one, two, bound) for one, two in everyone)
         if peers.broadcast(found):
@@ -159,10 +168,11 @@ def check_evaluation(
     peers: Gather,
     instead: str,
     modules: Callable[[], Mapping[str, nn.Module]] | None = None,
+    alike: bool = True,
 ) -> None:
     """As `check_passes` for evaluations of these rows, the same on all ranks, unless an earlier run has made the check.
-    `models`: what `evaluate` runs on this rank; its effects on them are the caller's to undo. `modules`: see `Trials`;
-    None: those of the first model. Collective.
+    `models`: what `evaluate` runs on this rank; its effects on them are the caller's to undo. `modules`, `alike`: see
+    `Trials`; without `modules` they are those of the first model. Collective.
     """
     if not task.start_check.fresh:
         return
@@ -179,7 +189,7 @@ def check_evaluation(
         [Counters(model, task.recipe) for model in models],
     )
     modules = modules or (lambda: dict(models[0].named_modules()))
-    trials = Trials(lambda: numbers(some), lambda: numbers(batch), modules, counters, evaluates=True)
+    trials = Trials(lambda: numbers(some), lambda: numbers(batch), modules, counters, evaluates=True, alike=alike)
     check_passes(trials, task.precision.compute, peers, changed, instead)
 
 
@@ -214,10 +224,14 @@ def differing_module(replicas: Sequence[Passes], compute: Format, peers: Gather)
     return peers.broadcast(name)
 
 
-def _refusal(kind: str, module: str, attributes: list[str], instead: str, evaluates: bool) -> str:
-    where = f"{module} is the first module whose output differs" if module else "all modules give the same outputs, so "
-    if not module:
-        where += "look at the recipe's receive() and loss()"
+def _refusal(
+    kind: str, module: str, attributes: list[str], instead: str, evaluates: bool, raised: Exception | None = None
+) -> str:
+    where = f"{module} is the first module whose output differs"
+    if raised is not None:
+        where = f"{type(raised).__name__}: {raised}"
+    elif not module:
+        where = "all modules give the same outputs, so look at the recipe's receive() and loss()"
     elif module.startswith(BUFFER):
         where = f"the {module} has another value after them"
     generators = [name for name in attributes if name.endswith(GENERATOR)]
@@ -279,9 +293,9 @@ def differences(one: Numbers, two: Numbers, bound: float) -> list[str]:
     for name in one.keys() & two.keys():
         value = one[name]
         scale = largest if name.startswith("gradient") else max(abs(value), abs(two[name]))
-        if value == two[name]:  # infinities too
+        if value == two[name] or (math.isnan(value) and math.isnan(two[name])):  # infinities too
             continue
-        if not abs(value - two[name]) <= bound * max(scale, 1e-30) and value == value:
+        if not abs(value - two[name]) <= bound * max(scale, 1e-30):
             found.append(name)
     return sorted(found)
 

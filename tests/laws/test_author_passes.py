@@ -95,3 +95,16 @@ def test_so_it_is_on_one_process(kind: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_what_learns_nothing_may_be_held_anywhere(strategy: str, kind: str) -> None:
     assert difference(reference(**outside(kind)), spread(strategy, 2, **outside(kind))) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pserver"])
+def test_a_parameter_that_gets_other_memory_is_refused_on_one_process_too(strategy: str) -> None:
+    case = {"plugin": PLUGIN, "recipe": {"name": "passes", "kind": "moved"}}
+    with pytest.raises(AssertionError, match="the forward pass gives the parameter layer.weight other memory"):
+        spread(strategy, 1, **case)
+
+
+def test_two_pipelines_refuse_a_hook_on_sums() -> None:
+    case = {"plugin": PLUGIN, "recipe": {"name": "passes", "kind": "on_sums"}}
+    with pytest.raises(AssertionError, match="0.weight has a hook of register_post_accumulate_grad_hook"):
+        spread("pipeline", 4, options={"degree": 2}, **case)

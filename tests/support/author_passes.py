@@ -4,7 +4,7 @@ The kinds of the recipe `passes`. `reentrant`: blocks with dropout, computed aga
 nets in one call over stacked weights. `head_first`: modules defined in another order than that of their use, as
 `skips`, which leaves one out in evaluation. `listed`, `closure`, `penalty`: reach a parameter past its module. `alias`,
 `tied_data`: use its memory. `adds`: a hook adds to a gradient. `bounded`: keeps a parameter within bounds, out of
-autograd's sight.
+autograd's sight. `moved`: gives a parameter other memory. `on_sums`: a hook runs when a gradient was added.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ class Passes(Toy):
             return _bounded(self.least, self.largest)
         if self.kind == "adds":
             return _adds(super().build_model())
+        if self.kind == "moved":
+            return _moved()
+        if self.kind == "on_sums":
+            return _on_sums(super().build_model())
         if self.kind in ("head_first", "skips"):
             return _head_first(self.kind == "skips")
         if self.kind in ("listed", "closure", "penalty", "alias", "tied_data"):
@@ -38,7 +42,7 @@ class Passes(Toy):
         return {"reentrant": _reentrant, "vmap": _vmap}[self.kind]()
 
     def layout(self, model: nn.Module) -> Layout:
-        return Layout()
+        return super().layout(model) if self.kind == "on_sums" else Layout()
 
 
 def _reentrant() -> nn.Module:
@@ -144,3 +148,24 @@ def _bounded(least: float, largest: float) -> nn.Module:
             return self.scale * self.layer(x)
 
     return Bounded()
+
+
+def _moved() -> nn.Module:
+    from torch import nn
+    from torch.nn.functional import normalize
+
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            self.layer.weight.data = normalize(self.layer.weight.data)
+            return self.layer(x)
+
+    return Moved()
+
+
+def _on_sums(model: nn.Module) -> nn.Module:
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-3, 1e-3))  # type: ignore
+    return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -63,3 +64,68 @@ def test_an_object_in_a_container_is_restored() -> None:
     assert kept.changed() == ["nested"]
     kept.restore()
     assert model.nested["object"].seen == 0 and list(model.nested) == ["list", "object"]
+
+
+class Steps:
+    """Called, with a count."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> int:
+        self.count += 1
+        return self.count
+
+
+class Slotted:
+    __slots__ = ("count", "later")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def step(self) -> None:
+        self.count += 1
+        self.later = self.count
+
+
+def _closure() -> Callable[[], int]:
+    count = 0
+
+    def step() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return step
+
+
+STEPS: dict[str, Callable[[], Any]] = {
+    "called": Steps,
+    "closure": _closure,
+    "method": lambda: Slotted().step,
+    "_calls": Steps,
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_can_be_called_may_keep_something(name: str) -> None:
+    model = nn.Module()
+    step = STEPS[name]()
+    setattr(model, name, step)
+    kept = Attributes(model)
+    start = digests(model)
+    step()
+    step()
+    assert kept.changed() == [name]
+    kept.restore()
+    assert digests(model) == start and not kept.changed()
+    assert step() == 1 or name == "method"
+
+
+def test_an_iterator_begins_where_it_was() -> None:
+    model = nn.Module()
+    model.numbers = itertools.count(3)  # type: ignore[assignment]
+    kept = Attributes(model)
+    assert [next(model.numbers) for _ in range(2)] == [3, 4]  # type: ignore[call-overload]
+    kept.restore()
+    assert next(model.numbers) == 3  # type: ignore[call-overload]

@@ -69,3 +69,28 @@ def test_outputs_with_names() -> None:
 def test_half_formats() -> None:
     outputs, targets = first_rows(2)
     assert proved(cross_entropy, outputs.bfloat16(), targets) is Mean.labels
+
+
+MASKED: dict[str, Loss] = {
+    "by zero": lambda outputs, targets: ((outputs - targets) ** 2)[targets != 0].mean(),
+    "by sign": lambda outputs, targets: ((outputs - targets) ** 2)[targets >= 0].mean(),
+    "by NaN": lambda outputs, targets: ((outputs - targets.nan_to_num()) ** 2)[~targets.isnan()].mean(),
+    "by their sum": lambda outputs, targets: ((outputs - targets) ** 2).sum() / targets.sum(),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_a_mean_over_some_numbers_is_no_mean_over_rows(rows: int, name: str) -> None:
+    """The first rows have all of them."""
+    torch.manual_seed(0)
+    assert proved(MASKED[name], torch.randn(rows, 3), 1 + torch.rand(rows, 1).expand(rows, 3)) is None
+
+
+@pytest.mark.parametrize("name", ["weighted classes", "ignored 0", "ignored -1", "ignored 255"])
+def test_the_number_of_classes_need_not_be_known(name: str) -> None:
+    """Where outputs are in a dict."""
+    logits, labels = first_rows(2)
+    weighs = partial(cross_entropy, weight=torch.tensor([10.0, 1.0, 1.0, 1.0]))
+    of_tensor = weighs if name == "weighted classes" else NEITHER[name]
+    assert proved(lambda outputs, targets: of_tensor(outputs["logits"], targets), {"logits": logits}, labels) is None

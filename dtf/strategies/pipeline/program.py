@@ -286,8 +286,8 @@ class PipelineProgram(Program):
         with trial(models, self._task):
             evaluated = self.eval_step(copy_of(batch))
             if self.shares > 1 and self._again is not None:
-                start, task = self._again[0], self._task
-                check_evaluation(evaluate, batch, models, task, start.peers(self._world), INSTEAD, start.modules)
+                start, peers = self._again[0], self._again[0].peers(self._world)
+                check_evaluation(evaluate, batch, models, self._task, peers, INSTEAD, start.modules, alike=False)
             return evaluated
 
     def _run(

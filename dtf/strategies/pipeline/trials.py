@@ -93,7 +93,9 @@ class StartTrials:
             check_buffers()
             if self._divided and check.found is None:
                 counters = [Counters(stage.model, self._recipe) for stage in self._stages]
-                trials = Trials(lambda: self._trial(a(), 0), lambda: self._trial(b(), 1), self.modules, counters)
+                trials = Trials(
+                    lambda: self._trial(a(), 0), lambda: self._trial(b(), 1), self.modules, counters, alike=False
+                )
                 found = [name for attribute in attributes for name in attribute.changed()]
                 check_passes(trials, compute, self.peers(world), lambda: _changed(attributes, found), INSTEAD)
                 check_buffers()
