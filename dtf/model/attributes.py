@@ -46,7 +46,7 @@ class Attributes:
         self._model, self._recipe = model, recipe
         self._holders = [(holder, _copied(dict(vars(holder)))) for _, holder in holders(model, recipe)]
         self._restorers: list[Callable[[], Any]] = []
-        seen: set[int] = {id(module) for module in model.modules()}
+        seen = _parts_of(model)
         for holder, values in self._holders:
             for _, value in _own(values):
                 if holder is not recipe or is_small(value):
@@ -71,10 +71,13 @@ class Attributes:
 
     def _keep(self, value: Any, seen: set[int], depth: int) -> None:
         """Note how to restore the content of a value that may change."""
-        if depth == 0 or id(value) in seen or isinstance(value, type | nn.Module):
+        if depth == 0 or id(value) in seen or isinstance(value, type):
             return
-        if isinstance(value, Tensor):
-            if not isinstance(value, nn.Parameter) and not value.is_meta and value.layout is torch.strided:
+        if isinstance(value, nn.Module):  # in a list, or a recipe's: none of the model
+            for module in value.modules():
+                self._keep_module(module, seen, depth - 1)
+        elif isinstance(value, Tensor):
+            if not value.is_meta and value.layout is torch.strided:
                 seen.add(id(value))
                 before = value.detach().clone()
                 self._restorers.append(lambda: _restore(value.detach(), before))
@@ -93,6 +96,15 @@ class Attributes:
                 self._restorers.append(lambda: np.copyto(value, array))
         else:
             self._keep_container(value, seen, depth)
+
+    def _keep_module(self, module: nn.Module, seen: set[int], depth: int) -> None:
+        if id(module) in seen or isinstance(module, torch.jit.ScriptModule):
+            return
+        seen.add(id(module))
+        values = dict(vars(module))
+        self._restorers.append(lambda: (vars(module).clear(), vars(module).update(values)))
+        for value in (*module._parameters.values(), *module._buffers.values(), *dict(_own(values)).values()):
+            self._keep(value, seen, depth)
 
     def _keep_container(self, value: Any, seen: set[int], depth: int) -> None:
         if isinstance(value, list | deque):
@@ -137,9 +149,14 @@ def _restore(tensor: Tensor, before: Tensor) -> None:
 
 def digests(model: nn.Module, recipe: object = None) -> dict[str, str]:
     """Full name of each plain attribute that has a value which can be compared -> a text that differs with it."""
-    modules = {id(module) for module in model.modules()}
+    parts = _parts_of(model)
     plain = plain_attributes(model, recipe)
-    return {name: text for name, _, _, value in plain if (text := Digest(modules).of(value, DEPTH))}
+    return {name: text for name, _, _, value in plain if (text := Digest(parts).of(value, DEPTH))}
+
+
+def _parts_of(model: nn.Module) -> set[int]:
+    """Ids of what is torch's to keep: modules, parameters and buffers."""
+    return {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
 
 
 def plain_attributes(model: nn.Module, recipe: object = None) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
@@ -187,18 +204,20 @@ def _own(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class Digest:
-    """Texts for the value of one attribute, which look at MOST_ITEMS items."""
+    """Texts for the value of one attribute, which look at MOST_ITEMS items. `parts`: ids of what is left out."""
 
-    def __init__(self, modules: set[int]) -> None:
-        self._modules, self._left = modules, MOST_ITEMS
+    def __init__(self, parts: set[int]) -> None:
+        self._parts, self._left = parts, MOST_ITEMS
 
     def of(self, value: Any, depth: int) -> str:
         """Empty for what cannot be compared."""
-        if (
-            depth == 0
-            or isinstance(value, nn.Module | nn.Parameter | type)
-            or (callable(value) and not has_fields(value))
-        ):
+        if depth == 0 or id(value) in self._parts or isinstance(value, type | torch.jit.ScriptModule):
+            return ""
+        if isinstance(value, nn.Module):
+            tensors = [tensor for tensor in (*value.parameters(), *value.buffers()) if not tensor.is_meta]
+            own = {f"{n}.{key}": item for n, m in value.named_modules() for key, item in _own(vars(m))}
+            return f"module {fingerprints(tensors)} {self.of(own, depth - 1)}"
+        if callable(value) and not has_fields(value):
             return ""
         if isinstance(value, bool | int | float | complex | None):
             return repr(value)

@@ -37,6 +37,26 @@ class OutsideTensors:
         return names
 
 
+def refuse_held(model: nn.Module, strategy: str) -> None:
+    """Raise ConfigError for a parameter that a plain attribute holds too: `strategy` puts something else into its
+    module, and what is held would stay as it is.
+    """
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen = {id(part) for part in (*model.modules(), *model.buffers())}
+    for prefix, holder in holders(model, None):
+        plain = ((key, value) for key, value in vars(holder).items() if key not in _REGISTERED)
+        for key, value in list(plain):
+            for name, tensor in _inside(f"{prefix}.{key}" if prefix else key, value, set(seen), DEPTH):
+                if id(tensor) in own:
+                    raise ConfigError(
+                        f"{strategy}: the parameter {own[id(tensor)]} is kept in {name} too, where it would not be "
+                        "divided; read it from its module in the forward pass, or use strategy=ddp"
+                    )
+
+
+_REGISTERED = ("_parameters", "_modules", "_buffers")
+
+
 def outside_error(name: str) -> ConfigError:
     return ConfigError(
         f"the loss depends on {name}, which needs a gradient and is no parameter of the model, so that nothing updates "

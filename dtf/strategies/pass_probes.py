@@ -48,6 +48,11 @@ def recomputes_inside(total: Tensor) -> bool:
     return False
 
 
+def has_hook_on_sums(parameter: Tensor) -> bool:
+    """Whether it has a hook of `register_post_accumulate_grad_hook`."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def refuse_hooks_on_sums(model: nn.Module, instead: str) -> None:
     """Raise ConfigError for a parameter to which its author gave a hook that runs when a gradient was added. `instead`:
     what to use.

@@ -74,6 +74,7 @@ class Tensor(Strategy):
             return single_process(task, world)
 
         from dtf.distributed.device_mesh import ParallelDims
+        from dtf.model.outside_tensors import refuse_held
         from dtf.optim.update import LocalUpdate
         from dtf.sparse.make_tables import tables_of
         from dtf.strategies.own_memory import refuse_shared_memory
@@ -81,6 +82,7 @@ class Tensor(Strategy):
         from dtf.strategies.tensor_modules import divide
 
         refuse_shared_memory(model, "strategy=tensor", "strategy=ddp")
+        refuse_held(model, "strategy=tensor")
         dims = ParallelDims(world, "tp", self.degree or world.size)
         if draws_by_name(task.recipe):
             cast_parts(model, task.precision, computing=True)

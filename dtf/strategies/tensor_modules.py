@@ -23,6 +23,7 @@ from dtf.core.errors import ConfigError, LayoutError
 from dtf.distributed.collectives import fan, partial, scattered_total, total
 from dtf.distributed.sharding import bounds
 from dtf.model.seeded_dropout import DROPOUTS
+from dtf.strategies.pass_probes import has_hook_on_sums
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -44,6 +45,12 @@ def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> N
             module.__dict__["_slice"] = (axis, width, *bounds(width, mesh.size(), mesh.get_local_rank()))
             continue
         kind = _kind(name, module, split)
+        hooked = [key for key, p in module.named_parameters() if p._backward_hooks or has_hook_on_sums(p)]
+        if hooked:
+            raise LayoutError(
+                f"the recipe's layout splits {name}, and {name}.{hooked[0]} has a hook of register_hook, which would "
+                "see a slice of its gradient; leave it out of the splits"
+            )
         parameters = {id(parameter) for parameter in module.parameters()}
         shared = [
             other

@@ -108,3 +108,24 @@ def test_two_pipelines_refuse_a_hook_on_sums() -> None:
     case = {"plugin": PLUGIN, "recipe": {"name": "passes", "kind": "on_sums"}}
     with pytest.raises(AssertionError, match="0.weight has a hook of register_post_accumulate_grad_hook"):
         spread("pipeline", 4, options={"degree": 2}, **case)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "words"),
+    [
+        ("pipeline", "root_hook", "the whole model has forward_hooks, and no stage is the whole model"),
+        ("tensor", "hooked", "splits 0, and 0.weight has a hook of register_hook, which would see a slice"),
+        ("tensor", "held", r"the parameter 0.weight is kept in 7.kept\[0\] too"),
+        ("pipeline", "held", r"the parameter 0.weight is kept in 7.kept\[0\] too"),
+    ],
+)
+def test_what_a_divided_model_would_not_do_is_refused(strategy: str, kind: str, words: str) -> None:
+    case = {"plugin": PLUGIN, "recipe": {"name": "passes", "kind": kind}}
+    with pytest.raises(AssertionError, match=words):
+        spread(strategy, 2, **case)
+
+
+@pytest.mark.parametrize("kind", ["root_hook", "hooked", "held"])
+def test_strategies_that_divide_no_model_do_it(kind: str) -> None:
+    case = {"plugin": PLUGIN, "recipe": {"name": "passes", "kind": kind}}
+    assert difference(reference(**case), spread("ddp", 2, **case)) < 1e-10

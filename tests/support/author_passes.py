@@ -4,7 +4,9 @@ The kinds of the recipe `passes`. `reentrant`: blocks with dropout, computed aga
 nets in one call over stacked weights. `head_first`: modules defined in another order than that of their use, as
 `skips`, which leaves one out in evaluation. `listed`, `closure`, `penalty`: reach a parameter past its module. `alias`,
 `tied_data`: use its memory. `adds`: a hook adds to a gradient. `bounded`: keeps a parameter within bounds, out of
-autograd's sight. `moved`: gives a parameter other memory. `on_sums`: a hook runs when a gradient was added.
+autograd's sight. `moved`: gives a parameter other memory. `on_sums`: a hook runs
+when a gradient was added. `root_hook`: one of the whole model. `hooked`: one of a gradient. `held`: a parameter in a
+list, too.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ class Passes(Toy):
             return _bounded(self.least, self.largest)
         if self.kind == "adds":
             return _adds(super().build_model())
+        if self.kind in ("root_hook", "hooked", "held"):
+            return _hooked(super().build_model(), self.kind)
         if self.kind == "moved":
             return _moved()
         if self.kind == "on_sums":
@@ -42,7 +46,7 @@ class Passes(Toy):
         return {"reentrant": _reentrant, "vmap": _vmap}[self.kind]()
 
     def layout(self, model: nn.Module) -> Layout:
-        return super().layout(model) if self.kind == "on_sums" else Layout()
+        return super().layout(model) if self.kind in ("on_sums", "root_hook", "hooked", "held") else Layout()
 
 
 def _reentrant() -> nn.Module:
@@ -168,4 +172,14 @@ def _moved() -> nn.Module:
 
 def _on_sums(model: nn.Module) -> nn.Module:
     model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-3, 1e-3))  # type: ignore
+    return model
+
+
+def _hooked(model: nn.Module, kind: str) -> nn.Module:
+    if kind == "root_hook":
+        model.register_forward_hook(lambda module, inputs, output: output * 2)  # type: ignore
+    elif kind == "hooked":
+        model[0].weight.register_hook(lambda gradient: gradient * 0.5)  # type: ignore
+    else:
+        model[7].kept = [model[0].weight]  # type: ignore
     return model

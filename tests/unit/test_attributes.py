@@ -129,3 +129,18 @@ def test_an_iterator_begins_where_it_was() -> None:
     assert [next(model.numbers) for _ in range(2)] == [3, 4]  # type: ignore[call-overload]
     kept.restore()
     assert next(model.numbers) == 3  # type: ignore[call-overload]
+
+
+def test_a_module_that_is_none_of_the_model_is_restored() -> None:
+    """Such as a teacher in a list: torch does not see it."""
+    first, last = nn.Linear(2, 2), nn.BatchNorm1d(2)
+    model, teacher = nn.Linear(2, 2), nn.Sequential(first, last)
+    model.others = [teacher]  # type: ignore[assignment]
+    start, kept = digests(model), Attributes(model)
+    weight = first.weight.detach().clone()
+    teacher(torch.randn(4, 2))
+    first.weight.data.add_(1)
+    last.seen = torch.ones(1)
+    assert kept.changed() == ["others"]
+    kept.restore()
+    assert digests(model) == start and torch.equal(first.weight, weight) and not hasattr(last, "seen")

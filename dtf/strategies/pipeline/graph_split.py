@@ -348,6 +348,18 @@ def _trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
     return list(graphs[0].nodes)
 
 
+def refuse_hooks_of_root(model: nn.Module) -> None:
+    """Raise ConfigError for hooks of the whole model, or a forward of this one alone: no stage is the whole model."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = next((kind.strip("_") for kind in kinds if vars(model).get(kind)), "")
+    if "forward" in vars(model):
+        found = "a forward() of its own object"
+    if found:
+        raise _refusal(
+            model, f"the whole model has {found}, and no stage is the whole model; put them on a module in it"
+        )
+
+
 def _differs(now: Any, buffer: torch.Tensor, version: int) -> bool:
     """Whether a buffer was changed or replaced. What stands in its place may be a stand-in, which has no version."""
     return now is not buffer or buffer._version != version

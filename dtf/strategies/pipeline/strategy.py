@@ -128,23 +128,18 @@ class Pipeline(Strategy):
 
         from dtf.distributed.device_mesh import ParallelDims
         from dtf.sparse.make_tables import tables_of
-        from dtf.strategies.own_memory import refuse_shared_memory
-        from dtf.strategies.pass_probes import refuse_hooks_on_sums
         from dtf.strategies.pipeline.messages import PipelineRanks, channels
         from dtf.strategies.pipeline.planner import broadcast_plan
         from dtf.strategies.pipeline.program import PipelineProgram
         from dtf.strategies.pipeline.shared_tensors import SharedTensors, TiedGradients, holders
         from dtf.strategies.pipeline.stage import Stage
-        from dtf.strategies.pipeline.trials import INSTEAD
         from dtf.strategies.sharded_init import cast_parts
 
         dims = ParallelDims(world, "pp", self.degree or world.size, inputs=False)
         rows, spec = self._spec(task, world, dims.dp_shard.count)
         stages = spec.ranks * spec.virtual
         model = model_to_cut(task)
-        if dims.dp_shard.count > 1:
-            refuse_hooks_on_sums(model, INSTEAD)
-        refuse_shared_memory(model, "strategy=pipeline", "strategy=ddp")
+        _refuse_what_no_stage_does(model, dims.dp_shard.count > 1)
         layout = layout_of(task.recipe, model)
         checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
         split, bounds, table = broadcast_plan(model, spec, task, world)
@@ -271,3 +266,18 @@ def _update(
         like=torch.empty(0, dtype=dtype, device=world.device),
         tables=tables,
     )
+
+
+def _refuse_what_no_stage_does(model: nn.Module, divided: bool) -> None:
+    """Raise ConfigError for what a model does in one piece only. `divided`: whether several pipelines share the rows."""
+    from dtf.model.outside_tensors import refuse_held
+    from dtf.strategies.own_memory import refuse_shared_memory
+    from dtf.strategies.pass_probes import refuse_hooks_on_sums
+    from dtf.strategies.pipeline.graph_split import refuse_hooks_of_root
+    from dtf.strategies.pipeline.trials import INSTEAD
+
+    if divided:
+        refuse_hooks_on_sums(model, INSTEAD)
+    refuse_hooks_of_root(model)
+    refuse_shared_memory(model, "strategy=pipeline", "strategy=ddp")
+    refuse_held(model, "strategy=pipeline")
