@@ -102,17 +102,20 @@ class Attributes:
             return
         seen.add(id(module))
         values = dict(vars(module))
-        self._restorers.append(lambda: (vars(module).clear(), vars(module).update(values)))
+        self._restorers.append(lambda: _put_back(vars(module), values))
         for value in (*module._parameters.values(), *module._buffers.values(), *dict(_own(values)).values()):
             self._keep(value, seen, depth)
 
     def _keep_container(self, value: Any, seen: set[int], depth: int) -> None:
-        if isinstance(value, list | deque):
+        if isinstance(value, list):
+            items = list(value)
+            self._restorers.append(lambda: value.__setitem__(slice(None), items))
+        elif isinstance(value, deque):
             items = list(value)
             self._restorers.append(lambda: (value.clear(), value.extend(items)))
         elif isinstance(value, dict):
             pairs = dict(value)
-            self._restorers.append(lambda: (value.clear(), value.update(pairs)))
+            self._restorers.append(lambda: _put_back(value, pairs))
             items = list(pairs.values())
         elif isinstance(value, set):
             members = set(value)
@@ -139,6 +142,16 @@ def without_trace(models: Sequence[nn.Module], recipe: object = None) -> Iterato
             stack.enter_context(buffers_restored(model))
             stack.callback(Attributes(model, recipe).restore)
         yield
+
+
+def _put_back(mapping: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Give a dict these items, and no others. It is never empty meanwhile: other threads may read it."""
+    for key in [key for key in mapping if key not in before]:
+        del mapping[key]
+    mapping.update(before)
+    if list(mapping) != list(before):
+        for key in before:
+            mapping[key] = mapping.pop(key)
 
 
 def _restore(tensor: Tensor, before: Tensor) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 
 from dtf.api.recipe import Dataset, Recipe
 
-_LIBRARIES = ("torch", "dtf", "builtins", "numpy", "functools")
+_LIBRARIES = frozenset({"torch", "dtf", "numpy", *sys.stdlib_module_names} - {"types", "collections", "__main__"})
+"""What their objects keep is their own affair: locks, registries, threads."""
 
 
 def has_fields(value: Any) -> bool:
@@ -27,7 +28,7 @@ def has_fields(value: Any) -> bool:
     module = type(value).__module__.partition(".")[0]
     if module in _LIBRARIES:
         return False
-    return hasattr(value, "__dict__") or (bool(_slots(value)) and module not in sys.stdlib_module_names)
+    return hasattr(value, "__dict__") or bool(_slots(value))
 
 
 def fields_of(value: Any) -> dict[str, Any]:

@@ -269,7 +269,7 @@ def _update(
 
 
 def _refuse_what_no_stage_does(model: nn.Module, divided: bool) -> None:
-    """Raise ConfigError for what a model does in one piece only. `divided`: whether several pipelines share the rows."""
+    """Raise ConfigError for what a model does in one piece only. `divided`: whether several pipelines have rows."""
     from dtf.model.outside_tensors import refuse_held
     from dtf.strategies.own_memory import refuse_shared_memory
     from dtf.strategies.pass_probes import refuse_hooks_on_sums
