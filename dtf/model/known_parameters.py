@@ -35,9 +35,11 @@ class KnownParameters:
                 )
 
     def refuse_moved(self) -> None:
-        """Raise ConfigError for a parameter to which a pass has given other memory, which updates do not know."""
-        for name, (place, *_) in _places(self._model).items():
-            if name in self._places and place != self._places[name][0]:
+        """Raise ConfigError for a learning parameter to which a pass has given other memory, which updates do not
+        know.
+        """
+        for name, (place, _, learns, _) in _places(self._model).items():
+            if learns and name in self._places and place != self._places[name][0]:
                 raise ConfigError(
                     f"the forward pass gives the parameter {name} other memory, and updates go to what it had; write "
                     f"into it, as {name}.data.copy_(...), or use what is computed of it"
