@@ -73,23 +73,33 @@ def _mean(loss: Callable[[Any, Tensor], Tensor], rows: _Rows, close: float) -> M
 
 
 def _splits(loss: Callable[[Any, Tensor], Tensor], rows: _Rows, mean: Mean, close: float) -> bool | None:
-    """Whether the losses of two parts make that of the whole. None where the loss does not take these rows, or is not
-    finite for them.
+    """Whether the losses of two parts make that of the whole, wherever it is cut. None where the loss does not take
+    these rows, or is not finite for them.
     """
     count = len(rows.targets)
-    cut, total, weights = count // 3, 0.0, 0.0
     try:
         whole = float(loss(*rows))
         if not math.isfinite(whole):
             return None
-        for first, last in ((0, cut), (cut, count)):
-            part = rows.targets[first:last]
-            weight = float(last - first if mean is Mean.rows else labels(part))
-            total += weight * float(loss(_cut(rows.outputs, count, first, last), part))
-            weights += weight
+        # classes with some weights are balanced on both sides of one cut
+        return all(
+            _splits_at(cut, loss, rows, mean, close * max(1e-6, abs(whole)), whole)
+            for cut in (count // 3, count // 2 + 1, count - 5)
+        )
     except _TAKEN:
         return None
-    return weights > 0 and abs(total / weights - whole) <= close * max(1e-6, abs(whole))
+
+
+def _splits_at(
+    cut: int, loss: Callable[[Any, Tensor], Tensor], rows: _Rows, mean: Mean, bound: float, whole: float
+) -> bool:
+    count, total, weights = len(rows.targets), 0.0, 0.0
+    for first, last in ((0, cut), (cut, count)):
+        part = rows.targets[first:last]
+        weight = float(last - first if mean is Mean.rows else labels(part))
+        total += weight * float(loss(_cut(rows.outputs, count, first, last), part))
+        weights += weight
+    return weights > 0 and abs(total / weights - whole) <= bound
 
 
 def labels(targets: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ LABELS: dict[str, Loss] = {
 }
 NEITHER: dict[str, Loss] = {
     "weighted classes": partial(cross_entropy, weight=torch.tensor([1.0, 1.0, 1.0, 10.0])),
+    "weights that one cut balances": partial(cross_entropy, weight=torch.tensor([1.0, 9.0, 1.0, 1.0])),
     "ignored 0": partial(cross_entropy, ignore_index=0),
     "ignored -1": partial(cross_entropy, ignore_index=-1),
     "ignored 255": partial(cross_entropy, ignore_index=255),
