@@ -40,7 +40,7 @@ _LONGEST = 1 << 16
 """Bytes of a record."""
 _GROUPS = ("recipe", "strategy", "precision", "step", "sparse", "plugins")
 """What of the config decides the outcome."""
-_DTF = str(Path(__file__).parents[1])
+_DTF = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 @dataclass(frozen=True)
