@@ -61,7 +61,7 @@ FAULTS = [
     Fault(
         "every scalar counts as a mean over rows",
         "dtf/model/mean_proof.py",
-        "    return weights > 0 and abs(total / weights - whole) <= close * max(1e-6, abs(whole))\n",
+        "    return weights > 0 and abs(total / weights - whole) <= bound\n",
         "    return mean is Mean.rows\n",
         ("tests/unit/test_mean_proof.py",),
     ),

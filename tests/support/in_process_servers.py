@@ -8,8 +8,10 @@ import itertools
 import threading
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import cache, wraps
 from multiprocessing.connection import Client as Connection
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from dtf.api.strategy import Program, RoleContext, Strategy
 from dtf.api.task import Task
 from dtf.core.types import Place
+from dtf.model.receive import Receiver
 from dtf.pserver.net import shared_memory
 from dtf.pserver.net.codec import WireError
 from dtf.pserver.net.transport import Failed, Lost, Refused, Stale, Transport
@@ -112,6 +115,7 @@ def connect(between: Callable[[Client], Transport] = lambda client: client, leas
     """
     from dtf.pserver import bootstrap, connections
 
+    draw_in_turn()
     connections.Service, connections.Client = Service, lambda *place, tls: between(Client(*place))  # type: ignore[assignment,misc]
     bootstrap.announce = lambda folder, live: None  # type: ignore[assignment]  # there is no run folder
     bootstrap.viewer = lambda token: token
@@ -122,6 +126,38 @@ def connect(between: Callable[[Client], Transport] = lambda client: client, leas
     connections.launcher_store = lambda place: dist.PrefixStore(  # type: ignore[assignment]
         prefix, dist.distributed_c10d._get_default_store().clone()
     )
+
+
+def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One call at a time, and none while another thread draws for `Recipe.receive`."""
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        with Receiver.lock:
+            return function(*arguments, **named)
+
+    return call
+
+
+@cache
+def draw_in_turn() -> None:
+    """What seeds torch's global generator at the start, in turn: trainers are threads here, and have one for all.
+
+    As processes each has its own.
+    """
+    from dtf.model import init
+    from dtf.pserver.trainer.compute import TrainerModel
+
+    seeded = init._seeded
+
+    @contextmanager
+    def seeded_in_turn(seed: int) -> Iterator[None]:
+        with Receiver.lock, seeded(seed):
+            yield
+
+    init._seeded = seeded_in_turn
+    for name in ("__init__", "warmup", "trial_eval"):
+        setattr(TrainerModel, name, in_turn(getattr(TrainerModel, name)))
 
 
 def ask_again_soon() -> None:

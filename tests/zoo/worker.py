@@ -2,55 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from dtf.model import init
-from dtf.pserver.trainer import compute
+from dtf.pserver.trainer.compute import TrainerModel
 from tests.support.checkpoints import boxes_of_others
 from tests.support.harness import Case, _Run
+from tests.support.in_process_servers import draw_in_turn, in_turn
 from tests.zoo.entries import load_zoo
 
 PLUGIN = "tests.zoo.recipe"
 MICRO_BATCH_ROWS = 5
-_alone = threading.RLock()
-
-
-def _locked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One call at a time."""
-
-    @wraps(function)
-    def call(*arguments: Any, **named: Any) -> Any:
-        with _alone:
-            return function(*arguments, **named)
-
-    return call
-
-
-_seeded = init._seeded
-
-
-@contextmanager
-def _seeded_alone(seed: int) -> Iterator[None]:
-    """As dtf seeds the building of a model, one at a time."""
-    with _alone, _seeded(seed):
-        yield
-
-
-init._seeded = _seeded_alone
-# Trainers are threads of one rank here. As processes they would have a global generator each.
-compute.TrainerModel.__init__ = _locked(compute.TrainerModel.__init__)
-compute.TrainerModel.warmup = _locked(compute.TrainerModel.warmup)
-compute.TrainerModel.forward_backward = _locked(compute.TrainerModel.forward_backward)
-compute.TrainerModel.evaluate = _locked(compute.TrainerModel.evaluate)
-compute.TrainerModel.trial_eval = _locked(compute.TrainerModel.trial_eval)
+# Trainers are threads of one rank here, and these models draw. As processes each would have a global generator.
+draw_in_turn()
+for _name in ("forward_backward", "evaluate"):
+    setattr(TrainerModel, _name, in_turn(getattr(TrainerModel, _name)))
 
 
 def train(rank: int, size: int, folder: str, which: str, **case: Any) -> dict[str, Any]:
