@@ -26,6 +26,9 @@ class TensorMeta(NamedTuple):
     dtype: str
     gradient: bool  # whether one comes back
 
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.shape))}) {self.dtype}{'' if self.gradient else ' without a gradient'}"
+
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
         return cls([*tensor.shape], axes(tensor), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
@@ -52,7 +55,8 @@ class P2PChannel:
         """Send tensors that have no gaps in memory, without waiting. Before the first message of a key, send its
         metadata.
 
-        `key=None`: the receiver knows the metadata. ConfigError for more tensors than a header describes.
+        `key=None`: the receiver knows the metadata. ConfigError for more tensors than a header describes, and for some
+        that are not what the metadata of their key says. Another memory layout is brought to that of the metadata.
         """
         parts = []
         if key is not None and key not in self._metas:
@@ -66,14 +70,27 @@ class P2PChannel:
             header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
             header[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             parts.append((dist.isend(header, self.target, tag=self.tag), header))
-        for number, tensor in enumerate(tensors):
-            if key is not None and axes(tensor) != self._metas[key][number].order:  # another kernel made it
-                meta = self._metas[key][number]
-                tensor = empty(meta.shape, meta.order, tensor.dtype, tensor.device).copy_(tensor.detach())
+        for tensor in tensors if key is None else self._as_said(key, tensors):
             part = message(tensor.detach())
             parts.append((dist.isend(part, self.target, group=self._group), part))
         self._under_way.append(parts)
         self.byte_count = byte_count(tensors)
+
+    def _as_said(self, key: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors in the memory layout that the receiver knows. Kernels choose it by values and modes."""
+        found, said = [TensorMeta.of(tensor) for tensor in tensors], self._metas[key]
+        if [meta._replace(order=[]) for meta in found] != [meta._replace(order=[]) for meta in said]:
+            raise ConfigError(
+                "what crosses a cut of the pipeline is another for rows of the same shape: "
+                f"{' and '.join(map(str, found))} after {' and '.join(map(str, said))}; "
+                "cut elsewhere with strategy.cuts"
+            )
+        return [
+            tensor
+            if now.order == meta.order
+            else empty(meta.shape, meta.order, tensor.dtype, tensor.device).copy_(tensor.detach())
+            for tensor, now, meta in zip(tensors, found, said, strict=True)
+        ]
 
     def has_meta(self, key: Any) -> bool:
         """Whether the receiver can take messages of this key without waiting for their metadata."""

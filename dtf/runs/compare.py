@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -16,7 +17,10 @@ FP64_BOUND = 1e-10  # max|a - b| / max|a| of loss, gradient norm and every tenso
 FP32_BOUND = 1e-5  # |a - b| / |a|, L2 over all parameters at once
 ROUNDING = 1e-6
 FP64_MODULE_BOUND = 1e-9  # of sums over the outputs of a module
-FP32_METRIC_BOUND = 1e-3  # in fp32, max|a - b| / max|a| of loss, gradient norm and evaluation
+FP32_METRIC_BOUND = 1e-3
+"""In fp32: max|a - b| / max|a| of loss, gradient norm and evaluation; |a - b| / |a|, L2, of all tensors of each kind of
+optimizer state and of running averages.
+"""
 NOISE_FACTOR = 10
 """How many times as far as rounding alone moves a tensor it may be from the reference."""
 
@@ -39,6 +43,7 @@ class Comparison:
     evaluation: float = 0.0  # of metrics
     tensors: dict[str, float] = field(default_factory=dict)
     first: str = ""
+    kinds: dict[str, float] = field(default_factory=dict)  # as `parameters`, of each kind of other tensors
     tells_norm: bool = True  # else no process of the run ever has the whole gradient
     rounding: dict[str, float] = field(default_factory=dict)
     """What is out of bounds as rounding alone may put it there -> how far it may be. See `_Noise`."""
@@ -88,6 +93,7 @@ def _measure(reference: RecordedRun, run: RecordedRun, exact: bool) -> Compariso
         worst=worst,
         evaluation=_evaluation(reference, run, exact),
         tensors=tensors,
+        kinds=_kinds(reference, run),
         tells_norm=not all(
             math.isnan(values["grad_norm"]) and math.isfinite(values["loss"]) for values in run.metrics.values()
         ),
@@ -119,6 +125,18 @@ def _distances(reference: RecordedRun, run: RecordedRun) -> dict[str, float]:
     }
 
 
+def _kinds(reference: RecordedRun, run: RecordedRun) -> dict[str, float]:
+    """The L2 distance of all tensors of each kind, such as momentum or running_mean, at once; not of parameters."""
+    kinds: dict[str, list[str]] = {}
+    for name in sorted(reference.tensors.keys() & run.tensors.keys()):
+        if not _is_parameter(name):
+            kinds.setdefault(re.split(r"[/.]", name)[-1], []).append(name)
+    return {
+        kind: _l2([reference.tensors[name] for name in names], [run.tensors[name] for name in names])
+        for kind, names in kinds.items()
+    }
+
+
 def _evaluations(reference: RecordedRun, run: RecordedRun) -> dict[str, float]:
     """Relative difference of each metric, over all evaluations that both have."""
     steps = sorted(reference.evaluated.keys() & run.evaluated.keys())
@@ -146,17 +164,22 @@ class _Noise:
 
     tensors: dict[str, float]
     squares: dict[str, float]  # of differences of parameters, summed
+    kinds: dict[str, float]
     evaluation: float
 
     @classmethod
     def of(cls, reference: RecordedRun, runs: Sequence[RecordedRun], exact: bool) -> _Noise:
-        distances = [_distances(reference, run) for run in runs]
-        squares = [_squares(reference, run) for run in runs]
         return cls(
-            {name: max(each.get(name, 0.0) for each in distances) for name in reference.tensors} if runs else {},
-            {name: max(each.get(name, 0.0) for each in squares) for name in reference.tensors} if runs else {},
+            _most([_distances(reference, run) for run in runs]),
+            _most([_squares(reference, run) for run in runs]),
+            _most([_kinds(reference, run) for run in runs]),
             max((_evaluation(reference, run, exact) for run in runs), default=0.0),
         )
+
+
+def _most(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The largest value of each name that all have."""
+    return {name: max(each.get(name, 0.0) for each in found) for name in found[0]} if found else {}
 
 
 def _squares(reference: RecordedRun, run: RecordedRun) -> dict[str, float]:
@@ -188,6 +211,10 @@ def _allow(verdict: Comparison, reference: RecordedRun, run: RecordedRun, noise:
             verdict.rounding[name] = math.sqrt(most / whole)
         if not math.sqrt(max(left, 0.0) / whole) <= verdict.bound:
             verdict.rounding.clear()
+        for kind, distance in verdict.kinds.items():
+            allowed = NOISE_FACTOR * noise.kinds.get(kind, 0.0)
+            if FP32_METRIC_BOUND < distance <= allowed:
+                verdict.rounding[kind] = allowed
     allowed = NOISE_FACTOR * noise.evaluation
     if _metric_bound(verdict, exact) < verdict.evaluation <= allowed:
         verdict.rounding[EVALUATION] = allowed
@@ -214,10 +241,17 @@ def numbers_differ(verdict: Comparison, exact: bool) -> bool:
     """Whether a difference is beyond the bound, and not allowed as rounding. A NaN is."""
     if not (verdict.evaluation <= _metric_bound(verdict, exact) or EVALUATION in verdict.rounding):
         return True
+    if not _steps_agree(verdict, exact):
+        return True
     if exact:
-        tensors = (value for name, value in verdict.tensors.items() if name not in verdict.rounding)
-        return not (_steps_agree(verdict, exact) and all(value <= verdict.bound for value in tensors))
-    return not (verdict.parameters <= verdict.bound or verdict.rounding.keys() - {EVALUATION})
+        return not all(
+            value <= verdict.bound for name, value in verdict.tensors.items() if name not in verdict.rounding
+        )
+    if any(math.isinf(value) for value in verdict.tensors.values()):
+        return True
+    if not all(value <= FP32_METRIC_BOUND or kind in verdict.rounding for kind, value in verdict.kinds.items()):
+        return True
+    return not (verdict.parameters <= verdict.bound or verdict.rounding.keys() & verdict.tensors.keys())
 
 
 def _floors(tensors: dict[str, np.ndarray]) -> dict[str, float]:
@@ -262,7 +296,9 @@ def relative(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> float:
 def _l2(a: list[np.ndarray], b: list[np.ndarray]) -> float:
     if any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
         return float("inf")
-    difference = sum(float(np.square(x - y).sum()) for x, y in zip(a, b, strict=True))
+    # what is not finite on both sides alike is no difference
+    differing = [(x, y) for x, y in zip(a, b, strict=True) if not np.array_equal(x, y, equal_nan=True)]
+    difference = sum(float(np.square(x - y).sum()) for x, y in differing)
     return float(np.sqrt(difference / max(sum(float(np.square(x).sum()) for x in a), 1e-300)))
 
 
@@ -303,6 +339,9 @@ def _cause(reference: RecordedRun, run: RecordedRun, verdict: Comparison) -> str
     statistics = [name for name in off if name.endswith(STATISTICS)]
     if off and statistics == off:
         return f"running averages: {off[0]} and {len(off) - 1} more differ while loss, gradients and parameters agree"
+    if not off and verdict.bound == FP32_BOUND and verdict.parameters <= verdict.bound:
+        kind = max(sorted(verdict.kinds), key=lambda kind: verdict.kinds[kind])
+        return f"all {kind} together: differs by {verdict.kinds[kind]:.3g}"
     first = off[0] if off else verdict.worst
     return f"tensor {first}: differs by {verdict.tensors[first]:.3g}, and {max(len(off) - 1, 0)} more"
 

@@ -108,6 +108,40 @@ class Scalar(Chain):
         return self.d(torch.relu(self.c(torch.relu(self.b(y))))) * (1 + 0.0 * mean)
 
 
+class TurnedLinear(nn.Linear):
+    """Its outputs lie in memory by columns in evaluations, and for some rows in training."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        outputs = super().forward(input)
+        if not self.training or float(outputs.detach().sum()) > 0:
+            outputs = outputs.T.contiguous().T
+        return outputs
+
+
+class Turned(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = TurnedLinear(12, 12)
+
+
+class ShrinkingLinear(nn.Linear):
+    """Hands on another format once its weights have changed."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        outputs = super().forward(input)
+        return outputs.float() if bool(self.bias.detach().any()) else outputs
+
+
+class Shrinking(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b, self.c = ShrinkingLinear(12, 12), Narrowing(12, 12)
+
+
 class Gain(Chain):
     """A parameter without axes inside a block, and one on the model itself that the last layer has too."""
 
@@ -147,6 +181,8 @@ def build(kind: str) -> nn.Module:
         "wide": Wide,
         "alias": Alias,
         "scalar": Scalar,
+        "turned": Turned,
+        "shrinking": Shrinking,
     }
     model = (kinds | {"gain": Gain, "counting": Counting}).get(kind, Chain)()
     if kind in ("tied", "tied_blocks"):

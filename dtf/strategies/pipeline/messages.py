@@ -120,10 +120,10 @@ class StageMessages:
 
     def send_outputs(self, s: int, j: int, outputs: tuple[Tensor, ...]) -> None:
         """Send a stage's outputs to the stage after."""
-        sent = [dense(tensor) for tensor in outputs]
-        with _entering("sending the outputs", self._pipeline.forward[s], s, j):
-            self._pipeline.forward[s].send(self._keys[j], sent)
-        self._sent[s, j] = [TensorMeta.of(tensor) for tensor in sent if tensor.requires_grad]
+        channel, key = self._pipeline.forward[s], self._keys[j]
+        with _entering("sending the outputs", channel, s, j):
+            channel.send(key, [dense(tensor) for tensor in outputs])
+        self._sent[s, j] = [meta for meta in channel.meta(key) if meta.gradient]
 
     def gradients(self, s: int, j: int) -> tuple[Tensor, ...]:
         """The gradients of a stage's outputs, from the stage after."""
