@@ -309,7 +309,8 @@ class Recipe(ABC):
     def probabilities(self, outputs: Any) -> Tensor:
         """The probability of each class (B, C), or of the one event that happens or not (B,).
 
-        `outputs` are full tensors in fp32 or fp64. Default: softmax over the last axis.
+        `outputs` are full tensors in fp32 or fp64. Default: softmax over the last axis, of outputs (B, C) with labels
+        (B,); other models are not taken for ones of classes.
         """
         return outputs.softmax(-1)
 

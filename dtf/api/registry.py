@@ -78,12 +78,17 @@ def register(group: str, name: str) -> Callable[[T], T]:
     """Class decorator: make the class a keyword-only dataclass, and the option `name` of the config group `group`.
 
     The module of the class must import without torch, as the command line reads the class. ConfigError when another
-    class has the name, or when the class lacks methods of its contract.
+    class has the name, or when the class lacks methods of its contract or has an `__init__`.
     """
 
     def decorate(cls: T) -> T:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{group}={name!r} is no usable name; letters, digits, '.', '_' and '-' only")
+        if "__init__" in vars(cls) and "__dataclass_fields__" not in vars(cls):
+            raise ConfigError(
+                f"{group}={name}: {cls.__module__}.{cls.__qualname__} has an __init__ of its own, and its options are "
+                "the arguments of one that is made from its fields; call it __post_init__(self)"
+            )
         made = dataclasses.dataclass(kw_only=True)(cls)
         missing = sorted(getattr(made, "__abstractmethods__", ()))
         if missing:

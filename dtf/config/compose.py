@@ -5,6 +5,7 @@ What comes out holds plain values only: no DictConfig, no interpolation, no key 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from dtf.api.job import Job
+from dtf.api.recipe import Recipe
 from dtf.api.registry import registered
 from dtf.api.schema import KeyProblem, build_option, unset
 from dtf.api.task import Task
@@ -39,7 +41,8 @@ from dtf.config.settings import (
     load_parts,
     reset_to_default,
 )
-from dtf.core.errors import ConfigError
+from dtf.core.author_line import author_line
+from dtf.core.errors import ConfigError, DataError, DtfError
 
 T = TypeVar("T")
 
@@ -94,7 +97,7 @@ class Composed:
         with self._located():
             settings.check()
             if data:
-                settings.recipe.check()
+                _check_recipe(settings.recipe)
             check_weights_path(settings.recipe.fine_tuning.weights, "recipe.model.weights")
             settings.optimizer.check()
             settings.sparse.check()
@@ -349,6 +352,18 @@ class _Located:
 def _uses_model(job: Any) -> bool:
     known = registered("job").get(str(job))
     return known is not None and known.uses_model  # type: ignore[attr-defined]
+
+
+def _check_recipe(recipe: Recipe) -> None:
+    """Have the recipe check itself. ConfigError, or DataError for a file, also where it raises another exception."""
+    try:
+        recipe.check()
+    except DtfError:
+        raise
+    except Exception as error:
+        line = author_line(list(traceback.walk_tb(error.__traceback__)))
+        text = f"{type(recipe).__name__}.check() raised {type(error).__name__}: {error}{f', at {line}' if line else ''}"
+        raise (DataError if isinstance(error, OSError) else ConfigError)(text) from error
 
 
 def _fit(plain: dict[Any, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import pkgutil
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,6 +26,7 @@ from dtf.api.row_optimizer import DEFAULT
 from dtf.api.sampler import Tail
 from dtf.api.schema import KeyProblem, build, build_option, coerce, coerce_option, option_node, show, unset
 from dtf.api.sparse_table import NO_NUMBA
+from dtf.core.author_line import author_line
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 
@@ -268,8 +270,18 @@ def load_plugin(name: str) -> None:
         missing = isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}.")
         raise ConfigError(
             f"plugins=[{name}] cannot be imported: {type(error).__name__}: {error}"
-            + ("; install it, or run where it can be found" if missing else "")
+            + _import_hint(name, error, bool(missing))
         ) from error
+
+
+def _import_hint(name: str, error: Exception, missing: bool) -> str:
+    if missing:
+        return "; install it, or run where it can be found"
+    line = author_line(list(traceback.walk_tb(error.__traceback__)))
+    place = f", at {line}" if line else ""
+    if "attempted relative import" in str(error):
+        return f"{place}; {name} is in no package: import by the full name, or give plugins=[package.{name}]"
+    return place
 
 
 def _fit_observers(value: Any) -> dict[str, Any]:

@@ -132,6 +132,7 @@ def plain_text(text: str, limit: int = 512) -> str:
 def suggest(word: str, choices: Iterable[str]) -> str:
     """`did you mean X? choices: A, B, C`, or only the choices when nothing is near."""
     known = sorted(choices)
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    small = {choice.lower(): choice for choice in reversed(known)}
+    near = [small[choice] for choice in difflib.get_close_matches(word.lower(), small, n=1, cutoff=0.6)]
     listed = f"choices: {', '.join(known)}" if known else "there are no choices"
     return f"did you mean {near[0]}? {listed}" if near else listed

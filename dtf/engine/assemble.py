@@ -29,6 +29,7 @@ from dtf.data.splits import Splits
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan
 from dtf.engine.dry_run import LEAST_STEPS
+from dtf.engine.first_rows import check_first_rows
 from dtf.engine.initial_numbers import agree_on_start
 from dtf.engine.rank import Rank, ignore
 from dtf.engine.start_record import StartRecord, start_digest
@@ -160,6 +161,7 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         world.facts, world.folder = facts, rank.folder
         check_consistent(world, facts | {"finds the run folder": _finds(rank.folder, rank.run_id)})
     epochs = splits.cut()
+    check_first_rows(splits, rank.config["recipe"]["name"], world)
     model, turns = _build(joined)
     parameters = dict(model.named_parameters())
     refuse_untrainable(recipe, model, turns is None or turns.holds)

@@ -19,6 +19,7 @@ from dtf.core.errors import PeerError
 from dtf.core.types import Batch, Event, Tried
 from dtf.engine.rank import Rank, peer_is_gone
 from dtf.model.author_errors import name_author_errors
+from dtf.model.class_probabilities import class_probabilities
 
 LEAST_STEPS = 3
 """Steps of the shortest plan that a dry run makes up: two before a save, and one after it."""
@@ -129,16 +130,11 @@ def _text(value: Any, rows: int) -> str:
 
 @torch.no_grad()
 def uniform_guess(recipe: Recipe, outputs: Any, batch: Batch) -> str:
-    """`2.3026 (ln 10)`: the cross-entropy of a guess that takes all classes for alike. Empty where `class_names` and
-    `probabilities` do not tell how many there are.
+    """`2.3026 (ln 10)`: the cross-entropy of a guess that takes all classes for alike. Empty where
+    `class_probabilities` does not tell how many there are.
     """
-    classes = len(recipe.class_names())
-    own = type(recipe).probabilities is not Recipe.probabilities
-    labels = batch.targets.dim() == 1 and not batch.targets.dtype.is_floating_point
-    if not classes and (own or (labels and isinstance(outputs, Tensor) and outputs.dim() == 2)):
-        try:
-            shape = recipe.probabilities(outputs).shape
-        except Exception:  # noqa: BLE001  not every recipe predicts classes
-            return ""
-        classes = 2 if len(shape) == 1 else shape[1] if len(shape) == 2 else 0
+    probabilities = class_probabilities(recipe, outputs, batch.targets)
+    if probabilities is None:
+        return ""
+    classes = 2 if probabilities.dim() == 1 else probabilities.shape[1]
     return f"{math.log(classes):.4f} (ln {classes})" if classes > 1 else ""

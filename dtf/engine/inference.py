@@ -20,12 +20,13 @@ from dtf.api.registry import lookup
 from dtf.api.strategy import Program
 from dtf.api.task import Task
 from dtf.config.settings import Settings
-from dtf.core.errors import DataError, DtfError, Preempted
+from dtf.core.errors import ConfigError, DataError, DtfError, Preempted
 from dtf.core.types import Batch, Evaluated, Event, Measured, Place
 from dtf.data.splits import evaluation_loader
 from dtf.distributed.sharding import is_dtensor
 from dtf.distributed.world import World
 from dtf.engine.predictions import Prediction
+from dtf.model.class_probabilities import class_probabilities
 from dtf.model.forward import zero_rows_for_tables
 from dtf.model.init import construct
 from dtf.model.pretrained import Weights, match_weights, open_weights
@@ -66,11 +67,20 @@ class _Record:
 
     recipe: Recipe
     top: int  # how many classes to keep of each row
+    required: bool  # whether each row must get a prediction
     rows: list[list[Any]]
 
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
         whole = tree_map(lambda t: t.full_tensor() if isinstance(t, Tensor) and is_dtensor(t) else t, outputs)  # type: ignore[attr-defined]
-        probabilities = self.recipe.probabilities(whole)
+        probabilities = class_probabilities(self.recipe, whole, batch.targets)
+        if probabilities is None and self.required:
+            raise ConfigError(
+                f"{type(self.recipe).__name__}.probabilities() is not defined, and what this model gives are no scores "
+                "(B, C) of classes; define it: the probability of each class, (B, C), or of one event, (B,)"
+            )
+        if probabilities is None:
+            self.rows += [[id, None, [], [], 0] for id in batch.ids.tolist() if id >= 0]
+            return self.recipe.measure(outputs, batch, loss)
         if probabilities.dim() == 1:
             best, order = probabilities[:, None], torch.zeros_like(probabilities[:, None], dtype=torch.int64)
         else:
@@ -97,7 +107,7 @@ class Inference:
     def __init__(
         self, settings: Settings, place: Place, model: str, data: Callable[[Recipe], Dataset], top: int, whole: bool
     ) -> None:
-        """`whole`: a row that cannot be read is an error, whatever the recipe allows."""
+        """`whole`: a row that cannot be read, or gets no prediction, is an error, whatever the recipe allows."""
         torch.set_num_threads(place.threads)
         set_switches(settings.precision)
         kind = place.device.partition(":")[0]
@@ -111,7 +121,7 @@ class Inference:
         self.digest: str = self.world.broadcast(digest)
         self.names = names_of(self.recipe, self.weights)
         self.unread = 0  # rows of the data that this rank could not read so far
-        self._record, self._whole = _Record(self.recipe, top, []), whole
+        self._record, self._whole = _Record(self.recipe, top, whole, []), whole
         recipe = copy.copy(self.recipe)
         vars(recipe)["measure"] = self._record.measure  # type: ignore[index]
         step = replace(settings.step, ema=0.0, micro_batch_rows=self._micro_batch_rows, remat=Remat.none)

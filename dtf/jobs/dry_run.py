@@ -61,7 +61,7 @@ def dry_run(composed: Composed) -> int:
             if code:
                 return lines.end(code)
         if not lines.predicts:
-            print("predict: not tried, as class_names() and probabilities() name no classes")
+            print("predict: not tried, as outputs are no scores of classes and the recipe has no probabilities()")
         elif code := _predict(composed, folder, lines):
             return lines.end(code)
     return lines.end(Exit.OK)
@@ -107,7 +107,7 @@ class _Lines:
 
     @property
     def predicts(self) -> bool:
-        """Whether the recipe names classes, or gives probabilities."""
+        """Whether outputs are scores of classes, or the recipe makes probabilities of them."""
         return bool(self._guess)
 
     def begin(self, resumed: bool) -> None:

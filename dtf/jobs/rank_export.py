@@ -28,6 +28,7 @@ from dtf.core.version import __version__
 from dtf.distributed.world import World
 from dtf.engine.inference import names_of, weights_of
 from dtf.engine.rank import Rank, run_rank
+from dtf.model.class_probabilities import class_probabilities
 from dtf.model.forward import cast_floating
 from dtf.model.init import cast, init_model
 from dtf.model.pretrained import Weights
@@ -66,10 +67,10 @@ def _export(rank: Rank) -> None:
     rows = _trial_rows(settings, job)
     weights = weights_of(settings, job.model)
     model = _load_model(settings, weights, rank.place)
-    inputs = _trial_inputs(settings.recipe, rows, model)
+    inputs, targets = _trial_batch(settings.recipe, rows, model)
     with torch.no_grad():
         expected = model(inputs)
-    metadata = _metadata(settings.recipe, weights, inputs, expected)
+    metadata = _metadata(settings.recipe, weights, inputs, expected, targets)
     if arrays := settings.recipe.preprocessing_arrays():
         from safetensors.numpy import save_file
 
@@ -120,22 +121,23 @@ def _load_model(settings: Settings, weights: Weights, place: Place) -> nn.Module
     return model.eval()
 
 
-def _trial_inputs(recipe: Recipe, rows: Dataset, model: nn.Module) -> Any:
-    """A batch of ROWS rows, in the number format of the model. DataError when one of them is bad."""
+def _trial_batch(recipe: Recipe, rows: Dataset, model: nn.Module) -> tuple[Any, Tensor]:
+    """Inputs, in the number format of the model, and targets of ROWS rows. DataError when one of them is bad."""
     dtype = next(t.dtype for t in model.parameters() if t.dtype.is_floating_point)
-    inputs = cast_floating(recipe.receive(rows.fetch(np.arange(ROWS) % len(rows), 0)[0]), dtype)
+    inputs, targets = rows.fetch(np.arange(ROWS) % len(rows), 0)
+    inputs = cast_floating(recipe.receive(inputs), dtype)
     if rows.bad:
         raise DataError(
             f"no trial without all of its rows: {next(iter(rows.bad.values()))}; repair it, or give others with "
             "job.input"
         )
-    return tree_map(lambda t: t.contiguous(), inputs)
+    return tree_map(lambda t: t.contiguous(), inputs), targets
 
 
-def _metadata(recipe: Recipe, weights: Weights, inputs: Any, outputs: Any) -> dict[str, Any]:
+def _metadata(recipe: Recipe, weights: Weights, inputs: Any, outputs: Any, targets: Tensor) -> dict[str, Any]:
     """What model.json says of a model and of how it is called."""
     described = _described(outputs)
-    if isinstance(outputs, Tensor):
+    if isinstance(outputs, Tensor) and class_probabilities(recipe, outputs, targets) is not None:
         described |= _meaning(recipe, outputs)
     return {
         "recipe": type(recipe).__name__,

@@ -88,6 +88,10 @@ def _rounding(row: dict[str, Any]) -> str:
         return ""
     name, most = allowed[0]
     more = f" and less for {count_text(len(allowed) - 1, 'tensor')} more" if len(allowed) > 1 else ""
+    if most >= 1:
+        return (
+            f"; rounding alone determines {name}{more.replace(' and less', ', and bounds')}: nothing is compared there"
+        )
     return (
         f"; rounding: {most:.0e} allowed for {name}{more}, which differs by a tenth of that where the reference starts "
         "one rounding away"

@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import os
 import re
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import CodeType, FrameType
 
-import numpy as np
 import torch
 from torch import nn
 
 from dtf.api.recipe import Dataset, Evaluator, Recipe
+from dtf.core.author_line import DTF, RECIPES, author_line
 from dtf.core.errors import ConfigError, DataError, DtfError
+from dtf.core.types import Batch
 
-_DTF = f"{Path(__file__).parents[1]}{os.sep}"
-_RECIPES = f"{_DTF}recipes{os.sep}"
 _CALLED_BY_AUTHORS = tuple(
-    _DTF + place for place in ("api", "core", "model/losses.py", "model/metrics.py", "model/auc.py")
+    DTF + place for place in ("api", "core", "model/losses.py", "model/metrics.py", "model/auc.py")
 )
-_TORCH, _NUMPY = (f"{package.__path__[0]}{os.sep}" for package in (torch, np))
-_STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
-_PACKAGES = f"{os.sep}site-packages{os.sep}"
+_TORCH = f"{torch.__path__[0]}{os.sep}"
 _BASES = (Recipe, Dataset, Evaluator)
 _METHODS = frozenset(name for base in _BASES for name in dir(base) if name == "__len__" or not name.startswith("__"))
 _CALL = re.compile(r"^(?:.*<locals>\.)?(\w+)\.(\w+)\(\) (?:takes|missing|got)")
@@ -66,8 +61,15 @@ def author_error(error: BaseException) -> DtfError | None:
     who, opens_data = _called(frames, inside, error)
     if not who:
         return None
-    place = _place(inside)
+    place = author_line(inside)
     text = f"{who} raised {type(error).__name__}: {error}{f', at {place}' if place else ''}"
+    rows = next(
+        (rows for frame, _ in reversed(frames) for rows in frame.f_locals.values() if isinstance(rows, Batch)), None
+    )
+    if rows is not None and (" pass of " in who or who.endswith((".loss()", ".measure()"))):
+        text += f"; the rows were {_shapes(rows)}"
+    if type(error).__name__ == "BdbQuit":
+        text += "; breakpoint() needs a terminal: use launcher=inline with a strategy of one process, such as ddp"
     named = DataError(text) if opens_data and isinstance(error, OSError) else ConfigError(text)
     named.by_author = True
     return named
@@ -82,7 +84,7 @@ def memory_error(error: BaseException) -> ConfigError | None:
         return None
     frames = list(traceback.walk_tb(error.__traceback__))
     inside = frames[_last_call(frames) + 1 :]
-    who, place = _called(frames, inside, error)[0], _place(inside)
+    who, place = _called(frames, inside, error)[0], author_line(inside)
     what = " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())
     where = f"{f' in {who}' if who else ''}{f', at {place}' if place else ''}"
     return ConfigError(
@@ -95,7 +97,18 @@ def memory_error(error: BaseException) -> ConfigError | None:
 def line_of(error: Exception) -> str:
     """The author's line at which a pass failed, `my_model.py:12 in forward`; empty where there is none."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    return _place(frames[_last_call(frames) + 1 :])
+    return author_line(frames[_last_call(frames) + 1 :])
+
+
+def _shapes(rows: Batch) -> str:
+    """`inputs (8, 3) float32, targets (8,) int64`."""
+    inputs = rows.inputs if isinstance(rows.inputs, dict) else {"": rows.inputs}
+    named = [(f"inputs[{name!r}]" if name else "inputs", tensor) for name, tensor in inputs.items()]
+    return ", ".join(
+        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for name, tensor in (*named, ("targets", rows.targets))
+        if isinstance(tensor, torch.Tensor)
+    )
 
 
 def _last_call(frames: list[tuple[FrameType, int]]) -> int:
@@ -138,32 +151,14 @@ def _module_name(frames: list[tuple[FrameType, int]], module: nn.Module) -> str:
     return f"a {kind}"
 
 
-def _place(frames: list[tuple[FrameType, int]]) -> str:
-    """The author's innermost line, `my_model.py:12 in forward`; one of an installed package where there is no other."""
-    theirs = [(frame, line) for frame, line in frames if not _is_library(frame.f_code.co_filename)]
-    theirs = [pair for pair in theirs if _PACKAGES not in pair[0].f_code.co_filename] or theirs
-    if not theirs:
-        return ""
-    frame, line = theirs[-1]
-    path = frame.f_code.co_filename
-    shown = os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
-    return f"{shown}:{line} in {frame.f_code.co_name}"
-
-
 def _calls(code: CodeType) -> bool:
     """Whether code is of dtf's own machinery: no recipe, no function that recipes call, and not between torch and
     its operators.
     """
     path = code.co_filename
-    if not path.startswith(_DTF) or code.co_name in ("__torch_dispatch__", "__torch_function__"):
+    if not path.startswith(DTF) or code.co_name in ("__torch_dispatch__", "__torch_function__"):
         return False
-    return not path.startswith((_RECIPES, *_CALLED_BY_AUTHORS))
-
-
-def _is_library(path: str) -> bool:
-    if path.startswith((_DTF, _TORCH, _NUMPY, "<")):
-        return not path.startswith(_RECIPES)
-    return path.startswith(_STANDARD) and _PACKAGES not in path
+    return not path.startswith((RECIPES, *_CALLED_BY_AUTHORS))
 
 
 def _is_communication(path: str) -> bool:

@@ -171,12 +171,11 @@ class Losses:
     def _refused(self) -> ConfigError:
         return ConfigError(
             f"{self._who} returned a scalar that is no mean over rows: the losses of two parts of a micro-batch do not "
-            "make that of the whole, so that gradients cannot be added up over ranks. Return instead the loss of each "
-            "row,\n"
-            "    return F.cross_entropy(outputs, targets, reduction='none')                  # (B,)\n"
-            "or sums with counts that are added up over the global batch: of labels that are not ignored, of weights,\n"
-            "    return losses.sum(1), (targets != -100).sum(1)                              # (B,), (B,)\n"
-            "    return F.cross_entropy(outputs, targets, weight=w, reduction='none'), w[targets]"
+            "make that of the whole, so that gradients cannot be added up over ranks. Return the loss of each row, of "
+            "shape (B,): `return F.cross_entropy(outputs, targets, reduction='none')`. Or return two values of shape "
+            "(B,), the sum of a row's losses and its count, which are added up over the global batch: `return "
+            "losses.sum(1), (targets != -100).sum(1)` for labels that are not ignored, `return "
+            "F.cross_entropy(outputs, targets, weight=w, reduction='none'), w[targets]` for weighted classes"
         )
 
     def follow(self, other: Losses) -> None:

@@ -13,9 +13,15 @@ if TYPE_CHECKING:
 
 def weighted_sums(weight: Tensor, *values: Tensor) -> Tensor:
     """[sum(weight), sum(weight * value), ...] of values per row, each (B,). Shape (1 + len(values),), float64, so that
-    counts are exact. Not collective.
+    counts are exact. ValueError for values of another shape. Not collective.
     """
     import torch
 
+    for value in values:
+        if value.shape != weight.shape:
+            raise ValueError(
+                f"weighted_sums() got values of shape {tuple(value.shape)} for {len(weight)} rows; give one number for "
+                f"each row, ({len(weight)},)"
+            )
     rows = torch.stack([torch.ones_like(weight), *(value.to(weight.dtype) for value in values)])
     return (rows * weight).sum(dim=1, dtype=torch.float64)

@@ -304,9 +304,8 @@ def _l2(a: list[np.ndarray], b: list[np.ndarray]) -> float:
 
 def _metric(reference: RecordedRun, run: RecordedRun, name: str) -> float:
     steps = sorted(reference.metrics.keys() & run.metrics.keys())
-    return relative(
-        np.array([reference.metrics[s][name] for s in steps]), np.array([run.metrics[s][name] for s in steps])
-    )
+    one, two = (np.array([side.metrics[step][name] for step in steps]) for side in (reference, run))
+    return relative(one, two)
 
 
 def _rows(reference: RecordedRun, run: RecordedRun) -> str:
@@ -329,8 +328,9 @@ def _cause(reference: RecordedRun, run: RecordedRun, verdict: Comparison) -> str
     for step in sorted(reference.metrics):
         for name in ("loss", "grad_norm") if verdict.tells_norm else ("loss",):
             a, b = reference.metrics[step][name], run.metrics[step][name]
-            if not relative(np.array([a]), np.array([b])) <= loose:
+            if not (apart := relative(np.array([a]), np.array([b]))) <= loose:
                 ratio = f", {b / a:.4g} x the reference's" if a and np.isfinite(b) else ""
+                ratio = f", {apart:.1e} of it apart" if apart < 1e-3 else ratio
                 split = _ranks(run)
                 return f"{name} at step {step - 1}: {b:.9g} instead of {a:.9g}{ratio}" + (f"; {split}" if split else "")
     off = sorted(name for name, value in verdict.tensors.items() if not value <= loose and name not in verdict.rounding)

@@ -50,6 +50,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder
 
 
+@pytest.mark.parametrize("form", ["flat", "column", "dict"])
+def test_a_model_of_no_classes_is_evaluated_and_not_asked_for_probabilities(form: str, run_dtf: Run) -> None:
+    """A softmax over the rows of a batch, or over a single number, is no probability of anything."""
+    heights = ("plugins=[tests.support.heights]", "recipe=heights", f"recipe.form={form}", *INLINE)
+    trained = run_dtf(*heights, "train.steps=2", "step.batch_size=16")
+    assert trained.code == 0, trained.err
+    evaluated = run_dtf("job=evaluate", *heights, f"job.model={trained.folder}")
+    assert evaluated.code == 0 and "loss=" in evaluated.out and "recall" not in evaluated.out, evaluated.err
+    predicted = run_dtf("job=predict", *heights, f"job.model={trained.folder}")
+    assert predicted.code == Exit.CONFIG and "Heights.probabilities() is not defined" in predicted.err
+    if form == "flat":
+        assert "predict: not tried" in run_dtf(*heights, "train.dry_run=true", "train.steps=2").out
+
+
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
     folder = tmp_path / "images"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bdb
 from typing import TYPE_CHECKING, Any
 
 from dtf.api.recipe import Dataset, Evaluator
 from dtf.api.registry import option, register
+from dtf.model.metrics import weighted_sums
 from tests.support.toy import Rows, Toy
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ class Mistaken(Toy):
     def loss(self, outputs: Any, targets: Tensor) -> Any:
         if self.mistake == "loss_raises":
             raise ValueError("no such class")
+        if self.mistake == "loss_stops":
+            raise bdb.BdbQuit  # what breakpoint() raises without a terminal
         return super().loss(outputs, targets)
 
     def measure(self, outputs: Any, batch: Any, loss: Tensor) -> Any:
@@ -72,6 +76,8 @@ class Mistaken(Toy):
             "measure_whole_numbers": sums.to(torch.int64),
             "measure_no_weight": sums[[1, 1, 2]],
         }
+        if self.mistake == "measure_one_number":
+            return weighted_sums(batch.weight, loss.mean(), loss)
         if self.mistake == "measure_raises":
             return self._count(outputs)
         return wrong.get(self.mistake, sums)
@@ -124,7 +130,9 @@ class MistakenRows(Dataset):
         if self.mistake == "fetch_late" and self.evaluates and ids.max() >= 8:
             raise KeyError(f"row {ids.max()}")
         self.fetched += 1
-        if self.mistake == "fetch_later" and not self.evaluates and self.fetched > 4:
+        if self.mistake == "fetch_draws":
+            inputs = inputs + torch.randn(len(inputs), 1)
+        if self.mistake == "fetch_later" and not self.evaluates and self.fetched > 6:
             raise OSError("away")
         if self.mistake == "fetch_raises":
             raise RuntimeError("the archive is broken")

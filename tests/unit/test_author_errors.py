@@ -40,16 +40,19 @@ MISTAKES = {
     "fetch_array": "MistakenRows.fetch() returned a numpy.ndarray as inputs",
     "fetch_sparse": "MistakenRows.fetch() returned inputs that are of layout torch.sparse_coo; they must be dense",
     "fetch_nested": "MistakenRows.fetch() returned inputs that are a nested tensor; they must be dense",
-    "fetch_short": "MistakenRows.fetch() returned targets of shape (7,) for 8 ids",
-    "fetch_scalar": "MistakenRows.fetch() returned inputs['scale'] of shape () for 8 ids",
-    "eval_fetch_short": "MistakenRows.fetch() returned inputs of shape (3, 8) for 4 ids",
+    "fetch_short": "MistakenRows.fetch() returned targets of shape (1,) for 2 ids",
+    "fetch_scalar": "MistakenRows.fetch() returned inputs['scale'] of shape () for 2 ids",
+    "eval_fetch_short": "MistakenRows.fetch() returned inputs of shape (1, 8) for 2 ids",
+    "fetch_draws": "fetch() of the data of open_data('train') gives other numbers for the same ids",
     "receive_raises": "Mistaken.receive() raised",
     "forward_raises": "the forward pass of tail.1 (Part) raised RuntimeError",
     "forward_wrong_width": "the forward pass of tail.1.narrow (Linear) raised RuntimeError",
+    "loss_stops": "breakpoint() needs a terminal: use launcher=inline",
     "backward_raises": "the backward pass of the model raised ValueError: no rule for this gradient, at",
     "backward_in_place": "the backward pass of the model raised RuntimeError",
     "loss_raises": "Mistaken.loss() raised ValueError: no such class, at",
     "measure_raises": "Mistaken.measure() raised AttributeError",
+    "measure_one_number": "Mistaken.measure() raised ValueError: weighted_sums() got values of shape () for 2 rows",
     "measure_too_few": "Mistaken.measure() returned shape (2,); it must return 3 sums (weights, loss, top1)",
     "measure_scalar": "Mistaken.measure() returned shape ()",
     "measure_list": "Mistaken.measure() returned list",
@@ -116,6 +119,12 @@ def test_an_error_of_a_later_step_is_named_and_may_be_tried_again(tmp_path: Path
     failed = train(tmp_path, "fetch_later", steps=6)[-1]
     assert isinstance(failed, Failed) and failed.exit == Exit.BUG
     assert "MistakenRows.fetch() raised OSError: away, at tests/support/mistakes.py:" in failed.message
+
+
+def test_a_pass_that_fails_says_what_rows_it_got(tmp_path: Path) -> None:
+    failed = train(tmp_path, "forward_wrong_width")[-1]
+    assert isinstance(failed, Failed)
+    assert "; the rows were inputs (2, 8) float32, targets (2,) int64" in failed.message
 
 
 def test_a_recipe_without_a_mistake_trains(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""Whether all ranks read the same rows, and read them again with the same numbers: what depends on a seed that nobody
+set, on a process or on a clock shows before the first step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtf.core.errors import ConfigError
+from dtf.core.types import Batch
+from dtf.data.splits import Splits
+from dtf.distributed.world import World
+
+ROWS = 2
+CLOSE = 1e-3
+"""Relative difference of numbers of a row between ranks: hosts may decode images with other instructions."""
+
+
+def check_first_rows(splits: Splits, recipe: str, world: World) -> None:
+    """Read a few rows of both splits, twice. ConfigError on all ranks where the numbers differ. Collective."""
+    found = {}
+    for split, read in {
+        "train": lambda: splits.first_rows(0, ROWS),
+        "eval": lambda: splits.first_eval_rows(ROWS),
+    }.items():
+        tensors, again = _tensors(read()), _tensors(read())
+        found[split] = {name: _numbers(tensor) for name, tensor in tensors.items()}
+        if not all(name in again and _same(tensor, again[name]) for name, tensor in tensors.items()):
+            found[split] = None
+    everyone, refusal = world.gather(found), ""
+    if everyone is not None:
+        refusal = next((text for split in found if (text := _refusal(recipe, split, everyone))), "")
+    refusal = world.broadcast(refusal)
+    if refusal:
+        raise ConfigError(refusal)
+
+
+def _refusal(recipe: str, split: str, everyone: list[Any]) -> str:
+    first, *others = (found[split] for found in everyone)
+    if first is None or None in others:
+        return (
+            f"recipe={recipe}: fetch() of the data of open_data({split!r}) gives other numbers for the same ids "
+            "when it is called again, so no two runs would train on the same rows; draw "
+            "with dtf.draws(seed, epoch, ids, count)"
+        )
+    for rank, other in enumerate(others, 1):
+        for name in sorted(first.keys() | other.keys()):
+            if not _close(first.get(name), other.get(name)):
+                return (
+                    f"recipe={recipe}: {name} of the first rows of open_data({split!r}) differ between rank 0 and rank "
+                    f"{rank}; the rows must depend on nothing but the seed that open_data gets, the ids and the epoch"
+                )
+    return ""
+
+
+def _tensors(rows: Batch) -> dict[str, Tensor]:
+    inputs = rows.inputs if isinstance(rows.inputs, dict) else {"": rows.inputs}
+    named = {f"inputs[{name!r}]" if name else "inputs": tensor for name, tensor in inputs.items()}
+    return named | {"targets": rows.targets}
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    return bool(torch.equal(one, two)) or bool(torch.equal(one.nan_to_num(), two.nan_to_num()))
+
+
+def _numbers(tensor: Tensor) -> list[Any]:
+    """The shape and the format; the sum of absolute numbers, and that of numbers by their places."""
+    values = tensor.detach().double().nan_to_num().flatten()
+    places = torch.linspace(1, 2, len(values), dtype=torch.float64)
+    return [list(tensor.shape), str(tensor.dtype), float(values.abs().sum()), float((values * places).sum())]
+
+
+def _close(one: list[Any] | None, two: list[Any] | None) -> bool:
+    if one is None or two is None or one[:2] != two[:2]:
+        return False
+    size = max(one[2], two[2])
+    return all(a == b or abs(a - b) <= CLOSE * size for a, b in zip(one[2:], two[2:], strict=True))
