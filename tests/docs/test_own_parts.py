@@ -27,6 +27,7 @@ from dtf.api.observer import Observer
 from dtf.api.registry import lookup, register, registered
 from dtf.config.settings import load_parts
 from dtf.core.errors import ConfigError, Exit
+from dtf.core.types import Batch
 from tests.conftest import Result
 from tests.support.toy import Toy
 
@@ -169,8 +170,9 @@ def test_the_recipe_in_the_documentation_is_as_short_as_it_says() -> None:
 def test_the_short_answers_of_the_documentation_run(unpack: Callable[[Page], None], tmp_path: Path) -> None:
     page = named("own-recipe.md")
     unpack(Page(page.modules, {}, []))
-    adapter, noise, block, loss = (
-        importlib.import_module(name) for name in ("my_adapter", "my_noise", "my_block", "my_token_loss")
+    adapter, noise, block, loss, metrics = (
+        importlib.import_module(name)
+        for name in ("my_adapter", "my_noise", "my_block", "my_token_loss", "my_token_metrics")
     )
 
     images, ids = torch.arange(32.0).reshape(4, 1, 2, 4), np.arange(4)
@@ -198,6 +200,10 @@ def test_the_short_answers_of_the_documentation_run(unpack: Callable[[Page], Non
 
     sums, counts = loss.token_loss(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [-100, -100, -100]]))
     assert counts.tolist() == [2, 0] and sums.tolist() == pytest.approx([2 * 1.3862944, 0])
+
+    batch = Batch(None, torch.tensor([[0, 1, -100], [-100, -100, -100]]), torch.ones(2), np.arange(2))
+    summed = metrics.TokenMetrics().measure(None, batch, sums)
+    assert metrics.TokenMetrics().summarise(summed.tolist()) == pytest.approx({"loss": 1.3862944, "bits": 2.0})
 
     two = importlib.import_module("my_two_tasks")
     tasks, targets = two.TwoTasks(4), torch.tensor([[0.0, 0.5], [3.0, -1.0]])
