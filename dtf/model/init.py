@@ -153,12 +153,15 @@ def _built(recipe: Recipe) -> nn.Module:
         if is_lazy(buffer):
             raise ConfigError(f"{who} makes the buffer {name} without a shape (a lazy module); name its sizes")
         if buffer.layout is not torch.strided:
-            if name in persistent:
-                raise ConfigError(
-                    f"{who} makes the buffer {name} sparse, which checkpoints cannot hold; register it with "
-                    "persistent=False if the constructor can make it again, else dense"
-                )
-            continue
+            raise ConfigError(
+                f"{who} makes the buffer {name} sparse ({buffer.layout}), which cannot be sent or saved; register its "
+                "indices and values as two buffers, and make it of them in forward()"
+            )
+        if buffer.is_conj() or buffer.is_neg():
+            raise ConfigError(
+                f"{who} makes the buffer {name} a conjugate or negative view; register "
+                "buffer.resolve_conj().resolve_neg()"
+            )
         if torch._debug_has_internal_overlap(buffer) == 1:  # such as an expanded one: it could not be written
             buffer.data = buffer.data.clone(memory_format=torch.contiguous_format)
         if buffer.is_complex() and name in persistent:

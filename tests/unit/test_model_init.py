@@ -67,6 +67,27 @@ def test_parameters_that_would_not_stay_what_they_are_are_refused(made: Callable
         init_model(recipe(made, Layout), 0)
 
 
+def buffered(buffer: torch.Tensor, persistent: bool) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("links", buffer, persistent=persistent)
+    return model
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize(
+    ("buffer", "words"),
+    [
+        (torch.eye(3).to_sparse(), "the buffer links sparse .torch.sparse_coo.*register its indices and values"),
+        (torch.eye(3).to_sparse_csr(), "the buffer links sparse .torch.sparse_csr"),
+        (torch.view_as_complex(torch.rand(3, 2)).conj(), "the buffer links a conjugate or negative view"),
+        (torch.view_as_complex(torch.rand(3, 2)).conj().imag, "the buffer links a conjugate or negative view"),
+    ],
+)
+def test_buffers_that_are_not_plain_memory_are_refused(buffer: torch.Tensor, words: str, persistent: bool) -> None:
+    with pytest.raises(ConfigError, match=words):
+        init_model(recipe(lambda: buffered(buffer, persistent), Layout), 0)
+
+
 def test_a_model_in_one_format_is_taken_in_any() -> None:
     assert next(init_model(recipe(lambda: nn.Linear(3, 3).double(), Layout), 0).parameters()).shape
 
