@@ -9,7 +9,7 @@ import random
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from typing import Any
@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from dtf.model.changing_buffers import buffers_restored
+from dtf.model.contents import Contents, own_attributes
 from dtf.model.fingerprint import fingerprints
 from dtf.model.norm_calls import Calls
-from dtf.model.object_fields import fields_of, has_fields, set_fields
+from dtf.model.object_fields import fields_of, has_fields
 
-_TORCHS_OWN = frozenset(vars(nn.Module()))
-"""Attributes that every module has: parameters, buffers, children, hooks."""
 GENERATOR = " (a generator)"
 """Ends the name of an attribute that is a generator of random numbers, in `Attributes.changed`."""
 DEPTH = 4
@@ -45,93 +44,27 @@ class Attributes:
     def __init__(self, model: nn.Module, recipe: object = None) -> None:
         self._model, self._recipe = model, recipe
         self._holders = [(holder, _copied(dict(vars(holder)))) for _, holder in holders(model, recipe)]
-        self._restorers: list[Callable[[], Any]] = []
-        seen = _parts_of(model)
+        self._contents = Contents(_parts_of(model))
         for holder, values in self._holders:
-            for _, value in _own(values):
+            for _, value in own_attributes(values):
                 if holder is not recipe or is_small(value):
-                    self._keep(value, seen, DEPTH)
+                    self._contents.keep(value, DEPTH)
         self._digests = digests(model, recipe)
 
     def restore(self) -> None:
         """Give all their attributes back."""
         with torch.no_grad():
             for holder, values in self._holders:
-                for key in [key for key, _ in _own(vars(holder)) if key not in values]:
+                for key in [key for key, _ in own_attributes(vars(holder)) if key not in values]:
                     del vars(holder)[key]
-                vars(holder).update(_own(values))
-            for restore in self._restorers:
-                restore()
+                vars(holder).update(own_attributes(values))
+            self._contents.restore()
 
     def changed(self) -> list[str]:
         """Names of attributes that are not as they were."""
         now = digests(self._model, self._recipe)
         names = [name for name in {**self._digests, **now} if self._digests.get(name) != now.get(name)]
         return [name + GENERATOR * now.get(name, "").startswith(("generator", "random")) for name in names]
-
-    def _keep(self, value: Any, seen: set[int], depth: int) -> None:
-        """Note how to restore the content of a value that may change."""
-        if depth == 0 or id(value) in seen or isinstance(value, type):
-            return
-        if isinstance(value, nn.Module):  # in a list, or a recipe's: none of the model
-            for module in value.modules():
-                self._keep_module(module, seen, depth - 1)
-        elif isinstance(value, Tensor):
-            if not value.is_meta and value.layout is torch.strided:
-                seen.add(id(value))
-                before = value.detach().clone()
-                self._restorers.append(lambda: _restore(value.detach(), before))
-        elif isinstance(value, torch.Generator):
-            state = value.get_state()
-            self._restorers.append(lambda: value.set_state(state))
-        elif isinstance(value, random.Random):
-            python = value.getstate()
-            self._restorers.append(lambda: value.setstate(python))
-        elif isinstance(value, np.random.Generator):
-            bits = value.bit_generator.state
-            self._restorers.append(lambda: setattr(value.bit_generator, "state", bits))
-        elif isinstance(value, np.ndarray):
-            array = value.copy()
-            if value.flags.writeable:
-                self._restorers.append(lambda: np.copyto(value, array))
-        else:
-            self._keep_container(value, seen, depth)
-
-    def _keep_module(self, module: nn.Module, seen: set[int], depth: int) -> None:
-        if id(module) in seen or isinstance(module, torch.jit.ScriptModule):
-            return
-        seen.add(id(module))
-        values = dict(vars(module))
-        self._restorers.append(lambda: _put_back(vars(module), values))
-        for value in (*module._parameters.values(), *module._buffers.values(), *dict(_own(values)).values()):
-            self._keep(value, seen, depth)
-
-    def _keep_container(self, value: Any, seen: set[int], depth: int) -> None:
-        if isinstance(value, list):
-            items = list(value)
-            self._restorers.append(lambda: value.__setitem__(slice(None), items))
-        elif isinstance(value, deque):
-            items = list(value)
-            self._restorers.append(lambda: (value.clear(), value.extend(items)))
-        elif isinstance(value, dict):
-            pairs = dict(value)
-            self._restorers.append(lambda: _put_back(value, pairs))
-            items = list(pairs.values())
-        elif isinstance(value, set):
-            members = set(value)
-            self._restorers.append(lambda: (value.clear(), value.update(members)))
-            items = []
-        elif isinstance(value, tuple):
-            items = list(value)
-        elif has_fields(value):
-            fields = fields_of(value)
-            self._restorers.append(lambda: set_fields(value, fields))
-            items = list(fields.values())
-        else:
-            return
-        seen.add(id(value))
-        for item in items:
-            self._keep(item, seen, depth - 1)
 
 
 @contextmanager
@@ -142,22 +75,6 @@ def without_trace(models: Sequence[nn.Module], recipe: object = None) -> Iterato
             stack.enter_context(buffers_restored(model))
             stack.callback(Attributes(model, recipe).restore)
         yield
-
-
-def _put_back(mapping: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Give a dict these items, and no others. It is never empty meanwhile: other threads may read it."""
-    for key in [key for key in mapping if key not in before]:
-        del mapping[key]
-    mapping.update(before)
-    if list(mapping) != list(before):
-        for key in before:
-            mapping[key] = mapping.pop(key)
-
-
-def _restore(tensor: Tensor, before: Tensor) -> None:
-    """Give a tensor its numbers back, where they differ: memory of others cannot always be written."""
-    if tensor.shape == before.shape and not torch.equal(tensor, before):
-        tensor.copy_(before)
 
 
 def digests(model: nn.Module, recipe: object = None) -> dict[str, str]:
@@ -175,7 +92,7 @@ def _parts_of(model: nn.Module) -> set[int]:
 def plain_attributes(model: nn.Module, recipe: object = None) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
     """(full name, attributes of its holder, key, value) of each that torch does not keep and dtf does not change."""
     for prefix, holder in holders(model, recipe):
-        for key, value in _own(vars(holder)):
+        for key, value in own_attributes(vars(holder)):
             counted = key in _COUNTED and isinstance(vars(holder).get("_calls"), Calls)
             if not counted and (holder is not recipe or is_small(value)):
                 yield f"{prefix}.{key}" if prefix else key, vars(holder), key, value
@@ -212,10 +129,6 @@ def _copied(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _own(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((key, value) for key, value in list(values.items()) if key not in _TORCHS_OWN and key != "training")
-
-
 class Digest:
     """Texts for the value of one attribute, which look at MOST_ITEMS items. `parts`: ids of what is left out."""
 
@@ -228,7 +141,7 @@ class Digest:
             return ""
         if isinstance(value, nn.Module):
             tensors = [tensor for tensor in (*value.parameters(), *value.buffers()) if not tensor.is_meta]
-            own = {f"{n}.{key}": item for n, m in value.named_modules() for key, item in _own(vars(m))}
+            own = {f"{n}.{key}": item for n, m in value.named_modules() for key, item in own_attributes(vars(m))}
             return f"module {fingerprints(tensors)} {self.of(own, depth - 1)}"
         if callable(value) and not has_fields(value):
             return ""

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from dtf.model.attributes import DEPTH, plain_attributes
 from dtf.model.object_fields import fields_of, has_fields, set_fields
+from dtf.model.shared_state import shared_holders, shared_values
 
 MOST_INSIDE = 100
 """Items of a dict, list or object in which numbers are looked for: a longer one is data."""
+
+
+MULTIPLE = 720_720_000
+"""A number of passes that 1 to 16, 100, 500, 1,000 and 10,000 divide: what comes every so many passes comes then."""
 
 
 class _Place(NamedTuple):
@@ -31,12 +37,16 @@ class _Place(NamedTuple):
     def write(self, value: Any) -> None:
         if isinstance(self.holder, dict | list):
             self.holder[self.key] = value
+        elif isinstance(self.holder, type | ModuleType):
+            setattr(self.holder, self.key, value)
         else:
             set_fields(self.holder, {**fields_of(self.holder), self.key: value})
 
 
 class Counters:
-    """The plain numbers of a model's modules and of its recipe, and of dicts, lists and objects in their attributes."""
+    """The plain numbers of a model's modules and of its recipe, of their classes and Python modules, and of containers
+    and objects in their attributes.
+    """
 
     def __init__(self, model: nn.Module, recipe: object = None) -> None:
         self._model, self._recipe = model, recipe
@@ -60,11 +70,14 @@ class Counters:
 
     @contextmanager
     def ahead(self, passes: int) -> Iterator[None]:
-        """A context in which these numbers are what they would be after so many more passes, if they went on so."""
+        """A context in which these numbers are what they would be after so many more passes, if they went on so; whole
+        numbers from MULTIPLE - 1 passes on what they would be after so many passes in all.
+        """
         places = [(self._places[name], self._values[name]) for name in self.names() if self._places[name].there()]
         before = [place.read() for place, _ in places]
         for (place, values), value in zip(places, before, strict=True):
-            place.write(value + passes * (values[-1] - values[-2]))
+            in_all = passes >= MULTIPLE - 1 and isinstance(value, int)
+            place.write(passes * (values[-1] - values[-2]) + (0 if in_all else value))
         try:
             yield
         finally:
@@ -73,6 +86,8 @@ class Counters:
 
 
 def _items(holder: Any) -> Any:
+    if isinstance(holder, type | ModuleType):
+        return vars(holder)
     return holder if isinstance(holder, dict | list) else fields_of(holder)
 
 
@@ -80,6 +95,9 @@ def _numbers(model: nn.Module, recipe: object) -> Iterator[tuple[str, _Place]]:
     seen = {id(module) for module in model.modules()}
     for name, holder, key, value in plain_attributes(model, recipe):
         yield from _inside(name, holder, key, value, seen, DEPTH)
+    for name, holder in shared_holders(model, recipe):
+        for key, value in shared_values(holder):
+            yield from _inside(f"{name}.{key}", holder, key, value, seen, DEPTH)
 
 
 def _inside(name: str, holder: Any, key: Any, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, _Place]]:

@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dtf.model.attributes import DEPTH, Digest
+from dtf.model.attributes import DEPTH, Digest, is_small
+from dtf.model.contents import Contents
 
+_RECIPE = "the recipe"
 _NOT_THE_AUTHORS = ("torch", "builtins", "dtf", "abc", "typing")
 
 
@@ -22,27 +24,59 @@ class SharedState:
     """
 
     def __init__(self, model: nn.Module, recipe: object) -> None:
-        kinds = {kind for part in (*model.modules(), recipe) for kind in type(part).__mro__}
-        written = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _NOT_THE_AUTHORS]
-        files = {kind.__module__ for kind in written if kind.__module__ in sys.modules}
-        self._holders: list[tuple[str, Any]] = [(f"{kind.__module__}.{kind.__qualname__}", kind) for kind in written]
-        self._holders += [(name, sys.modules[name]) for name in files] + [("the recipe", recipe)]
+        self._holders = [*shared_holders(model, recipe), (_RECIPE, recipe)]
         self._values = dict(self._now())
+        self._contents = Contents(set())
+        for _, _, value, _ in self._values.values():
+            if is_small(value):
+                self._contents.keep(value, DEPTH)
 
     def changed(self) -> list[str]:
         """Names of what was given another value, and of lists, dicts, sets, arrays and tensors that have changed."""
         now = dict(self._now())
-        nothing = (None, None)
+        nothing = (None, "", None, None)
         return sorted(
             name
             for name in {**self._values, **now}
-            if (before := self._values.get(name, nothing))[0] is not (after := now.get(name, nothing))[0]
-            or before[1] != after[1]
+            if (before := self._values.get(name, nothing))[2] is not (after := now.get(name, nothing))[2]
+            or before[3] != after[3]
         )
 
-    def _now(self) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    def outside(self) -> list[str]:
+        """As `changed`, without the recipe's."""
+        return [name for name in self.changed() if not name.startswith(_RECIPE)]
+
+    def restore(self) -> None:
+        """Give back what was changed, but for large values."""
+        now = dict(self._now())
+        for name, (holder, key, value, _) in self._values.items():
+            if name not in now or now[name][2] is not value:
+                setattr(holder, key, value)
+        for name in now.keys() - self._values.keys():
+            delattr(now[name][0], now[name][1])
+        self._contents.restore()
+
+    def _now(self) -> Iterator[tuple[str, tuple[Any, str, Any, Any]]]:
+        """(holder, key, value, a text or number that differs with its content) by name."""
         for holder, values in self._holders:
-            for key, value in list(vars(values).items()):
-                if not key.startswith("__") and not callable(value) and not isinstance(value, ModuleType):
-                    state = value._version if isinstance(value, Tensor) else Digest(set()).of(value, DEPTH)
-                    yield f"{holder}.{key}", (value, state)
+            for key, value in shared_values(values):
+                state = value._version if isinstance(value, Tensor) else Digest(set()).of(value, DEPTH)
+                yield f"{holder}.{key}", (values, key, value, state)
+
+
+def shared_holders(model: nn.Module, recipe: object) -> list[tuple[str, Any]]:
+    """The classes of a model's modules and of its recipe, and the Python modules in which they are written, by name."""
+    kinds = {kind for part in (*model.modules(), recipe) for kind in type(part).__mro__}
+    written = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _NOT_THE_AUTHORS]
+    files = {kind.__module__ for kind in written if kind.__module__ in sys.modules}
+    return [
+        *((f"{kind.__module__}.{kind.__qualname__}", kind) for kind in written),
+        *((name, sys.modules[name]) for name in files),
+    ]
+
+
+def shared_values(holder: Any) -> Iterator[tuple[str, Any]]:
+    """The values that a class, a Python module or a recipe holds; no functions, classes and modules."""
+    for key, value in list(vars(holder).items()):
+        if not key.startswith("__") and not callable(value) and not isinstance(value, ModuleType):
+            yield key, value

@@ -82,8 +82,7 @@ class DataParallelProgram(Program):
             batch = self._tables.lookup(self._receiver.train(batch, 0, 0), train=False)
         self._few = few_rows(batch)
         part = self._part(batch, 0, 8, 0)
-        shared = SharedState(self._replicas[0].model, self._task.recipe)
-        self._in_turn = self._replicas[0].warmup(part, ALONE) or bool(shared.changed())
+        self._in_turn = self._replicas[0].warmup(part, ALONE) or bool(self._replicas[0].shared_changes)
         for replica in self._replicas[1:]:
             replica.follow(self._replicas[0])
         self.check_replicas()  # constructors may draw from what no seed reaches

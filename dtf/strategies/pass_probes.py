@@ -73,6 +73,8 @@ class WrittenParameters(TorchFunctionMode):
         super().__init__()
         plain = [(name, p) for name, p in model.named_parameters() if not hasattr(p, "_local_tensor") and not p.is_meta]
         self._ends = [(p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name) for name, p in plain]
+        self._parameters = dict(plain)
+        self._before: dict[str, tuple[Tensor, bool]] = {}  # values, and whether it learns, before the first write
         self.found: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,8 +83,20 @@ class WrittenParameters(TorchFunctionMode):
         for target in tree_leaves((targets, kwargs.get("out"))):
             if isinstance(target, Tensor) and target.layout is torch.strided and not hasattr(target, "_local_tensor"):
                 at = unwrapped(target).data_ptr()
-                self.found += [name for first, end, name in self._ends if first <= at < end]
+                names = [name for first, end, name in self._ends if first <= at < end]
+                for name in names:
+                    if name not in self._before:
+                        parameter = self._parameters[name]
+                        self._before[name] = parameter.detach().clone(), parameter.requires_grad
+                self.found += names
         return func(*args, **kwargs)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the parameters that were found what they had before. Called outside of the context."""
+        for name, (values, learns) in self._before.items():
+            self._parameters[name].data.copy_(values)
+            self._parameters[name].requires_grad_(learns)
 
 
 def written_by_pass(model: nn.Module, run: Callable[[], Any]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,7 @@ from dtf.core.types import Batch, Evaluated, Memory, Shard, Train
 from dtf.distributed.sharding import byte_count, local
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
-from dtf.model.attributes import Attributes
+from dtf.model.attributes import Attributes, without_trace
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.changing_buffers import ChangingBuffers, buffers_restored
 from dtf.model.counters import Counters
@@ -38,6 +38,7 @@ from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.outside_tensors import OutsideTensors, outside_error
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
+from dtf.model.shared_state import SharedState
 from dtf.strategies.pass_probes import (
     Reached,
     count_calls,
@@ -110,6 +111,7 @@ class Replica:
         self._padded = ""  # a gradient that is not zero for padding rows
         self.start_numbers: Numbers = {}
         """Of a trial pass of `warmup`."""
+        self.shared_changes: list[str] = []  # by `warmup`, see `SharedState.changed`
         self.pads = False
         """Whether a full batch has a pass over padding on some rank."""
         self.counts: Tensor | None = None
@@ -236,10 +238,11 @@ class Replica:
         for what cannot run: a single row under batch normalisation and, if rows are divided, a model that keeps
         something from pass to pass.
         """
-        self._trials, self._warming = [], True
+        self._trials, self._warming, count = [], True, len(batch.ids)
         self._passes.loss.undivided = not self.divided and not self._cuts
-        rows = rows_of(batch, 0, 2), rows_of(batch, 0, 4), rows_of(batch, max(0, len(batch.ids) - 4), len(batch.ids))
+        rows = rows_of(batch, 0, 2), rows_of(batch, 0, 4), rows_of(batch, max(0, count - 4), count)
         attributes, known = Attributes(self.model, self._task.recipe), KnownParameters(self.model)
+        shared = SharedState(self.model, self._task.recipe)
         outside = OutsideTensors(self.model, self._task.recipe)
         try:
             with buffers_restored(self.model) as changed:
@@ -262,10 +265,10 @@ class Replica:
                     refuse_hooks_on_sums(self.model, self.instead)
                     known.refuse_changed(self.instead, self._written(rows[0]))
                     self.changing.refuse(changed(), self.instead)
-                    self._check_start(rows[1], rows[2], peers, attributes)
+                    self._check_start(rows[1], rows[2], peers, lambda: [*attributes.changed(), *shared.outside()])
                     self.changing.refuse(changed(), self.instead)
         except ValueError as error:
-            raise batch_norm_error(error, len(batch.ids)) from error
+            raise batch_norm_error(error, count) from error
         except RuntimeError as error:
             if self.divided:
                 known.refuse_changed(self.instead)
@@ -275,11 +278,13 @@ class Replica:
             raise named from error
         finally:
             self._warming = False
+            self.shared_changes = shared.changed()
+            shared.restore()
             attributes.restore()
             put_start(self.model, self._task, known.changed())
         return drew
 
-    def _check_start(self, a: Batch, b: Batch, peers: Gather, attributes: Attributes) -> None:
+    def _check_start(self, a: Batch, b: Batch, peers: Gather, changed: Callable[[], list[str]]) -> None:
         """The check at the start, unless an earlier run has made it: see `check_passes`. Collective over `peers`."""
         check = self._task.start_check
         if check.found is None or CLIPPED not in check.found:
@@ -289,7 +294,7 @@ class Replica:
                 lambda: dict(self.model.named_modules()),
                 [Counters(self.model, self._task.recipe)],
             )
-            twice = check_passes(trials, self._compute, peers, attributes.changed, self.instead)
+            twice = check_passes(trials, self._compute, peers, changed, self.instead)
             larger = not_linear(lambda factor: self._trial(a, 0, last=False, factor=factor), *twice, self._compute)
             shown = [larger, not_zero(self._trial(as_padding(a), 0, last=False))]
             check.passed(dict(zip((CLIPPED, PADDED), agree(shown, peers), strict=True)))
@@ -316,13 +321,11 @@ class Replica:
         """Trial passes over these rows at any time, without a trace. Collective where passes are."""
 
         def run() -> Numbers:
-            attributes = Attributes(self.model, self._task.recipe)
             self.model.train()
-            try:
-                with buffers_restored(self.model), torch.random.fork_rng(devices=[]):
-                    return self._trial(rows, 0, last=False)
-            finally:
-                attributes.restore()
+            with without_trace([self.model], self._task.recipe), ExitStack() as stack:
+                stack.callback(SharedState(self.model, self._task.recipe).restore)
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                return self._trial(rows, 0, last=False)
 
         return Passes(run, lambda: dict(self.model.named_modules()))
 

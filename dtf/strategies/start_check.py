@@ -18,7 +18,7 @@ from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
 from dtf.model.attributes import GENERATOR, Attributes
-from dtf.model.counters import Counters
+from dtf.model.counters import MULTIPLE, Counters
 from dtf.model.forward import copy_of, rows_of
 
 Numbers = dict[str, float]
@@ -61,8 +61,8 @@ class Gather(NamedTuple):
 LARGE = 2.0**12
 """By how much a loss is multiplied to find gradients that do not grow with it; a power of two rounds nothing."""
 
-AHEAD = (1, 10, 1_000, 1_000_000)
-"""By how many passes counters are moved ahead, to see what a model does later."""
+AHEAD = (1, 10, 1_000, 1_000_000, MULTIPLE - 1, MULTIPLE)
+"""By how many passes counters are moved ahead, to see what a model does later, and every so many passes."""
 
 RAISED = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
 """What a pass may raise whose counters have a value that its author did not expect."""

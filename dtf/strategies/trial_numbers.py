@@ -13,6 +13,7 @@ from dtf.core.errors import ConfigError
 from dtf.distributed.sharding import is_dtensor, local
 from dtf.model.attributes import without_trace
 from dtf.model.init import init_model
+from dtf.model.shared_state import SharedState
 from dtf.strategies.pass_probes import WrittenParameters
 from dtf.strategies.start_check import BUFFER, Numbers
 
@@ -44,10 +45,11 @@ def trial(models: Sequence[nn.Module], task: Task) -> Iterator[None]:
     """A context for evaluations before the first step, whose effects on models are undone at its end."""
     # what is compiled is not compiled for this
     with without_trace(models, task.recipe), torch.compiler.set_stance("force_eager"), ExitStack() as stack:
+        stack.callback(SharedState(models[0], task.recipe).restore)
         written = [stack.enter_context(WrittenParameters(model)) for model in models]
         yield
-    for model, found in zip(models, written, strict=True):
-        put_start(model, task, found.found)
+    for each in written:
+        each.restore()
 
 
 @torch.no_grad()

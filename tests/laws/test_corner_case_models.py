@@ -84,6 +84,12 @@ def test_a_buffer_that_the_forward_pass_changes_is_refused(
             {"cuts": ["c"]},
             r"another for rows of the same shape: \(\d, 12\) float32 after \(\d, 12\) float64",
         ),
+        (
+            "decaying",
+            "pipeline",
+            {"cuts": ["c"]},
+            "changes the parameter b.weight.*or use strategy=ddp launcher.processes=1",
+        ),
         ("prelu", "tensor", {}, "ranks that should agree have different gradients of act.weight"),
         ("undropped", "tensor", {}, "ranks that should agree have different inputs of drop"),
         ("rowless", "tensor", {}, "the pass fails at or after c \\(Linear\\)"),

@@ -136,6 +136,21 @@ class ShrinkingLinear(nn.Linear):
         return outputs.float() if bool(self.bias.detach().any()) else outputs
 
 
+class DecayingLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            self.weight.data.mul_(0.9)
+        return super().forward(input)
+
+
+class Decaying(Chain):
+    """Changes its own parameter in each pass of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = DecayingLinear(12, 12)
+
+
 class Shrinking(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -183,6 +198,7 @@ def build(kind: str) -> nn.Module:
         "scalar": Scalar,
         "turned": Turned,
         "shrinking": Shrinking,
+        "decaying": Decaying,
     }
     model = (kinds | {"gain": Gain, "counting": Counting}).get(kind, Chain)()
     if kind in ("tied", "tied_blocks"):

@@ -16,9 +16,7 @@ from dtf.api.registry import registered
 from dtf.api.schema import coerce_option, option_node
 from dtf.config.compose import Composer, compose
 from dtf.config.settings import GROUPS, load_parts
-from dtf.core.errors import ConfigError, DataError, DtfError
-from dtf.core.text import suggest
-from dtf.recipes.resnet.recipe import ResnetShapes
+from dtf.core.errors import ConfigError
 
 HERE = "; set on the command line"
 load_parts([])
@@ -362,52 +360,3 @@ def _composes_or_refuses(action: Callable[[], object]) -> None:
     except ConfigError as error:
         assert "\n" not in str(error)
         assert len(str(error)) < 2000
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("import nowhere_at_all", "No module named 'nowhere_at_all', at {name}.py:1 in <module>"),
-        (
-            "from .there import Recipe",
-            "{name} is in no package: import by the full name, or give plugins=[package.{name}]",
-        ),
-        ("1 / 0", "ZeroDivisionError: division by zero, at {name}.py:1 in <module>"),
-        (
-            "from dtf import Recipe, register\n@register('recipe', 'own_init')\nclass Own(Recipe):\n"
-            "    def __init__(self):\n        pass\n",
-            "{name}.Own has an __init__ of its own",
-        ),
-    ],
-)
-def test_a_plugin_that_cannot_be_imported(
-    text: str, message: str, composer: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = f"plugin_{len(text)}"
-    (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError) as refused:
-        composer.compose([f"plugins=[{name}]"])
-    assert message.format(name=name) in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"), [(FileNotFoundError("rows.csv"), DataError), (KeyError("columns"), ConfigError)]
-)
-def test_a_check_that_raises_names_the_recipe_and_the_line(
-    error: Exception, kind: type[DtfError], composer: Composer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def check(self: object) -> None:
-        raise error
-
-    monkeypatch.setattr(ResnetShapes, "check", check)
-    with pytest.raises(
-        kind, match=rf"ResnetShapes.check\(\) raised {type(error).__name__}: .*, at .*\.py:\d+ in check"
-    ):
-        composer.compose(["recipe=resnet_shapes"]).check()
-
-
-def test_the_nearest_name_is_found_whatever_its_case() -> None:
-    assert suggest("adamW", ["adam", "adamw", "sgd"]).startswith("did you mean adamw?")
-    assert suggest("ResNet18", ["resnet18", "resnet34"]).startswith("did you mean resnet18?")

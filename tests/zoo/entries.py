@@ -36,6 +36,7 @@ MODULES = (
     "strangers",
     "published",
     "means",
+    "counts",
 )
 """The files `models_<name>.py`."""
 

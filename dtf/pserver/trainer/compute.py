@@ -131,8 +131,8 @@ class TrainerModel:
             batch = self.replica.receiver.train(batch, 0, 0)
             batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, tables))
         batch = rows_of(batch, 0, 8)
-        with self._nothing_shared():
-            drew = self.replica.warmup(batch, ALONE)
+        drew = self.replica.warmup(batch, ALONE)
+        self._refuse_shared(self.replica.shared_changes)
         if self.replica.changing and self._no_buffers:
             raise ConfigError(
                 f"strategy=pserver: the forward pass changes the buffer {self.replica.changing.names[0]}, and "
@@ -168,8 +168,10 @@ class TrainerModel:
         """A context for passes. ConfigError where several threads compute, and passes change what they share."""
         shared = SharedState(self.replica.model, self._task.recipe) if self._threads > 1 else None
         yield
-        names = shared.changed() if shared else []
-        if names:
+        self._refuse_shared(shared.changed() if shared else [])
+
+    def _refuse_shared(self, names: list[str]) -> None:
+        if names and self._threads > 1:
             raise ConfigError(
                 f"strategy.hogwild_threads={self._threads}: passes change {', '.join(names[:3])}, which all threads "
                 "share; keep it in the module itself, or use strategy.hogwild_threads=1"

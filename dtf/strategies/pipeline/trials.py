@@ -22,7 +22,8 @@ from dtf.model.known_parameters import KnownParameters
 from dtf.model.memory import Footprint
 from dtf.model.outside_tensors import OutsideTensors, outside_error
 from dtf.model.seeded_dropout import find_drawing_modules
-from dtf.strategies.pass_probes import count_calls
+from dtf.model.shared_state import SharedState
+from dtf.strategies.pass_probes import WrittenParameters, count_calls
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.start_check import BUFFER, Gather, Numbers, Passes, Trials, check_passes
@@ -69,9 +70,10 @@ class StartTrials:
         """
         attributes = [Attributes(stage.model, self._recipe) for stage in self._stages]
         parameters = [KnownParameters(stage.model) for stage in self._stages]
+        shared = [SharedState(stage.model, self._recipe) for stage in self._stages]
         with ExitStack() as stack:
-            for attribute in attributes:
-                stack.callback(attribute.restore)
+            for kept in (*attributes, *shared):
+                stack.callback(kept.restore)
             changed = [stack.enter_context(buffers_restored(stage.model)) for stage in self._stages]
 
             def check_buffers() -> None:
@@ -81,23 +83,30 @@ class StartTrials:
                         stage.changing.refuse(names(), INSTEAD)
 
             outside = [OutsideTensors(stage.model, self._recipe) for stage in self._stages]
-            everyone = world.gather([self._drew(few, a), [name for held in outside for name in held.learning()]])
+            written = [WrittenParameters(stage.model) for stage in self._stages]
+            everyone = world.gather(
+                [self._drew(few, a, written), [name for held in outside for name in held.learning()]]
+            )
             firsts = everyone and [next(filter(None, found), None) for found in zip(*everyone, strict=True)]
             drawing, learning = world.broadcast(firsts)
             if learning:
                 raise outside_error(learning[0])
             if drawing:
                 raise global_rng_error("pipeline", "and the other stages would not draw them too", drawing[0])
-            for known in parameters if self._divided else ():
-                known.refuse_changed(INSTEAD)
+            for known, found in zip(parameters, written, strict=True):
+                known.refuse_changed(INSTEAD if self._divided else "strategy=ddp launcher.processes=1", found.found)
             check_buffers()
             if self._divided and check.found is None:
                 counters = [Counters(stage.model, self._recipe) for stage in self._stages]
                 trials = Trials(
                     lambda: self._trial(a(), 0), lambda: self._trial(b(), 1), self.modules, counters, alike=False
                 )
-                found = [name for attribute in attributes for name in attribute.changed()]
-                check_passes(trials, compute, self.peers(world), lambda: _changed(attributes, found), INSTEAD)
+                found = _changed(attributes, shared)
+
+                def names() -> list[str]:
+                    return sorted({*found, *_changed(attributes, shared)})
+
+                check_passes(trials, compute, self.peers(world), names, INSTEAD)
                 check_buffers()
                 check.passed({})
 
@@ -109,6 +118,7 @@ class StartTrials:
                 stack.enter_context(torch.random.fork_rng(devices=[]))
                 for stage in self._stages:
                     stack.callback(Attributes(stage.model, self._recipe).restore)
+                    stack.callback(SharedState(stage.model, self._recipe).restore)
                     stack.enter_context(buffers_restored(stage.model))
                     stage.train()
                 return self._trial(rows(), 0)
@@ -119,9 +129,11 @@ class StartTrials:
         """The pipelines, which make the same passes: one value for each."""
         return Gather(lambda value: self._gather(value, world), world.broadcast)
 
-    def _drew(self, few: Batch, a: Callable[[], Batch]) -> list[str]:
-        """The passes that are measured. Returns the module of a stage here that drew from a global generator, "" where
-        none is known to have done so; nothing where no stage drew.
+    def _drew(self, few: Batch, a: Callable[[], Batch], written: list[WrittenParameters]) -> list[str]:
+        """The passes that are measured; `written` watch the second.
+
+        Returns the module of a stage here that drew from a global generator, "" where none is known to have done so;
+        nothing where no stage drew.
         """
         rows = a()  # what receives rows may draw too
         drew: list[bool] = []
@@ -138,7 +150,10 @@ class StartTrials:
             counted = [stack.enter_context(count_calls(s.statistics.layers(), s.masks)) for s in self._stages]
             self._trial(few, 0, enter)
         self._release_uneven(counted)
-        with find_drawing_modules(stage.model for stage in self._stages) as drawing:
+        with find_drawing_modules(stage.model for stage in self._stages) as drawing, ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for watch in written:
+                stack.enter_context(watch)
             self._trial(rows, 0, enter)
         if any(drew) or first.draws_elsewhere or not torch.equal(seeded[0], first.rng_state()):
             return drawing[:1] or [""]
@@ -221,5 +236,6 @@ def _merged(answers: list[Any]) -> list[Any]:
     return merged
 
 
-def _changed(attributes: Iterable[Attributes], before: list[str]) -> list[str]:
-    return sorted({*before, *(name for attribute in attributes for name in attribute.changed())})
+def _changed(attributes: Iterable[Attributes], shared: Iterable[SharedState]) -> list[str]:
+    names = [name for attribute in attributes for name in attribute.changed()]
+    return [*names, *(name for state in shared for name in state.outside())]
