@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import stat
 import sys
 import sysconfig
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ _LONGEST = 1 << 16
 """Bytes of a record."""
 _GROUPS = ("recipe", "strategy", "precision", "step", "sparse", "plugins")
 """What of the config decides the outcome."""
+_PACKAGES = re.compile("site-packages|dist-packages")
 _DTF = f"{Path(__file__).parents[1]}{os.sep}"
 
 
@@ -135,9 +138,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _code(recipe: Recipe, model: nn.Module) -> dict[str, str] | None:
-    """What tells source files from others: dtf's own, those loaded from outside of Python's folders for libraries, and
-    of the libraries that define the recipe or a part of the model those that are loaded. None where a class has no
-    file, or its code is none of Python's.
+    """What tells source files from others: dtf's own; those loaded from outside of Python's folders for libraries; of
+    libraries that define the recipe or a part of the model those that are loaded, of others those that own files use.
+    None where a class has no file, or its code is none of Python's.
     """
     classes = {cls for part in (recipe, *model.modules()) for cls in type(part).__mro__}
     own = {cls.__module__ for cls in classes} - {"builtins", "__builtin__"}
@@ -145,19 +148,33 @@ def _code(recipe: Recipe, model: nn.Module) -> dict[str, str] | None:
         return None
     if any(not _has_file(name) for name in own if not _is_frozen(name)):
         return None
-    packages = {name.partition(".")[0] for name in own}
+    files = {
+        name: path
+        for name, module in sorted(sys.modules.items())
+        if isinstance(path := getattr(module, "__file__", None), str)
+        and name.partition(".")[0] not in ("torch", "dtf", *sys.stdlib_module_names)
+        and not path.startswith(_DTF)
+    }
     roots = tuple(f"{sysconfig.get_path(key)}{os.sep}" for key in ("stdlib", "platstdlib"))
+    theirs = {name for name, path in files.items() if not path.startswith(roots) and not _PACKAGES.search(path)}
+    used = {source for name in theirs for source in _used_by(name)}
+    used |= {source.partition(".")[0] for source in used}
+    packages = {name.partition(".")[0] for name in own}
     found = {"dtf": _dtf()}
-    for name, module in sorted(sys.modules.items()):
-        package, path = name.partition(".")[0], getattr(module, "__file__", None)
-        if package in ("torch", "dtf") or not isinstance(path, str) or path.startswith(_DTF):
-            continue
-        library = path.startswith(roots) or "site-packages" in path or "dist-packages" in path
-        if not library:
+    for name, path in files.items():
+        if name in theirs:
             found[name] = _digest(path)
-        elif package in packages and package not in sys.stdlib_module_names:
+        elif name in used or name.partition(".")[0] in packages:
             found[name] = _stamp(path)
     return None if "" in found.values() else found
+
+
+def _used_by(name: str) -> Iterator[str]:
+    """The modules that the names in a module come from."""
+    for value in list(vars(sys.modules[name]).values()):
+        source = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        if isinstance(source, str):
+            yield source
 
 
 def _dtf() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import stat
@@ -156,3 +157,18 @@ def test_helpers_that_the_model_calls_are_in_the_digest(tmp_path: Path, monkeypa
     module.__file__ = str(path)
     monkeypatch.setitem(sys.modules, path.stem, module)
     assert _digest() not in (before, "")
+
+
+def test_installed_functions_that_own_files_use_are_in_the_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "site-packages" / "losses_of_a_test.py"
+    path.parent.mkdir()
+    path.write_text("def loss(outputs, targets):\n    return outputs\n")
+    monkeypatch.syspath_prepend(path.parent)
+    loss = importlib.import_module(path.stem).loss
+    monkeypatch.setitem(globals(), "loss_of_a_test", loss)
+    before = _digest()
+    path.write_text("def loss(outputs, targets):\n    return outputs.sum(1)\n")
+    assert before != "" and _digest() not in (before, "")
+    monkeypatch.delitem(sys.modules, path.stem)
