@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 
@@ -127,6 +128,11 @@ def plain_text(text: str, limit: int = 512) -> str:
     """One line without control characters, cut at `limit`: text from a rank cannot move the cursor."""
     clean = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: limit + 1])
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def quoted(value: object) -> str:
+    """A text as the value of an override, in quotes, whatever is in it."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), str(value)) + "'"
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from dtf.api.launcher import author_traceback
 from dtf.core.errors import ConfigError, Exit
-from dtf.core.text import number_text, plain_text
+from dtf.core.text import number_text, plain_text, quoted
 from dtf.core.types import Event, Failed, Measured, Started, Tried
 from dtf.host.scratch import scratch_folder
 from dtf.host.signals import preempting
@@ -72,7 +72,7 @@ def _keys(composed: Composed, folder: Path, until: int) -> dict[str, object]:
     config = composed.config
     rows, steps = config["train"]["eval_rows"] or config["step"]["batch_size"] + 1, config["train"]["steps"]
     return {
-        "run.dir": f"'{folder}'",
+        "run.dir": quoted(folder),
         "train.until": until,
         **({"train.steps": LAST} if steps is not None and steps < LAST else {}),
         "train.log_every": 1,
@@ -89,7 +89,7 @@ def _keys(composed: Composed, folder: Path, until: int) -> dict[str, object]:
 
 def _predict(composed: Composed, folder: Path, lines: _Lines) -> int:
     """Predict with what was saved, in one process."""
-    again = composed.recompose(["strategy=ddp", "launcher.processes=1", f"run.dir='{folder}'"])
+    again = composed.recompose(["strategy=ddp", "launcher.processes=1", f"run.dir={quoted(folder)}"])
     settings = again.check()
     run = Run(folder, folder.name, again.config, settings)
     return settings.launcher.launch(run, lines.see, "dtf.jobs.rank_dry_run:work")
@@ -150,11 +150,11 @@ class _Lines:
             if self._failed:
                 self._print(self._failed, self._failed_s, "FAILED")
             where = f" in the part {self._failed}" if self._failed else ""
-            print(f"dry run: failed{where}; the error line says why; nothing is left behind", flush=True)
+            print(f"dry run: failed{where}; the error line says why; its folder is removed", flush=True)
             return code
         if self._memory:
             print(f"memory: {self._memory}")
-        print("dry run: every part works; nothing is left behind", flush=True)
+        print("dry run: every part works; its folder is removed", flush=True)
         return code
 
     def _text(self, part: str) -> str:

@@ -23,7 +23,7 @@ from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.config.strategy_spec import Entry, read_entry
 from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
-from dtf.core.text import count_text, suggest
+from dtf.core.text import count_text, quoted, suggest
 from dtf.host.signals import preempting
 from dtf.jobs.fault_injection import KillRecord, KillTrigger, kill_launcher
 from dtf.runs.run_folder import unique_id
@@ -213,14 +213,14 @@ class Relay(Job):
                 **shared,
                 "checkpoint.every_steps": self.save_every,
                 "checkpoint.resume": "auto",
-                "run.dir": f"'{folder / RELAY}'",
+                "run.dir": quoted(folder / RELAY),
             }
             segment = self._segment(composed, LEGS, entry, width, first, last, more)
             segments.append(replace(segment, kill=self._kill(segment, random.Random(f"{config['seed']} {number}"))))
         entry = self._entry(composed, "job.reference", self.reference, ("processes",))
         width, more = (
             _number("job.reference", entry, "processes", 1),
-            {**shared, "checkpoint.every_steps": bounds[-1], "run.dir": f"'{folder / REFERENCE}'"},
+            {**shared, "checkpoint.every_steps": bounds[-1], "run.dir": quoted(folder / REFERENCE)},
         )
         return segments, self._segment(composed, "job.reference", entry, width, 0, bounds[-1], more)
 

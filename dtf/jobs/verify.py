@@ -21,6 +21,7 @@ from dtf.api.registry import option, register
 from dtf.config.inherit import saved_config
 from dtf.config.strategy_spec import read_entry
 from dtf.core.errors import ConfigError, DtfError, Exit, LayoutError, Preempted
+from dtf.core.text import quoted
 from dtf.host.devices import cores
 from dtf.jobs.verify_text import EXACT, explain, line, markdown, replayed
 from dtf.runs.run_folder import Run, unique_id
@@ -282,7 +283,7 @@ class Verify(Job):
             "checkpoint.keep_best": 0,
             "checkpoint.resume": "never",
             "observer": "[jsonl]",
-            "run.dir": f"'{folder}'",
+            "run.dir": quoted(folder),
         }
         return composed.recompose([f"{key}={value}" for key, value in overrides.items()])
 

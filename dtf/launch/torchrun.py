@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dtf.api.launcher import LONGEST_S, WORK, Launcher, check_environment, check_one_role, log_folder
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, Exit, PeerError
+from dtf.core.text import quoted
 from dtf.core.types import Event
 from dtf.host import devices, network
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
@@ -242,9 +243,9 @@ class Torchrun(Launcher):
     def _rank_command(self) -> list[str]:
         """The command line of each rank: this process's, with launcher=env."""
         options = {
-            "devices": f"'{self.devices}'",
+            "devices": quoted(self.devices),
             "threads": self.threads,
-            "interface": f"'{self.interface}'",
+            "interface": quoted(self.interface),
             "meet_timeout_s": self.meet_timeout_s,
         }
         return [*self._command, "launcher=env", *(f"launcher.{key}={value}" for key, value in options.items())]

@@ -13,9 +13,11 @@ from dtf.api.registry import lookup, registered
 from dtf.api.schema import unset
 from dtf.api.sparse_table import Placement
 from dtf.config.compose import Composed, Composer, compose
+from dtf.config.messages import parse
 from dtf.config.settings import GROUPS, parse_settings
 from dtf.core.consistency import digest
 from dtf.core.errors import ConfigError, DataError
+from dtf.core.text import quoted
 from dtf.runs.run_folder import identity
 
 PLUGIN = "plugins=[tests.support.own_parts]"
@@ -335,3 +337,11 @@ def test_a_member_whose_name_only_escapes_a_keyword_has_one_spelling() -> None:
     assert compose(["strategy=pserver", "strategy.mode=async"]).config["strategy"]["mode"] == "async"
     with pytest.raises(ConfigError, match="strategy.mode=async_ is no choice"):
         compose(["strategy=pserver", "strategy.mode=async_"])
+
+
+@pytest.mark.parametrize(
+    "text", ["/tmp/a b", "/tmp/it's", "/x\\", "a\\'b", "c\\d", "=,{}[]", "a'b'c", "", "null", "0,1"]
+)
+def test_a_quoted_text_is_read_as_it_was(text: str) -> None:
+    (override,) = parse([f"run.dir={quoted(text)}"])
+    assert override.value() == text
