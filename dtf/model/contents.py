@@ -62,6 +62,9 @@ class Contents:
             array = value.copy()
             if value.flags.writeable:
                 self._restorers.append(lambda: np.copyto(value, array))
+        elif hasattr(value, "cache_clear") and hasattr(value, "cache_info"):  # functools.lru_cache
+            if not value.cache_info().currsize:
+                self._restorers.append(value.cache_clear)
         else:
             self._keep_container(value, depth)
 

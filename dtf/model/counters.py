@@ -8,7 +8,9 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from dtf.model.attributes import DEPTH, plain_attributes
 from dtf.model.object_fields import fields_of, has_fields, set_fields
@@ -32,10 +34,16 @@ class _Place(NamedTuple):
         return self.key < len(holder) if isinstance(holder, list) else self.key in _items(holder)
 
     def read(self) -> Any:
-        return _items(self.holder)[self.key]
+        """A number. Waits for the device where it is a tensor."""
+        value = _items(self.holder)[self.key]
+        return value.item() if isinstance(value, Tensor) else value
 
     def write(self, value: Any) -> None:
-        if isinstance(self.holder, dict | list):
+        there = _items(self.holder)[self.key]
+        if isinstance(there, Tensor):
+            with torch.no_grad():
+                there.fill_(value)
+        elif isinstance(self.holder, dict | list):
             self.holder[self.key] = value
         elif isinstance(self.holder, type | ModuleType):
             setattr(self.holder, self.key, value)
@@ -76,13 +84,19 @@ class Counters:
         places = [(self._places[name], self._values[name]) for name in self.names() if self._places[name].there()]
         before = [place.read() for place, _ in places]
         for (place, values), value in zip(places, before, strict=True):
-            in_all = passes >= MULTIPLE - 1 and isinstance(value, int)
+            in_all = passes >= MULTIPLE - 1 and isinstance(value, int | np.integer)
             place.write(passes * (values[-1] - values[-2]) + (0 if in_all else value))
         try:
             yield
         finally:
             for (place, _), value in zip(places, before, strict=True):
                 place.write(value)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a tensor that counts: one number, which nothing learns."""
+    plain = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    return plain and value.numel() == 1 and not value.is_complex() and not value.requires_grad
 
 
 def _items(holder: Any) -> Any:
@@ -102,7 +116,7 @@ def _numbers(model: nn.Module, recipe: object) -> Iterator[tuple[str, _Place]]:
 
 def _inside(name: str, holder: Any, key: Any, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, _Place]]:
     """The number that this value is, or those in it."""
-    if type(value) in (int, float):
+    if type(value) in (int, float) or isinstance(value, np.number) or _is_number(value):
         yield name, _Place(holder, key)
         return
     if type(value) in (dict, list):

@@ -5,8 +5,8 @@ and attributes of the recipe. Threads that compute at the same time would read w
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Iterator, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ class SharedState:
         for _, _, value, _ in self._values.values():
             if is_small(value):
                 self._contents.keep(value, DEPTH)
+        for kept in _kept_by_functions(self._holders):
+            if is_small(kept):
+                self._contents.keep(kept, DEPTH)
 
     def changed(self) -> list[str]:
         """Names of what was given another value, and of lists, dicts, sets, arrays and tensors that have changed."""
@@ -73,6 +76,17 @@ def shared_holders(model: nn.Module, recipe: object) -> list[tuple[str, Any]]:
         *((f"{kind.__module__}.{kind.__qualname__}", kind) for kind in written),
         *((name, sys.modules[name]) for name in files),
     ]
+
+
+def _kept_by_functions(holders: Sequence[tuple[str, Any]]) -> Iterator[Any]:
+    """Functions of classes and Python modules that have a cache, and containers that are defaults of arguments."""
+    for _, holder in holders:
+        for value in list(vars(holder).values()):
+            value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if hasattr(value, "cache_clear"):
+                yield value
+            elif isinstance(value, FunctionType):
+                yield from (each for each in value.__defaults__ or () if isinstance(each, list | dict | set))
 
 
 def shared_values(holder: Any) -> Iterator[tuple[str, Any]]:

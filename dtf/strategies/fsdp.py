@@ -128,7 +128,8 @@ class Fsdp(Strategy):
                 "use offload=false"
             )
         layout = layout_of(task.recipe, model)
-        units = gathered_units(model, layout, self.unit.value, use)
+        gathers = use is None or not use.transforms  # in parts
+        units = gathered_units(model, layout, self.unit.value, use) if gathers else []
         exchange = self._exchange(
             [byte_count(p for module in unit for p in module.parameters()) for unit in units],
             microbatch_load(task, world.size)[0],

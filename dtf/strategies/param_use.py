@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -47,6 +48,8 @@ class ParamUse:
         """Modules that are called more often for some rows than for others."""
         self.keeps = False
         """Whether parameters are used after the modules that own them: in the outputs, or by gradients of gradients."""
+        self.transforms = False
+        """Whether the pass uses transforms of `torch.func`, inside of which nothing can be gathered."""
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -70,6 +73,7 @@ class ParamUse:
             with _Uses(lambda values: self._note(values, stack)) as uses:
                 yield
             self.keeps = self.keeps or uses.differentiates
+            self.transforms = self.transforms or uses.transforms
         finally:
             for hook in hooks:
                 hook.remove()
@@ -137,10 +141,11 @@ class _Uses(TorchFunctionMode):
 
     def __init__(self, note: Any) -> None:
         super().__init__()
-        self._note, self.differentiates = note, False
+        self._note, self.differentiates, self.transforms = note, False, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.differentiates = self.differentiates or func is torch.autograd.grad
+        self.transforms = self.transforms or peek_interpreter_stack() is not None
         if not _asks_only(func):
             self._note((args, kwargs))
         return func(*args, **(kwargs or {}))

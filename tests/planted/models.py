@@ -96,7 +96,7 @@ FAULTS = [
     Fault(
         "trial passes leave what they did to plain attributes",
         "dtf/model/attributes.py",
-        "            for restore in self._restorers:\n                restore()\n",
+        "            self._contents.restore()\n",
         "",
         ("tests/unit/test_attributes.py",),
     ),

@@ -127,8 +127,8 @@ class Turned(Chain):
 class ShrinkingLinear(nn.Linear):
     """Hands on another format once its weights have changed."""
 
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
         nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:

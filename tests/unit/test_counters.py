@@ -6,7 +6,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from dtf.model.counters import Counters
@@ -18,6 +20,8 @@ class Keeps(nn.Module):
         self.calls, self.still = 0, 3
         self.table = {"seen": 0.0}
         self.items = [0, 7]
+        self.rows, self.seen = np.int64(0), torch.zeros((), dtype=torch.int64)
+        self.mean = torch.zeros(1)
         self.state: Any = SimpleNamespace(step=0, inner=SimpleNamespace(step=0))
         self.state.owner = self.state  # objects may hold each other
         self.data = list(range(1000))
@@ -27,6 +31,9 @@ def _step(model: Keeps) -> None:
     model.calls += 2
     model.table["seen"] += 0.5
     model.items[0] += 1
+    model.rows += 1
+    model.seen += 1
+    model.mean += 0.5
     model.state.step += 1
     model.state.inner.step -= 1
     model.data[0] += 1
@@ -36,6 +43,9 @@ FOUND: dict[str, tuple[Callable[[Keeps], float], float]] = {
     "1.calls": (lambda model: model.calls, 6 + 20),
     "1.table['seen']": (lambda model: model.table["seen"], 1.5 + 5),
     "1.items[0]": (lambda model: model.items[0], 3 + 10),
+    "1.rows": (lambda model: int(model.rows), 3 + 10),
+    "1.seen": (lambda model: model.seen.item(), 3 + 10),
+    "1.mean": (lambda model: model.mean.item(), 1.5 + 5),
     "1.state.step": (lambda model: model.state.step, 3 + 10),
     "1.state.inner.step": (lambda model: model.state.inner.step, -3 - 10),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -51,3 +52,34 @@ def test_what_a_module_keeps_is_its_own() -> None:
     kept = SharedState(model, Recipe())
     model.count = torch.ones(1)
     assert not kept.changed()
+
+
+class Remembers(nn.Module):
+    last: Any = None
+    counts: ClassVar[dict[str, int]] = {"passes": 0}
+
+    @staticmethod
+    @functools.cache
+    def mask(width: int) -> torch.Tensor:
+        return torch.ones(width)
+
+    def forward(self, x: torch.Tensor, seen: list[float] = []) -> torch.Tensor:  # noqa: B006
+        global _LAST
+        seen.append(float(x.sum()))
+        _LAST = x
+        Remembers.last, Remembers.made = x, 1  # type: ignore[attr-defined]
+        self.counts["passes"] += 1
+        _SEEN["rows"] += 1
+        return x * self.mask(2) * len(seen)
+
+
+def test_what_a_pass_left_in_shared_places_is_taken_back() -> None:
+    model = Remembers()
+    kept = SharedState(model, Recipe())
+    first = model(torch.ones(2))
+    assert Remembers.mask.cache_info().currsize == 1 and len(kept.changed()) == 5
+    kept.restore()
+    assert not kept.changed() and Remembers.last is None and not hasattr(Remembers, "made")
+    assert Remembers.counts == {"passes": 0} and Remembers.mask.cache_info().currsize == 0
+    assert torch.equal(model(torch.ones(2)), first)  # the default of the argument too
+    kept.restore()

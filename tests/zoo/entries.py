@@ -37,6 +37,7 @@ MODULES = (
     "published",
     "means",
     "counts",
+    "functions",
 )
 """The files `models_<name>.py`."""
 
