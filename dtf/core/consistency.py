@@ -97,10 +97,7 @@ def describe_differences(trees: Mapping[str, Any]) -> str:
 
 
 class Peers(Protocol):
-    """The collective operations that `check_consistent` uses. See `dtf.World`, which has them."""
-
-    rank: int
-    size: int
+    """Some ranks by their collective operations. See `dtf.World`, which has them."""
 
     def gather(self, value: Any) -> list[Any] | None: ...
     def broadcast(self, value: Any) -> Any: ...

@@ -23,7 +23,7 @@ def agree_on_start(world: World, model: nn.Module, say: Callable[[str], None], h
         return
     tensors = _tensors(model)
     digests = world.gather({name: _digest(tensor) for name, tensor in tensors.items()} if holds else None)
-    unequal: list[str] = []
+    unequal, other_model = list[str](), ""
     if digests is not None:
         first, *others = digests
         for rank, other in enumerate(others, 1):
@@ -31,12 +31,12 @@ def agree_on_start(world: World, model: nn.Module, say: Callable[[str], None], h
                 continue
             named = _other_model(first, other)
             if named:
-                unequal = [f"!rank {rank} builds another model than rank 0: they differ in {named}"]
+                other_model = f"rank {rank} builds another model than rank 0: they differ in {named}"
                 break
             unequal += [name for name in first if other[name] != first[name] and name not in unequal]
-    unequal = world.broadcast(unequal)
-    if unequal and unequal[0].startswith("!"):
-        raise ConfigError(f"{unequal[0][1:]}; build_model() must make the same modules on all ranks")
+    unequal, other_model = world.broadcast([unequal, other_model])
+    if other_model:
+        raise ConfigError(f"{other_model}; build_model() must make the same modules on all ranks")
     if unequal:
         for name in unequal:
             world.send_from_first(tensors[name].data if holds else torch.empty_like(tensors[name]).contiguous())

@@ -73,6 +73,13 @@ class ChangingBuffers:
                 )
         self.take(statistics.release(declared))
 
+    def take_uneven(self, statistics: BatchNormStatistics, calls: Mapping[str, int]) -> None:
+        """Keep the averages of normalisations that a pass does not call exactly once, in place of `statistics`. `calls`:
+        of each normalisation in one pass.
+        """
+        uneven = [name for name, layer in statistics.layers().items() if layer.training and calls[name] != 1]
+        self.take(statistics.release(uneven))
+
     def take(self, names: Iterable[str]) -> None:
         """Keep these buffers, which others owned, by the rule `mean` from now on."""
         self._owned = self._owned - set(names)
@@ -251,11 +258,6 @@ def _refuse_shared(model: nn.Module, rules: Mapping[str, BufferUpdate]) -> None:
                     f"the layout gives the buffer {other} a rule, and {name} is the same buffer; register it in one "
                     "module, and let the other ask that one for it"
                 )
-
-
-def scratch_buffers(model: nn.Module, rules: Mapping[str, BufferUpdate]) -> frozenset[str]:
-    """Names of buffers that are no part of the run's state, as the rules say."""
-    return frozenset(name for name, _, _ in _keys(model) if longest(rules, name) is BufferUpdate.local)  # type: ignore[arg-type]
 
 
 @contextmanager

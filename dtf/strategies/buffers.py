@@ -1,4 +1,4 @@
-"""Buffers of a model on their way to and from a checkpoint, and around passes that must leave no trace."""
+"""Buffers of a model on their way to and from a checkpoint."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dtf.api.layout import Layout
 from dtf.api.strategy import Update
 from dtf.api.task import Task
+from dtf.core.consistency import Peers
 from dtf.core.types import Batch, Evaluated, Memory, Shard, Train
 from dtf.distributed.sharding import byte_count, local
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
@@ -48,7 +49,7 @@ from dtf.strategies.pass_probes import (
     written_by_pass,
 )
 from dtf.strategies.replica_digests import Part
-from dtf.strategies.start_check import Gather, Numbers, Passes, Trials, check_passes, not_linear
+from dtf.strategies.start_check import Numbers, Passes, Trials, check_passes, not_linear
 from dtf.strategies.start_padding import agree, not_zero, padding_error
 from dtf.strategies.trial_numbers import pass_numbers, put_start
 
@@ -228,7 +229,7 @@ class Replica:
             self.counts = loss.counts if self.counts is None else self.counts + loss.counts
         return self._passes.measure(outputs, batch, loss)
 
-    def warmup(self, batch: Batch, peers: Gather) -> bool:
+    def warmup(self, batch: Batch, peers: Peers) -> bool:
         """Trial passes over some rows, the same on all ranks, whose results are dropped: they leave no trace.
         Collective where passes are, and over `peers` where rows are divided.
 
@@ -248,7 +249,7 @@ class Replica:
             with buffers_restored(self.model) as changed:
                 with self.masks.find_other_generators(), count_calls(self.statistics.layers(), self.masks) as calls:
                     self._trial(rows[0], 0, last=not self._reach)
-                self._release_uneven(calls)
+                self.changing.take_uneven(self.statistics, calls)
                 if self._reach:
                     self._trials.clear()
                     self._trial(rows[0], 0)
@@ -284,7 +285,7 @@ class Replica:
             put_start(self.model, self._task, known.changed())
         return drew
 
-    def _check_start(self, a: Batch, b: Batch, peers: Gather, changed: Callable[[], list[str]]) -> None:
+    def _check_start(self, a: Batch, b: Batch, peers: Peers, changed: Callable[[], list[str]]) -> None:
         """The check at the start, unless an earlier run has made it: see `check_passes`. Collective over `peers`."""
         check = self._task.start_check
         if check.found is None or CLIPPED not in check.found:
@@ -339,11 +340,6 @@ class Replica:
         self.masks.seed_as(other.masks)
         self.changing.take(self.statistics.release(other.statistics.uneven - self.statistics.uneven))
         self._passes.loss.follow(other._passes.loss)
-
-    def _release_uneven(self, calls: Mapping[str, int]) -> None:
-        """Keep the averages of normalisations that a pass does not call exactly once by the rule for buffers."""
-        uneven = [name for name, layer in self.statistics.layers().items() if layer.training and calls[name] != 1]
-        self.changing.take(self.statistics.release(uneven))
 
     def _trial(self, rows: Batch, micro_batch: int, last: bool = True, factor: float = 1.0) -> Numbers:
         """Forward and backward over some rows as a micro-batch of step 0. The memory of the first two is measured.

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from dtf.core.consistency import Peers
 from dtf.core.errors import ConfigError
 from dtf.model.attributes import GENERATOR, digests
 from dtf.model.fingerprint import fingerprints
-from dtf.strategies.start_check import Gather
 
 KEPT = "nothing is saved at this step, and the last checkpoint is kept"
 
@@ -38,7 +38,7 @@ _Digests = dict[str, tuple[dict[str, int], dict[str, str]]]
 
 
 def compare_replicas(
-    replicas: Sequence[Sequence[Part]], peers: Gather, judge: Callable[[], str | None], instead: str
+    replicas: Sequence[Sequence[Part]], peers: Peers, judge: Callable[[], str | None], instead: str
 ) -> None:
     """Raise ConfigError on all ranks where replicas differ. `replicas`: the parts of those of this process. Collective.
 

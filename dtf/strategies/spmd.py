@@ -35,7 +35,7 @@ from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.replica import Replica
 from dtf.strategies.replica_digests import compare_replicas, whole_and_slices
-from dtf.strategies.start_check import Gather, check_evaluation, differing_module
+from dtf.strategies.start_check import Collectives, check_evaluation, differing_module
 from dtf.strategies.start_padding import pads
 from dtf.strategies.trial_numbers import trial
 from dtf.strategies.unsaved import Unsaved
@@ -90,7 +90,7 @@ class Spmd(Program):
         if self._tables is not None:
             batch = self._tables.lookup(self._replica.receiver.train(batch, 0, 0), train=False)
         self._few = few_rows(batch)
-        peers = Gather(self._world.gather, self._world.broadcast)
+        peers = self._world
         if self.shares == 1:
             models, scratch = [self._replica.model], self._replica.scratch
             run = self._replica.passes(self._few).run
@@ -171,7 +171,7 @@ class Spmd(Program):
         with trial([self._replica.model], self._task):
             evaluated = self.eval_step(copy_of(batch))
             if self._replica.divided:
-                peers = Gather(self._world.gather, self._world.broadcast)
+                peers = self._world
                 models = [self._replica.model]
                 check_evaluation(self._evaluated, batch, models, self._task, peers, self._replica.instead)
             return evaluated
@@ -201,8 +201,8 @@ class Spmd(Program):
             return self._unsaved and self._unsaved.warning()
         place = f"part {self._dims.axis_rank}" if self._dims else "model"
         parts = [*whole_and_slices(self._update.held()), self._replica.part(place, {})]
-        compute, peers = self._task.precision.compute, Gather(self._world.gather, self._world.broadcast)
-        passes, firsts = [self._replica.passes(self._few)], Gather(self._gather_firsts, self._world.broadcast)
+        compute, peers = self._task.precision.compute, self._world
+        passes, firsts = [self._replica.passes(self._few)], Collectives(self._gather_firsts, self._world.broadcast)
         compare_replicas([parts], peers, lambda: differing_module(passes, compute, firsts), self._replica.instead)
         return None
 

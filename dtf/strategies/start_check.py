@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtf.api.precision import Format
 from dtf.api.task import Task
+from dtf.core.consistency import Peers
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
 from dtf.model.attributes import GENERATOR, Attributes
@@ -51,11 +52,17 @@ class Trials(NamedTuple):
     """Whether an exception in a pass comes on all ranks."""
 
 
-class Gather(NamedTuple):
-    """The ranks that make the same passes."""
+class Collectives:
+    """Peers by their operations: the ranks that make the same passes."""
 
-    gather: Callable[[Any], list[Any] | None]
-    broadcast: Callable[[Any], Any]
+    def __init__(self, gather: Callable[[Any], list[Any] | None], broadcast: Callable[[Any], Any]) -> None:
+        self._gather, self._broadcast = gather, broadcast
+
+    def gather(self, value: Any) -> list[Any] | None:
+        return self._gather(value)
+
+    def broadcast(self, value: Any) -> Any:
+        return self._broadcast(value)
 
 
 LARGE = 2.0**12
@@ -67,11 +74,11 @@ AHEAD = (1, 10, 1_000, 1_000_000, MULTIPLE - 1, MULTIPLE)
 RAISED = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
 """What a pass may raise whose counters have a value that its author did not expect."""
 
-ALONE = Gather(lambda value: [value], lambda value: value)
+ALONE = Collectives(lambda value: [value], lambda value: value)
 
 
 def check_passes(
-    trials: Trials, compute: Format, peers: Gather, changed: Callable[[], list[str]], instead: str
+    trials: Trials, compute: Format, peers: Peers, changed: Callable[[], list[str]], instead: str
 ) -> tuple[Numbers, Numbers]:
     """The numbers of `trials.a`, twice. Raise ConfigError on all ranks where rows give other numbers after other rows,
     or on another rank. Collective.
@@ -141,7 +148,7 @@ def _moved(trials: Trials, passes: int) -> Iterator[None]:
         yield
 
 
-def _acts_later(trials: Trials, once: Numbers, bound: float, peers: Gather, instead: str) -> int:
+def _acts_later(trials: Trials, once: Numbers, bound: float, peers: Peers, instead: str) -> int:
     """After how many more passes a counter changes the numbers; 0: after none that is tried. Collective. ConfigError on
     one rank alone where a pass raises and others wait in theirs.
     """
@@ -165,7 +172,7 @@ def check_evaluation(
     batch: Batch,
     models: Sequence[nn.Module],
     task: Task,
-    peers: Gather,
+    peers: Peers,
     instead: str,
     modules: Callable[[], Mapping[str, nn.Module]] | None = None,
     alike: bool = True,
@@ -200,7 +207,7 @@ class Passes(NamedTuple):
     modules: Callable[[], Mapping[str, nn.Module]]
 
 
-def differing_module(replicas: Sequence[Passes], compute: Format, peers: Gather) -> str | None:
+def differing_module(replicas: Sequence[Passes], compute: Format, peers: Peers) -> str | None:
     """Have all replicas, those of this process and of all `peers`, compute the same rows. None where they give the same
     numbers, else the first module whose outputs differ; empty where those of all are the same. Collective.
     """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dtf.core.consistency import Peers
 from dtf.core.errors import ConfigError
-from dtf.strategies.start_check import Gather, Numbers
+from dtf.strategies.start_check import Numbers
 
 
 def not_zero(numbers: Numbers) -> str:
@@ -13,7 +14,7 @@ def not_zero(numbers: Numbers) -> str:
     return next((name for name, value in numbers.items() if name.startswith("gradient") and value != 0.0), "")
 
 
-def agree(found: Sequence[str], peers: Gather) -> list[str]:
+def agree(found: Sequence[str], peers: Peers) -> list[str]:
     """The first name that a rank has found, for each place: ranks may see slices of gradients. Collective."""
     everyone = peers.gather([*found])
     return peers.broadcast(everyone and [next(filter(None, names), "") for names in zip(*everyone, strict=True)])

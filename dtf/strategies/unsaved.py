@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from dtf.api.precision import Format
+from dtf.core.consistency import Peers
 from dtf.core.types import Evaluated
 from dtf.distributed.sharding import local
 from dtf.model.attributes import GENERATOR, Attributes
-from dtf.strategies.start_check import TOLERANCES, Gather, Numbers, numbers_differ
+from dtf.strategies.start_check import TOLERANCES, Numbers, numbers_differ
 
 NAMED = 4
 """Attributes and buffers that the warning names."""
@@ -36,7 +37,7 @@ class Unsaved:
         scratch: Collection[str],
         train: Callable[[], Numbers],
         compute: Format,
-        peers: Gather,
+        peers: Peers,
     ) -> None:
         self.evaluate: Callable[[], Evaluated | None] | None = None
         """The sums of a few rows of the evaluation, as of `train`; None: nothing is evaluated."""

@@ -31,7 +31,7 @@ from dtf.pserver.trainer.compute import ModelSetup, PulledState, TrainerModel
 from dtf.pserver.trainer.group import Topic, TrainerGroup
 from dtf.pserver.trainer.prefetch import WAIT_S, PreparedBatch
 from dtf.pserver.trainer.reader import BatchReader, rows_to_try
-from dtf.strategies.start_check import Gather, differing_module
+from dtf.strategies.start_check import Collectives, differing_module
 
 Rows = Mapping[str, np.ndarray]
 """Table -> rows (U, width) of the distinct ids of one process, or their gradients."""
@@ -117,7 +117,7 @@ class GroupModel(TrainerModel):
         super().warmup(batch)
         assert self._few is not None
         self._send_params(whole=True)
-        team = Gather(self._team.gather, self._team.send_value)
+        team = Collectives(self._team.gather, self._team.send_value)
         passes = [self.replica.passes(self._few)]
         self.refuse_other_model(differing_module(passes, self._task.precision.compute, team))
 

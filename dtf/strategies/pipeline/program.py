@@ -47,7 +47,7 @@ from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.pipeline.trials import INSTEAD, StartTrials
 from dtf.strategies.replica_digests import Part, compare_replicas
 from dtf.strategies.spmd import microbatch_load
-from dtf.strategies.start_check import Gather, check_evaluation, differing_module
+from dtf.strategies.start_check import check_evaluation, differing_module
 from dtf.strategies.trial_numbers import trial
 from dtf.strategies.unsaved import Unsaved
 
@@ -146,7 +146,7 @@ class PipelineProgram(Program):
         trials = StartTrials(stages, self._task.recipe, self._shared, run, early, self._dims)
         if self.shares == 1:
             models, scratch = [stage.model for stage in stages], {name for stage in stages for name in stage.scratch}
-            peers, train = Gather(self._world.gather, self._world.broadcast), trials.passes(lambda: part(0)).run
+            peers, train = self._world, trials.passes(lambda: part(0)).run
             self._unsaved = Unsaved(models, self._task.recipe, scratch, train, compute, peers)
         trials.make(part(0, 2), lambda: part(0), lambda: part(1), compute, self._world, check)
         rows[:] = [few_rows(part) for part in rows]  # not the whole batch
@@ -365,7 +365,7 @@ class PipelineProgram(Program):
             return self._unsaved and self._unsaved.warning()
         parts = [self._part(stage) for stage in self._stages.values()]
         (trials, rows), compute = self._again, self._task.precision.compute
-        peers, pipelines = Gather(self._world.gather, self._world.broadcast), trials.peers(self._world)
+        peers, pipelines = self._world, trials.peers(self._world)
         compare_replicas([parts], peers, lambda: differing_module([trials.passes(rows)], compute, pipelines), INSTEAD)
         return None
 

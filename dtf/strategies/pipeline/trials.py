@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dtf.api.precision import Format
 from dtf.api.task import StartCheck
+from dtf.core.consistency import Peers
 from dtf.core.types import Batch, Evaluated
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.world import World
@@ -26,7 +27,7 @@ from dtf.model.shared_state import SharedState
 from dtf.strategies.pass_probes import WrittenParameters, count_calls
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
-from dtf.strategies.start_check import BUFFER, Gather, Numbers, Passes, Trials, check_passes
+from dtf.strategies.start_check import BUFFER, Collectives, Numbers, Passes, Trials, check_passes
 
 INSTEAD = "strategy.degree=0"
 """What to use where the rows of a model cannot be divided: all ranks in one pipeline."""
@@ -125,9 +126,9 @@ class StartTrials:
 
         return Passes(run, self.modules)
 
-    def peers(self, world: World) -> Gather:
+    def peers(self, world: World) -> Peers:
         """The pipelines, which make the same passes: one value for each."""
-        return Gather(lambda value: self._gather(value, world), world.broadcast)
+        return Collectives(lambda value: self._gather(value, world), world.broadcast)
 
     def _drew(self, few: Batch, a: Callable[[], Batch], written: list[WrittenParameters]) -> list[str]:
         """The passes that are measured; `written` watch the second.
@@ -162,8 +163,7 @@ class StartTrials:
     def _release_uneven(self, counted: list[dict[str, int]]) -> None:
         """Keep the averages of normalisations that a pass does not call exactly once by the rule for buffers."""
         for stage, calls in zip(self._stages, counted, strict=True):
-            uneven = [name for name, layer in stage.statistics.layers().items() if layer.training and calls[name] != 1]
-            stage.changing.take(stage.statistics.release(uneven))
+            stage.changing.take_uneven(stage.statistics, calls)
             self._shared.refuse_changed(stage.index, stage.changing.names)
 
     def _trial(self, rows: Batch, micro_batch: int, enter: Callable[[Stage, int], None] | None = None) -> Numbers:
