@@ -74,8 +74,9 @@ class ChangingBuffers:
         self.take(statistics.release(declared))
 
     def take_uneven(self, statistics: BatchNormStatistics, calls: Mapping[str, int]) -> None:
-        """Keep the averages of normalisations that a pass does not call exactly once, in place of `statistics`. `calls`:
-        of each normalisation in one pass.
+        """Keep the averages of normalisations that a pass does not call exactly once, in place of `statistics`.
+
+        `calls`: of each normalisation in one pass.
         """
         uneven = [name for name, layer in statistics.layers().items() if layer.training and calls[name] != 1]
         self.take(statistics.release(uneven))
