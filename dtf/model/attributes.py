@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
+from types import GeneratorType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dtf.core.errors import ConfigError
 from dtf.model.changing_buffers import buffers_restored
 from dtf.model.contents import Contents, own_attributes
 from dtf.model.fingerprint import fingerprints
@@ -50,6 +52,7 @@ class Attributes:
                 if holder is not recipe or is_small(value):
                     self._contents.keep(value, DEPTH)
         self._digests = digests(model, recipe)
+        self._streams = {name: (value, _position(value)) for name, value in _streams(model)}
 
     def restore(self) -> None:
         """Give all their attributes back."""
@@ -59,6 +62,15 @@ class Attributes:
                     del vars(holder)[key]
                 vars(holder).update(own_attributes(values))
             self._contents.restore()
+
+    def refuse_read(self) -> None:
+        """Raise ConfigError for a generator that passes have read from: nothing can put it back."""
+        for name, (value, position) in self._streams.items():
+            if _position(value) != position:
+                raise ConfigError(
+                    f"passes read from the generator {name}, which cannot be put back after a pass that only tries "
+                    "something, nor saved; keep a count in the model, and compute the value of it"
+                )
 
     def changed(self) -> list[str]:
         """Names of attributes that are not as they were."""
@@ -117,6 +129,19 @@ def holders(model: nn.Module, recipe: object) -> Iterator[tuple[str, object]]:
             yield name, module
     if recipe is not None:
         yield "recipe", recipe
+
+
+def _streams(model: nn.Module) -> Iterator[tuple[str, GeneratorType[Any, Any, Any]]]:
+    """The attributes that are generators of Python."""
+    for name, _, _, value in plain_attributes(model):
+        if isinstance(value, GeneratorType):
+            yield name, value
+
+
+def _position(stream: GeneratorType[Any, Any, Any]) -> str:
+    """Differs after each value: where the generator is, and what its variables are."""
+    frame = stream.gi_frame
+    return "ended" if frame is None else f"{frame.f_lasti} {frame.f_locals!r}"
 
 
 def _copied(values: dict[str, Any]) -> dict[str, Any]:

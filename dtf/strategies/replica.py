@@ -254,6 +254,7 @@ class Replica:
                     self._trials.clear()
                     self._trial(rows[0], 0)
                 known.refuse_new()
+                attributes.refuse_read()
                 if self._sync is None:
                     known.refuse_moved()
                 if learning := outside.learning():

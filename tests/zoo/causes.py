@@ -23,7 +23,7 @@ _WORDS = {
     "non-real parameters": r"real numbers|several formats|complex|uninitialized|lazy|Lazy|"
     r"no optimizer knows|is no parameter of the model",
     "uneven use": r"find_unused_parameters|others do not|do(es)? not use|uneven|not all ranks|other modules",
-    "hidden state": r"other memory|buffer|attribute|state that|hidden state|differs? between replicas",
+    "hidden state": r"other memory|passes read from|buffer|attribute|state that|hidden state|differs? between replicas",
     "sparse gradients": r"sparse grad|sparse=True|gradient .* is sparse",
     "loss": r"\.loss returned|no mean|mean over rows|loss per row",
     "layout": r"strategy=(tensor|pipeline)|layout|block|stage|cut|splits|too few|divided|train\(\) of its own|"

@@ -103,3 +103,16 @@ class SelfDecay(nn.Module):
             with torch.no_grad():
                 self.first.weight.mul_(0.99)
         return self.last(torch.relu(self.first(x)))
+
+
+@zoo_model("values_from_a_stream", vectors(), cross_entropy, "state", refused={"*": "hidden state"})
+class Streams(nn.Module):
+    """Its temperatures come from a generator of Python, which nothing can put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, CLASSES)
+        self.temperatures = (1 + 1 / number for number in range(1, 1_000_000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (next(self.temperatures) if self.training else 1.0)

@@ -97,6 +97,8 @@ class StartTrials:
             for known, found in zip(parameters, written, strict=True):
                 known.refuse_changed(INSTEAD if self._divided else "strategy=ddp launcher.processes=1", found.found)
             check_buffers()
+            for attribute in attributes:
+                attribute.refuse_read()
             if self._divided and check.found is None:
                 counters = [Counters(stage.model, self._recipe) for stage in self._stages]
                 trials = Trials(
