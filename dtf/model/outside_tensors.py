@@ -44,7 +44,8 @@ def refuse_held(model: nn.Module, strategy: str) -> None:
     own = {id(parameter): name for name, parameter in model.named_parameters()}
     seen = {id(part) for part in (*model.modules(), *model.buffers())}
     for prefix, holder in holders(model, None):
-        plain = ((key, value) for key, value in vars(holder).items() if key not in _REGISTERED)
+        kept = (*_REGISTERED, "_flat_weights") if isinstance(holder, nn.RNNBase) else _REGISTERED  # torch's own list
+        plain = ((key, value) for key, value in vars(holder).items() if key not in kept)
         for key, value in list(plain):
             for name, tensor in _inside(f"{prefix}.{key}" if prefix else key, value, set(seen), DEPTH):
                 if id(tensor) in own:

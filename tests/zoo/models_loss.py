@@ -304,3 +304,12 @@ class ReversedGan(Gan):
 
 
 zoo_model("reconstruction", vectors(), lambda out, y: squared_error(out, F.one_hot(y, CLASSES)), "loss")(Net)
+
+
+def _by_processes(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Divides by the number of processes, as a loss does that is then summed over them (DETR)."""
+    losses = F.cross_entropy(outputs, targets, reduction="none")
+    return losses / (torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
+
+
+zoo_model("loss_by_processes", vectors(), _by_processes, "loss", "mistake", may={"*": "layout"})(Net)
