@@ -29,6 +29,7 @@ from torch import nn
 from dtf.api.recipe import Recipe
 from dtf.api.task import StartCheck
 from dtf.checkpoint.resolve_path import run_folder_of
+from dtf.core.author_line import DTF
 from dtf.core.consistency import keys_of_all_commands
 from dtf.core.version import __version__
 from dtf.model.attributes import digests
@@ -43,7 +44,6 @@ _LONGEST = 1 << 16
 _GROUPS = ("recipe", "strategy", "precision", "step", "sparse", "plugins")
 """What of the config decides the outcome."""
 _PACKAGES = re.compile("site-packages|dist-packages")
-_DTF = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _code(recipe: Recipe, model: nn.Module) -> dict[str, str] | None:
         for name, module in sorted(sys.modules.items())
         if isinstance(path := getattr(module, "__file__", None), str)
         and name.partition(".")[0] not in ("torch", "dtf", *sys.stdlib_module_names)
-        and not path.startswith(_DTF)
+        and not path.startswith(DTF)
     }
     roots = tuple(f"{sysconfig.get_path(key)}{os.sep}" for key in ("stdlib", "platstdlib"))
     theirs = {name for name, path in files.items() if not path.startswith(roots) and not _PACKAGES.search(path)}
@@ -181,7 +181,7 @@ def _dtf() -> str:
     """Of all source files of dtf."""
     paths = [
         os.path.join(folder, name)
-        for folder, _, names in os.walk(_DTF, followlinks=True)
+        for folder, _, names in os.walk(DTF, followlinks=True)
         for name in names
         if name.endswith(".py")
     ]

@@ -114,7 +114,7 @@ class ChangingBuffers:
 
     def norms(self) -> dict[str, Tensor]:
         """Name -> norm, (), fp64, of what the last pass made of the buffers whose rule needs all micro-batches."""
-        return {buffer.name: buffer.value.abs().double().norm() for buffer in self._stepped}
+        return {buffer.name: torch.linalg.vector_norm(buffer.value.double()) for buffer in self._stepped}
 
     @property
     def numbers(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,6 +16,13 @@ from dtf.model.contents import Contents
 
 _RECIPE = "the recipe"
 _NOT_THE_AUTHORS = ("torch", "builtins", "dtf", "abc", "typing")
+
+
+class _Value(NamedTuple):
+    holder: Any  # a class, a Python module or the recipe
+    key: str
+    value: Any
+    state: Any  # differs with the content
 
 
 class SharedState:
@@ -27,9 +34,9 @@ class SharedState:
         self._holders = [*shared_holders(model, recipe), (_RECIPE, recipe)]
         self._values = dict(self._now())
         self._contents = Contents(set())
-        for _, _, value, _ in self._values.values():
-            if is_small(value):
-                self._contents.keep(value, DEPTH)
+        for each in self._values.values():
+            if is_small(each.value):
+                self._contents.keep(each.value, DEPTH)
         for kept in _kept_by_functions(self._holders):
             if is_small(kept):
                 self._contents.keep(kept, DEPTH)
@@ -37,34 +44,33 @@ class SharedState:
     def changed(self) -> list[str]:
         """Names of what was given another value, and of lists, dicts, sets, arrays and tensors that have changed."""
         now = dict(self._now())
-        nothing = (None, "", None, None)
+        nothing = _Value(None, "", None, None)
         return sorted(
             name
             for name in {**self._values, **now}
-            if (before := self._values.get(name, nothing))[2] is not (after := now.get(name, nothing))[2]
-            or before[3] != after[3]
+            if (before := self._values.get(name, nothing)).value is not (after := now.get(name, nothing)).value
+            or before.state != after.state
         )
 
-    def outside(self) -> list[str]:
-        """As `changed`, without the recipe's."""
+    def changed_in_code(self) -> list[str]:
+        """As `changed`, of classes and Python modules alone."""
         return [name for name in self.changed() if not name.startswith(_RECIPE)]
 
     def restore(self) -> None:
         """Give back what was changed, but for large values."""
         now = dict(self._now())
-        for name, (holder, key, value, _) in self._values.items():
-            if name not in now or now[name][2] is not value:
-                setattr(holder, key, value)
+        for name, each in self._values.items():
+            if name not in now or now[name].value is not each.value:
+                setattr(each.holder, each.key, each.value)
         for name in now.keys() - self._values.keys():
-            delattr(now[name][0], now[name][1])
+            delattr(now[name].holder, now[name].key)
         self._contents.restore()
 
-    def _now(self) -> Iterator[tuple[str, tuple[Any, str, Any, Any]]]:
-        """(holder, key, value, a text or number that differs with its content) by name."""
-        for holder, values in self._holders:
-            for key, value in shared_values(values):
+    def _now(self) -> Iterator[tuple[str, _Value]]:
+        for name, holder in self._holders:
+            for key, value in shared_values(holder):
                 state = value._version if isinstance(value, Tensor) else Digest(set()).of(value, DEPTH)
-                yield f"{holder}.{key}", (values, key, value, state)
+                yield f"{name}.{key}", _Value(holder, key, value, state)
 
 
 def shared_holders(model: nn.Module, recipe: object) -> list[tuple[str, Any]]:

@@ -128,8 +128,9 @@ class Fsdp(Strategy):
                 "use offload=false"
             )
         layout = layout_of(task.recipe, model)
-        gathers = use is None or not use.transforms  # in parts
-        units = gathered_units(model, layout, self.unit.value, use) if gathers else []
+        # inside a transform of torch.func nothing can be gathered: all comes with the whole model
+        transforms = use is not None and use.transforms
+        units = [] if transforms else gathered_units(model, layout, self.unit.value, use)
         exchange = self._exchange(
             [byte_count(p for module in unit for p in module.parameters()) for unit in units],
             microbatch_load(task, world.size)[0],

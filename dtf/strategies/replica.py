@@ -267,7 +267,9 @@ class Replica:
                     refuse_hooks_on_sums(self.model, self.instead)
                     known.refuse_changed(self.instead, self._written(rows[0]))
                     self.changing.refuse(changed(), self.instead)
-                    self._check_start(rows[1], rows[2], peers, lambda: [*attributes.changed(), *shared.outside()])
+                    self._check_start(
+                        rows[1], rows[2], peers, lambda: [*attributes.changed(), *shared.changed_in_code()]
+                    )
                     self.changing.refuse(changed(), self.instead)
         except ValueError as error:
             raise batch_norm_error(error, count) from error
@@ -310,7 +312,6 @@ class Replica:
         if self._padded:
             raise padding_error(self._padded, self.instead)
 
-    @torch.no_grad()
     def _written(self, rows: Batch) -> list[str]:
         """The parameters that a pass over these rows writes to, or a switch to evaluation and back."""
         if self._sync is not None:  # who shards parameters has looked

@@ -99,7 +99,10 @@ def _digests(parts: Sequence[Part]) -> _Digests:
     tensors: dict[str, dict[str, int]] = {part.name: {} for part in parts}
     for part, name in names:
         tensors[part][name] = next(numbers)
-    return {part.name: (tensors[part.name], digests(part.model, part.recipe) if part.model else {}) for part in parts}
+    return {
+        part.name: (tensors[part.name], digests(part.model, part.recipe) if part.model is not None else {})
+        for part in parts
+    }
 
 
 def _crc(value: Any) -> int:

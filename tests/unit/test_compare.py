@@ -79,6 +79,17 @@ def test_what_rounding_moves_may_differ_ten_times_as_much(name: str, exact: bool
     assert not verdict(0.11).ok
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_not_finite_on_both_sides_alike_is_no_difference(exact: bool) -> None:
+    run, reference = recorded(), recorded()
+    for each in (run, reference):
+        each.tensors["optimizer/first.weight/momentum"][0, 0] = np.nan
+        each.tensors["model/norm.running_mean"][0, 0] = np.inf
+    assert not compare(reference, run, exact).first
+    run.tensors["model/norm.running_mean"][0, 0] = 1.0
+    assert compare(reference, run, exact).first
+
+
 def test_in_fp32_many_small_differences_are_one() -> None:
     """The largest of each tensor is within a thousandth of its largest number, and the tensor as a whole is not."""
     run, reference = recorded(), recorded()

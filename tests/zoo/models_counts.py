@@ -116,3 +116,19 @@ class Streams(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * (next(self.temperatures) if self.training else 1.0)
+
+
+@zoo_model("first_pass_flag", vectors(), cross_entropy, "state", buffers={"ready": "mean"})
+class FirstPassFlag(nn.Module):
+    """A flag that the first pass sets, a boolean buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, CLASSES)
+        self.register_buffer("ready", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x) * (1.0 if self.ready else 0.5)
+        if self.training:
+            self.ready = torch.ones_like(self.ready)
+        return out

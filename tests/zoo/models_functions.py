@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -133,3 +134,25 @@ class CachedFunction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.relu(self.first(x)) * self.mask(8).to(x.dtype))
+
+
+@zoo_model("gradients_of_its_parameters", vectors(), cross_entropy, "functions")
+class Sharpness(nn.Module):
+    """Adds to its scores what a step along gradients of its own weights would change (sharpness-aware training)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        if not self.training:
+            return self.last(hidden)
+        scores = self.last(hidden)
+        (gradient,) = torch.autograd.grad(scores.square().sum(), self.last.weight, create_graph=True)
+        return scores + 0.01 * hidden @ gradient.T / len(x)
+
+
+@zoo_model("compiled_whole", vectors(), cross_entropy, "functions")
+def compiled_whole() -> Any:
+    return torch.compile(CachedFunction(), backend="eager")

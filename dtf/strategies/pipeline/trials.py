@@ -240,4 +240,4 @@ def _merged(answers: list[Any]) -> list[Any]:
 
 def _changed(attributes: Iterable[Attributes], shared: Iterable[SharedState]) -> list[str]:
     names = [name for attribute in attributes for name in attribute.changed()]
-    return [*names, *(name for state in shared for name in state.outside())]
+    return [*names, *(name for state in shared for name in state.changed_in_code())]
