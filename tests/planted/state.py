@@ -29,7 +29,7 @@ FAULTS = [
     Fault(
         "attributes of replicas are not compared",
         "dtf/strategies/replica_digests.py",
-        "digests(part.model, part.recipe) if part.model else {}",
+        "digests(part.model, part.recipe) if part.model is not None else {}",
         "{}",
         ("tests/laws/test_replica_digests.py::test_each_way_to_go_astray[once]",),
     ),
