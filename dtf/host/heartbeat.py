@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from dtf.host import waits
 
-PHASES = ("start", "fetch", "step", "log", "evaluate", "save", "wait", "stop")
-"""`wait`: for work that others hand out."""
+PHASES = ("start", "fetch", "step", "log", "evaluate", "save", "wait", "stop", "end")
+"""`wait`: for work that others hand out. `end`: its work has returned."""
 _NUMBER = {phase: float(number) for number, phase in enumerate(PHASES)}
 _BYTES = 32  # of a beat: time, phase, step, beats of phase `step`; float64 each
 _CELL = 1 << 18  # per rank: the beat, then the memory of `waits`. Only pages that are written take memory
@@ -41,6 +41,11 @@ def beat(phase: str, step: int) -> None:
     if phase == "step":
         cell[3] += 1.0
     cell[0] = monotonic()
+
+
+def end() -> None:
+    """The work of this rank has returned. A process that ends before this has left it by a way of its own."""
+    beat("end", int(_cell[2]))
 
 
 def attach(board: int, rank: int) -> None:

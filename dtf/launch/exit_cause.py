@@ -26,6 +26,7 @@ class RankExit:
     at: float  # when it sent it, time.monotonic()
     log: str  # what it printed in this attempt
     replaceable: bool = False  # of a role that holds nothing, see `Strategy.replaceable`
+    returned: bool = True  # its work returned, or failed, before it ended
 
     @property
     def signal(self) -> int:
@@ -36,6 +37,11 @@ class RankExit:
     def code(self) -> int:
         """Its exit status, 0 after a signal."""
         return self.status >> 8
+
+    @property
+    def in_order(self) -> bool:
+        """Whether nothing has to be said about its end."""
+        return self.code in PLANNED_EXITS if self.status else self.returned
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ def group_result(
     have ended in order.
     """
     exits = _relevant(exits)
-    own = [e for e in exits if not e.killed and e.status and e.code not in PLANNED_EXITS]
+    own = [e for e in exits if not e.killed and not e.in_order]
     deaths = [e for e in own if e.signal and not (stop_signals and e.signal == signal.SIGTERM)]
     sent = [(e.at, e.failed) for e in exits if e.failed and e.failed.exit not in PLANNED_EXITS]
     failures = sorted(sent, key=lambda message: (message[1].exit == Exit.PEER, message[0]))
@@ -111,7 +117,9 @@ def group_result(
         return GroupResult(Exit.PEER, elsewhere, external=True, consequence=True)
     silent = [e for e in own if not e.signal]
     if silent:
-        return _gone(silent[0], f"ended with exit status {silent[0].code} without saying why")
+        code = silent[0].code
+        how = "without saying why" if code else "before its work was done, as by os._exit()"
+        return _gone(silent[0], f"ended with exit status {code} {how}")
     # its handler was not set yet, or it was killed
     if any(e.signal == signal.SIGTERM for e in own) or (stop_signals and starting):
         first = own[0] if own else exits[0]
@@ -132,7 +140,7 @@ def group_result(
 def _relevant(exits: list[RankExit]) -> list[RankExit]:
     """All, or, once all others have ended in order, no replaceable rank but those whose own program failed."""
     others = [e for e in exits if not e.replaceable]
-    if not others or any(e.signal or e.code not in (Exit.OK, *PLANNED_EXITS) for e in others):
+    if not others or any(not e.in_order for e in others):
         return exits
     return others + [
         e for e in exits if e.replaceable and e.failed and e.failed.exit not in (Exit.PEER, *PLANNED_EXITS)

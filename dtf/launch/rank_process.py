@@ -68,6 +68,7 @@ def begin(order: dict[str, Any], fds: list[int]) -> int:
         )
         code = int(entry(shared["entry"])(shared["config"], shared["folder"], shared["run_id"], place, send))
         del store
+        heartbeat.end()
         return code
     except BaseException as error:  # noqa: BLE001  the launching process decides what to do
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG

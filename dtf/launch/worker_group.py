@@ -133,6 +133,7 @@ class WorkerGroup:
         while self._alive():
             for key, _ in self._selector.select(self._wait(tick)):
                 key.data()
+            self.server.wake()  # who stopped it may do so again after each request
             now = time.monotonic()
             if now - last > tick + 1.0:
                 self._awake_since = now
@@ -331,9 +332,10 @@ class WorkerGroup:
         while self._on_event(rank):  # its last message may still be on the way
             pass
         rank.status = status
-        if not status or os.waitstatus_to_exitcode(status) in PLANNED_EXITS or rank.killed or self._failing_since:
+        end = self._rank_exit(rank)
+        if end.in_order or rank.killed or self._failing_since:
             return
-        result = group_result([self._rank_exit(rank)], None, 0)  # as if it had been the only one
+        result = group_result([end], None, 0)  # as if it had been the only one
         if rank.place.role in self.replaceable and result.external and result.cause:
             self._lose(rank, rank.hang or result.cause.message)
         else:
@@ -388,4 +390,5 @@ class WorkerGroup:
             rank.at,
             rank.printed(),
             rank.place.role in self.replaceable,
+            bool(rank.failed) or self._board.read(number).phase == "end",
         )

@@ -114,6 +114,20 @@ def test_a_stopped_fork_server_is_continued(start: Start) -> None:
     assert not done.of(Note), "nothing restarts"
 
 
+def test_a_fork_server_that_stops_again_is_continued_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    wake, calls = ForkServer.wake, []
+
+    def late(server: ForkServer) -> None:
+        calls.append(server)
+        if len(calls) > 4:  # two requests, and the ends of two ranks
+            wake(server)
+
+    monkeypatch.setattr(ForkServer, "wake", late)
+    done = start("server_stopped_once")
+    assert done.code == Exit.OK
+    assert not done.of(Note), "nothing restarts"
+
+
 def test_a_stop_signal_reaches_ranks_whose_server_is_stopped(start: Start) -> None:
     begun = time.monotonic()
     assert start("server_stopped_then_told", processes=1, grace_s=LONG_S).code == Exit.PREEMPTED
@@ -241,6 +255,12 @@ def test_a_crash_shows_what_the_rank_said_last(start: Start) -> None:
     failed = start("leaves", max_restarts=0).of(Failed)[0]
     assert "exit status 3" in failed.message
     assert "something is printed" in failed.traceback
+
+
+def test_a_rank_that_leaves_with_status_0_has_not_trained(start: Start) -> None:
+    done = start("leaves", config={"status": 0}, max_restarts=0)
+    assert done.code == Exit.PEER
+    assert "ended with exit status 0 before its work was done, as by os._exit()" in done.of(Failed)[0].message
 
 
 def test_a_warning_of_a_rank_is_in_its_log(start: Start) -> None:
