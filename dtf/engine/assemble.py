@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -257,7 +258,7 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
     # The last global batch of an epoch may be a single row, which not every model can compute: find out now.
     last = epochs.batches - 1
     rows = splits.first_rows(last if epochs.size(last) == 1 else 0) if program.shard is not None else None
-    program.warmup(program.prepare(rows))
+    copy_context().run(program.warmup, program.prepare(rows))  # passes leave no trace in context variables
     if plan.eval_every:
         count = min(TRIAL_ROWS, settings.step.evaluation_rows, len(splits.eval))
         batch = program.prepare(splits.first_eval_rows(count) if rows is not None else None)

@@ -47,6 +47,7 @@ class Attributes:
         self._model, self._recipe = model, recipe
         self._holders = [(holder, _copied(dict(vars(holder)))) for _, holder in holders(model, recipe)]
         self._contents = Contents(_parts_of(model))
+        self._modules = [(module, set(module._modules)) for module in model.modules()]
         for holder, values in self._holders:
             for _, value in own_attributes(values):
                 if holder is not recipe or is_small(value):
@@ -55,12 +56,15 @@ class Attributes:
         self._streams = {name: (value, _position(value)) for name, value in _streams(model)}
 
     def restore(self) -> None:
-        """Give all their attributes back."""
+        """Give all their attributes back, and take modules away that passes have added."""
         with torch.no_grad():
             for holder, values in self._holders:
                 for key in [key for key, _ in own_attributes(vars(holder)) if key not in values]:
                     del vars(holder)[key]
                 vars(holder).update(own_attributes(values))
+            for module, names in self._modules:
+                for key in module._modules.keys() - names:
+                    del module._modules[key]
             self._contents.restore()
 
     def refuse_read(self) -> None:

@@ -56,7 +56,7 @@ def author_error(error: BaseException) -> DtfError | None:
         return None
     frames = list(traceback.walk_tb(error.__traceback__))
     inside = frames[_last_call(frames) + 1 :]
-    if inside and _is_communication(inside[-1][0].f_code.co_filename) and not isinstance(error, ValueError):
+    if inside and _is_communication(inside[-1][0].f_code.co_filename) and isinstance(error, RuntimeError):
         return None
     who, opens_data = _called(frames, inside, error)
     if not who:

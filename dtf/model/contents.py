@@ -5,6 +5,8 @@ items of containers, fields of objects, states of generators.
 from __future__ import annotations
 
 import random
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,6 +64,10 @@ class Contents:
             array = value.copy()
             if value.flags.writeable:
                 self._restorers.append(lambda: np.copyto(value, array))
+        elif isinstance(value, threading.local):  # of this thread
+            self.keep(vars(value), depth)
+        elif isinstance(value, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
+            self.keep(vars(value)["data"], depth)
         elif hasattr(value, "cache_clear") and hasattr(value, "cache_info"):  # functools.lru_cache
             if not value.cache_info().currsize:
                 self._restorers.append(value.cache_clear)

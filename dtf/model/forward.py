@@ -31,6 +31,8 @@ class ForwardPass:
     def __init__(self, task: Task, device: torch.device) -> None:
         self._recipe, self._device = task.recipe, device
         self.loss = Losses(task.recipe)
+        self.watch: Callable[[Tensor], None] | None = None
+        """Is shown each tensor that is to be differentiated."""
         self._measured, self._evaluated = False, False  # whether the first answers of the recipe were checked
         compute = DTYPES[task.precision.compute]
         self._autocast = compute if task.precision.cast is Cast.autocast else None
@@ -55,6 +57,8 @@ class ForwardPass:
         """The tensor () to differentiate, and the gradient () to start from. The resulting gradient is that of `factor`
         x (sum of the loss over rows), and NaN where the loss is not finite.
         """
+        if self.watch is not None:
+            self.watch(loss.total)
         # 0 x a non-finite loss is NaN: it reaches every gradient here and, summed, every rank, before anything is
         # updated.
         return loss.total, loss.total.detach() * 0 + factor

@@ -126,6 +126,7 @@ def _built(recipe: Recipe) -> nn.Module:
         raise ConfigError(f"{who} returned {type(model).__name__}; it must return a torch.nn.Module")
     if HOOKS_ON_SUMS in vars(model):
         raise ConfigError(f"{who} returned the model that it has returned before; it must make a new one each time")
+    _refuse_untold(who, model)
     first: dict[str, str] = {}  # format -> the first parameter that has it
     for name, parameter in model.named_parameters():
         kind = str(parameter.dtype).removeprefix("torch.")
@@ -173,6 +174,18 @@ def _built(recipe: Recipe) -> nn.Module:
     vars(model)[HOOKS_ON_SUMS] = hooked
     freeze(model, recipe.fine_tuning.freeze)
     return model
+
+
+def _refuse_untold(who: str, model: nn.Module) -> None:
+    """Raise ConfigError for a parameter that parameters() does not give."""
+    told = {id(parameter) for parameter in model.parameters()}
+    for at, part in model.named_modules():
+        for name, parameter in nn.Module.named_parameters(part, recurse=False):
+            if id(parameter) not in told:
+                raise ConfigError(
+                    f"{who} returned a model whose named_parameters() leaves out {f'{at}.{name}' if at else name}; "
+                    "leave that method as torch has it, and freeze what is not to learn by requires_grad_(False)"
+                )
 
 
 def layout_of(recipe: Recipe, model: nn.Module) -> Layout:

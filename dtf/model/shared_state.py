@@ -74,10 +74,14 @@ class SharedState:
 
 
 def shared_holders(model: nn.Module, recipe: object) -> list[tuple[str, Any]]:
-    """The classes of a model's modules and of its recipe, and the Python modules in which they are written, by name."""
+    """The classes of a model's modules and of its recipe, the Python modules in which they are written, and the other
+    classes there, by name.
+    """
     kinds = {kind for part in (*model.modules(), recipe) for kind in type(part).__mro__}
     written = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _NOT_THE_AUTHORS]
     files = {kind.__module__ for kind in written if kind.__module__ in sys.modules}
+    beside = {each for name in files for each in vars(sys.modules[name]).values() if isinstance(each, type)}
+    written += [kind for kind in beside.difference(written) if kind.__module__ in files]
     return [
         *((f"{kind.__module__}.{kind.__qualname__}", kind) for kind in written),
         *((name, sys.modules[name]) for name in files),

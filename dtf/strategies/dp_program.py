@@ -21,6 +21,7 @@ from dtf.model.forward import copy_of, few_rows, loss_dtype, merge_evaluated, ro
 from dtf.model.init import cast, model_of
 from dtf.model.loss_terms import per_count
 from dtf.model.module_outputs import ModuleOutputs
+from dtf.model.outside_tensors import refuse_kept_copies, refuse_reached
 from dtf.model.receive import Receiver
 from dtf.model.shared_state import SharedState
 from dtf.optim.update import LocalUpdate, full_params, update_applied
@@ -81,11 +82,22 @@ class DataParallelProgram(Program):
         if self._tables is not None:
             batch = self._tables.lookup(self._receiver.train(batch, 0, 0), train=False)
         self._few = few_rows(batch)
+        refuse_kept_copies([replica.model for replica in self._replicas], self._task.recipe)
         part = self._part(batch, 0, 8, 0)
         self._in_turn = self._replicas[0].warmup(part, ALONE) or bool(self._replicas[0].shared_changes)
         for replica in self._replicas[1:]:
             replica.follow(self._replicas[0])
+        self._refuse_common_parameters(self._few)
         self.check_replicas()  # constructors may draw from what no seed reaches
+
+    def _refuse_common_parameters(self, rows: Batch) -> None:
+        """Raise ConfigError where the loss of a replica comes to parameters of another one. The first one has looked
+        for those of others.
+        """
+        first, *others = self._replicas
+        for replica in others[:1]:
+            replica.passes(self._part(rows, 0, 4, 1)).run()
+            refuse_reached(first.model)
 
     def memory(self) -> Memory:
         """Of all replicas together."""

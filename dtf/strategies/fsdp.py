@@ -210,6 +210,7 @@ class Fsdp(Strategy):
 
         from dtf.model.init import DTYPES, is_statistics
 
+        _refuse_own_equality(model)
         for parameter in model.parameters():
             if not parameter.is_contiguous():  # torch divides rows in memory
                 parameter.data = parameter.data.contiguous()
@@ -250,6 +251,16 @@ class Fsdp(Strategy):
             head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + self.prefetch])
             head.set_modules_to_backward_prefetch(heads[max(0, i - self.prefetch) : i][::-1])
         return model
+
+
+def _refuse_own_equality(model: nn.Module) -> None:
+    """Raise ConfigError for a module that says itself what it is equal to."""
+    for name, module in model.named_modules():
+        if type(module).__eq__ is not object.__eq__:
+            raise ConfigError(
+                f"strategy=fsdp: {name or 'the model'} ({type(module).__name__}) has an __eq__() of its own, and torch "
+                "looks modules up in dicts; leave it out, or use strategy=ddp"
+            )
 
 
 def _use(model: nn.Module, task: Task) -> ParamUse | None:

@@ -80,6 +80,7 @@ def _title(names: list[str]) -> str:
 
 def _advice(name: str) -> str:
     return (
-        f"The rows of rank {{rank}} do not use {name}. With strategy=fsdp every rank has to use every module in each "
-        "micro-batch, in the same order. Let it see all rows and mask what it returns, or use strategy=ddp"
+        f"The rows of rank {{rank}} do not use {name}, or not as often as those of others. With strategy=fsdp every "
+        "rank has to use every module in each micro-batch, in the same order. Let it see all rows and mask what it "
+        "returns, or use strategy=ddp"
     )

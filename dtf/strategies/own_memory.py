@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dtf.core.errors import ConfigError
 
@@ -106,8 +105,18 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             made.add("_flat_weights")
         for key, value in vars(module).items():
             if key not in _REGISTERED and key not in made and isinstance(value, Tensor | list | tuple | dict):
-                tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+                tensors = _tensors(value, set())
                 yield from ((f"{prefix}.{key}" if prefix else key, tensor) for tensor in tensors)
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Those in a container, which may hold itself."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict) and id(value) not in seen:
+        seen.add(id(value))
+        for item in list(value.values() if isinstance(value, dict) else value):
+            yield from _tensors(item, seen)
 
 
 def _overlapping(group: list[tuple[str, Tensor, bool]]) -> tuple[str, str] | None:

@@ -113,6 +113,7 @@ class ParamUse:
                 np.random.set_state(numpy)
                 attributes.restore()
         talks.refuse("the model")
+        written.refuse_gradients()
         known.refuse_new()
         known.refuse_changed("launcher.processes=1", written.found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -76,9 +77,13 @@ class WrittenParameters(TorchFunctionMode):
         self._parameters = dict(plain)
         self._before: dict[str, tuple[Tensor, bool]] = {}  # values, and whether it learns, before the first write
         self.found: list[str] = []
+        self.gradients: list[str] = []
+        """Names of parameters whose gradient was read or set."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__self__", None) is _GRADIENT and sys._getframe(1).f_code.co_name != "_apply":
+            self.gradients += [name for name, parameter in self._parameters.items() if parameter is args[0]]
         targets = args[:1] if _writes(getattr(func, "__name__", "")) else ()
         for target in tree_leaves((targets, kwargs.get("out"))):
             if isinstance(target, Tensor) and target.layout is torch.strided and not hasattr(target, "_local_tensor"):
@@ -91,6 +96,19 @@ class WrittenParameters(TorchFunctionMode):
                 self.found += names
         return func(*args, **kwargs)
 
+    def refuse_gradients(self) -> None:
+        """Raise ConfigError where the pass came to a gradient."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:  # by a backward pass inside, where there was none before
+                parameter.grad = None
+                self.gradients.append(name)
+        for name in self.gradients:
+            raise ConfigError(
+                f"the forward pass reads or changes {name}.grad, which holds what this rank has summed up so far of a "
+                "step, by micro-batches: that depends on the number of processes. Leave gradients to the optimizer: "
+                "dtf calls zero_grad(), and torch.autograd.grad() gives gradients that a pass needs for itself"
+            )
+
     @torch.no_grad()
     def restore(self) -> None:
         """Give the parameters that were found what they had before. Called outside of the context."""
@@ -101,18 +119,20 @@ class WrittenParameters(TorchFunctionMode):
 
 def written_by_pass(model: nn.Module, run: Callable[[], Any]) -> list[str]:
     """The parameters that `run`, a pass, writes to, or a switch to evaluation and back. ConfigError where it talks to
-    other ranks.
+    other ranks, or comes to gradients.
     """
     written, talks = WrittenParameters(model), Communication()
     with torch.compiler.set_stance("force_eager"), written, talks:
         run()
         model.eval()
         model.train()
+    written.refuse_gradients()
     if not any(map(is_dtensor, model.parameters())):  # else it is what dtf has made of it that talks
         talks.refuse("the model")
     return written.found
 
 
+_GRADIENT = Tensor.grad
 _KEEPS = frozenset({"requires_grad_", "detach_", "share_memory_", "retain_grad_"})
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _ASSIGNS = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
@@ -149,10 +169,20 @@ def count_calls(layers: Mapping[str, nn.Module], masks: SeededDropout) -> Iterat
             hook.remove()
 
 
-def pass_error(error: RuntimeError) -> ConfigError | None:
+def pass_error(error: Exception) -> ConfigError | None:
     """What to raise for an error of a trial pass whose cause is known. None for others."""
     if "find_unused_parameters" in str(error):
         return ConfigError("some parameters got no gradient in a step; set strategy.find_unused_parameters=true")
+    if "mixed torch.Tensor and DTensor" in str(error):
+        return ConfigError(
+            "a parameter is read outside of the passes of the module that has it, as by a loss through a global "
+            "variable, where it is divided over ranks; return from forward() what is needed of it, or use strategy=ddp"
+        )
+    if "does not support deepcopy" in str(error):
+        return ConfigError(
+            "the forward pass copies a module whose parameters are divided over ranks; make the copy in the "
+            "constructor, or use strategy=ddp"
+        )
     if "setStorage" in str(error):
         return ConfigError(
             "a parameter is used after its module has given it back, as by gradients of gradients in the loss; the "

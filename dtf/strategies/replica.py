@@ -21,6 +21,7 @@ from dtf.model.annotate import section
 from dtf.model.attributes import Attributes, without_trace
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.changing_buffers import ChangingBuffers, buffers_restored
+from dtf.model.communication import asks_for_no_others
 from dtf.model.counters import Counters
 from dtf.model.forward import (
     ForwardPass,
@@ -36,7 +37,7 @@ from dtf.model.init import layout_of
 from dtf.model.known_parameters import KnownParameters
 from dtf.model.memory import Footprint, activations, pending_grad_bytes
 from dtf.model.module_outputs import ModuleOutputs
-from dtf.model.outside_tensors import OutsideTensors, outside_error
+from dtf.model.outside_tensors import OutsideTensors, refuse_kept_copies
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.model.shared_state import SharedState
@@ -236,8 +237,7 @@ class Replica:
         Returns whether the model draws from global generators. DDP lays out its buckets anew at the start of its second
         pass, and the order of a sum over more than two ranks depends on an element's place in a bucket: without two
         passes, the step after a resume would differ from the same step of an unbroken run in the last bits. ConfigError
-        for what cannot run: a single row under batch normalisation and, if rows are divided, a model that keeps
-        something from pass to pass.
+        for what cannot run: a single row under batch normalisation, and what is wrong where rows are divided.
         """
         self._trials, self._warming, count = [], True, len(batch.ids)
         self._passes.loss.undivided = not self.divided and not self._cuts
@@ -245,9 +245,12 @@ class Replica:
         attributes, known = Attributes(self.model, self._task.recipe), KnownParameters(self.model)
         shared = SharedState(self.model, self._task.recipe)
         outside = OutsideTensors(self.model, self._task.recipe)
+        refuse_kept_copies([self.model], self._task.recipe)
+        self._passes.watch = None if self._sync else outside.look  # what is gathered is a copy
         try:
             with buffers_restored(self.model) as changed:
-                with self.masks.find_other_generators(), count_calls(self.statistics.layers(), self.masks) as calls:
+                layers = self.statistics.layers()
+                with self.masks.find_other_generators(), count_calls(layers, self.masks) as calls, asks_for_no_others():
                     self._trial(rows[0], 0, last=not self._reach)
                 self.changing.take_uneven(self.statistics, calls)
                 if self._reach:
@@ -257,19 +260,17 @@ class Replica:
                 attributes.refuse_read()
                 if self._sync is None:
                     known.refuse_moved()
-                if learning := outside.learning():
-                    raise outside_error(learning[0])
                 self._begin_random(0, 0)
                 seeded = self.masks.rng_state()
                 self.start_numbers = self._trial(rows[1], 0)
+                outside.refuse()
                 drew = self.masks.draws_elsewhere or self.masks.drew(seeded)
+                written = self._written(rows[0]) if self.divided or self._cuts else []
                 if self.divided:
                     refuse_hooks_on_sums(self.model, self.instead)
-                    known.refuse_changed(self.instead, self._written(rows[0]))
+                    known.refuse_changed(self.instead, written)
                     self.changing.refuse(changed(), self.instead)
-                    self._check_start(
-                        rows[1], rows[2], peers, lambda: [*attributes.changed(), *shared.changed_in_code()]
-                    )
+                    self._check_start(*rows[1:], peers, lambda: [*attributes.changed(), *shared.changed_in_code()])
                     self.changing.refuse(changed(), self.instead)
         except ValueError as error:
             raise batch_norm_error(error, count) from error
@@ -281,7 +282,7 @@ class Replica:
                 raise
             raise named from error
         finally:
-            self._warming = False
+            self._warming, self._passes.watch = False, None
             self.shared_changes = shared.changed()
             shared.restore()
             attributes.restore()

@@ -19,12 +19,12 @@ from dtf.core.consistency import Peers
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
 from dtf.model.attributes import GENERATOR, Attributes
-from dtf.model.counters import MULTIPLE, Counters
+from dtf.model.counters import MULTIPLE, Counters, Move
 from dtf.model.forward import copy_of, rows_of
 
 Numbers = dict[str, float]
-"""What a trial pass gives: name -> number. The sums of `Recipe.measure`, and the norm of each gradient and of each
-buffer that a rule keeps.
+"""What a trial pass gives: name -> number. The sums of `Recipe.measure`, the `size` of each gradient, and the norm of
+each buffer that a rule keeps.
 """
 
 BUFFER = "buffer "
@@ -65,6 +65,12 @@ class Collectives:
         return self._broadcast(value)
 
 
+def size(gradient: Tensor) -> Tensor:
+    """The norm () of a gradient whose negative numbers count half, in fp64: a change of signs shows."""
+    numbers = gradient.detach().double()
+    return torch.where(numbers > 0, numbers, numbers / 2).norm()
+
+
 LARGE = 2.0**12
 """By how much a loss is multiplied to find gradients that do not grow with it; a power of two rounds nothing."""
 
@@ -91,7 +97,7 @@ def check_passes(
     again = _counted(trials.a, trials)
     counting = [name for counters in trials.counters for name in counters.names()]
     everyone = peers.gather([first, again, counting])
-    kind, ahead, differ = None, 0, list[str]()
+    kind, move, differ = None, None, list[str]()
     if everyone is not None:
         differ = [name for one, two, _ in everyone for name in differences(one, two, bound)]
         if differ:
@@ -102,8 +108,8 @@ def check_passes(
             kind = "count"
     kind = peers.broadcast(kind)
     if kind == "count":
-        ahead = _acts_later(trials, first, bound, peers, instead)
-    if kind is None or (kind == "count" and not ahead):
+        move = _acts_later(trials, first, bound, peers, instead)
+    if kind is None or (kind == "count" and move is None):
         return first, again
     with _recorded(trials.modules()) as outputs:
         trials.a()
@@ -112,7 +118,7 @@ def check_passes(
             trials.b()
             outputs.clear()
         if kind != "rank":
-            with _moved(trials, ahead), suppress(*RAISED if ahead else ()):
+            with _moved(trials, move), suppress(*RAISED if move is not None else ()):
                 trials.a()
         two = _taken(outputs)
     answers = peers.gather([one, two, counting if kind == "count" else changed()])
@@ -140,22 +146,33 @@ def _counted(run: Callable[[], Numbers], trials: Trials) -> Numbers:
 
 
 @contextmanager
-def _moved(trials: Trials, passes: int) -> Iterator[None]:
-    """A context in which counters are ahead by so many passes."""
+def _moved(trials: Trials, move: Move | None) -> Iterator[None]:
+    """A context in which counters are somewhere else."""
     with ExitStack() as stack:
-        for counters in trials.counters if passes else ():
-            stack.enter_context(counters.ahead(passes))
+        if move is not None:
+            for counters in trials.counters:
+                stack.enter_context(counters.moved(move))
         yield
 
 
-def _acts_later(trials: Trials, once: Numbers, bound: float, peers: Peers, instead: str) -> int:
-    """After how many more passes a counter changes the numbers; 0: after none that is tried. Collective. ConfigError on
-    one rank alone where a pass raises and others wait in theirs.
+def _moves(trials: Trials, peers: Peers) -> list[Move]:
+    """Where counters are tried, the same on all ranks: later, and where they are or become what they may be compared
+    with. Collective.
     """
-    for passes in AHEAD:
+    everyone = peers.gather([number for counters in trials.counters for number in counters.constants()])
+    constants = None if everyone is None else sorted({number for numbers in everyone for number in numbers})
+    values = {value for number in peers.broadcast(constants) for value in (number - 1, number)}
+    return [*(Move(passes) for passes in AHEAD), *(Move(value=value) for value in sorted(values))]
+
+
+def _acts_later(trials: Trials, once: Numbers, bound: float, peers: Peers, instead: str) -> Move | None:
+    """Where a counter changes the numbers; None: nowhere that is tried. Collective. ConfigError on one rank alone where
+    a pass raises and others wait in theirs.
+    """
+    for move in _moves(trials, peers):
         numbers: Numbers = {}  # differs from all others
         try:
-            with _moved(trials, passes):
+            with _moved(trials, move):
                 numbers = trials.a()
         except RAISED as error:
             if not trials.alike:  # other ranks wait for this one
@@ -163,8 +180,8 @@ def _acts_later(trials: Trials, once: Numbers, bound: float, peers: Peers, inste
         everyone = peers.gather([once, numbers])
         found = None if everyone is None else any(numbers_differ(one, two, bound) for one, two in everyone)
         if peers.broadcast(found):
-            return passes
-    return 0
+            return move
+    return None
 
 
 def check_evaluation(
@@ -238,7 +255,10 @@ def _refusal(
     if raised is not None:
         where = f"{type(raised).__name__}: {raised}"
     elif not module:
-        where = "all modules give the same outputs, so look at the recipe's receive() and loss()"
+        where = (
+            "all modules give the same outputs, so look at the recipe's receive() and loss(), and at what acts in the "
+            "backward pass: hooks, autograd functions"
+        )
     elif module.startswith(BUFFER):
         where = f"the {module} has another value after them"
     generators = [name for name in attributes if name.endswith(GENERATOR)]

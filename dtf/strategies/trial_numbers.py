@@ -14,13 +14,13 @@ from dtf.distributed.sharding import is_dtensor, local
 from dtf.model.attributes import without_trace
 from dtf.model.init import init_model
 from dtf.model.shared_state import SharedState
-from dtf.strategies.pass_probes import WrittenParameters
-from dtf.strategies.start_check import BUFFER, Numbers
+from dtf.strategies.pass_probes import WrittenParameters, pass_error
+from dtf.strategies.start_check import BUFFER, Numbers, size
 
 
 def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) -> tuple[Numbers, dict[str, Tensor]]:
-    """The metric sums (M,) and the norms of gradients and `buffers` of a pass; and those of gradients that this rank
-    holds in whole. The gradients are dropped. ConfigError for a sparse one.
+    """The metric sums (M,), the sizes of gradients and the norms `buffers` of a pass; and norms of gradients that this
+    rank holds in whole. The gradients are dropped. ConfigError for a sparse one.
     """
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     sparse = [name for name, gradient in gradients.items() if gradient.layout is not torch.strided]
@@ -30,7 +30,7 @@ def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) 
             "table of the recipe"
         )
     whole = {name: gradient.norm() for name, gradient in gradients.items() if not is_dtensor(gradient)}
-    norms = [local(gradient).detach().double().norm() for gradient in gradients.values()]
+    norms = [size(local(gradient)) for gradient in gradients.values()]
     for parameter in model.parameters():
         parameter.grad = None
     norms += buffers.values()
@@ -47,7 +47,13 @@ def trial(models: Sequence[nn.Module], task: Task) -> Iterator[None]:
     with without_trace(models, task.recipe), torch.compiler.set_stance("force_eager"), ExitStack() as stack:
         stack.callback(SharedState(models[0], task.recipe).restore)
         written = [stack.enter_context(WrittenParameters(model)) for model in models]
-        yield
+        try:
+            yield
+        except (RuntimeError, AssertionError) as error:
+            named = pass_error(error)
+            if named is None:
+                raise
+            raise named from error
     for each in written:
         each.restore()
 

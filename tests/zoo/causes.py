@@ -21,13 +21,14 @@ _WORDS = {
     "unseen randomness": r"random numbers? (that|of|from) (Python|numpy|a generator|torch does not)|unseen random|"
     r"draws? .*(Python|numpy|generator of its own)",
     "non-real parameters": r"real numbers|several formats|complex|uninitialized|lazy|Lazy|"
-    r"no optimizer knows|is no parameter of the model",
+    r"no optimizer knows|is no parameter of the model|leaves out",
     "uneven use": r"find_unused_parameters|others do not|do(es)? not use|uneven|not all ranks|other modules",
-    "hidden state": r"other memory|passes read from|buffer|attribute|state that|hidden state|differs? between replicas",
+    "hidden state": r"\.grad, which|copy of the|other memory|"
+    r"passes read from|buffer|attribute|state that|hidden state|differs? between replicas",
     "sparse gradients": r"sparse grad|sparse=True|gradient .* is sparse",
     "loss": r"\.loss returned|no mean|mean over rows|loss per row",
-    "layout": r"strategy=(tensor|pipeline)|layout|block|stage|cut|splits|too few|divided|train\(\) of its own|"
-    r"channels|SyncBatchNorm|talks to other ranks|TorchScript|register_post_accumulate_grad_hook|share memory",
+    "layout": r"divided over ranks|strategy=(tensor|pipeline)|layout|block|stage|cut|splits|too few|divided|train\(\) of its own|"
+    r"channels|__eq__|SyncBatchNorm|talks to other ranks|TorchScript|register_post_accumulate_grad_hook|share memory",
 }
 
 

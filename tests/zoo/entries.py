@@ -38,6 +38,7 @@ MODULES = (
     "means",
     "counts",
     "functions",
+    "reaches",
 )
 """The files `models_<name>.py`."""
 

@@ -143,7 +143,7 @@ class PipelineProgram(Program):
 
         stages, compute, check = list(self._stages.values()), self._task.precision.compute, self._task.start_check
         early = partial(self._pipeline.early_bytes, self._world.rank)
-        trials = StartTrials(stages, self._task.recipe, self._shared, run, early, self._dims)
+        trials = StartTrials(stages, self._task.recipe, self._shared, run, early, self._dims, self._passes)
         if self.shares == 1:
             models, scratch = [stage.model for stage in stages], {name for stage in stages for name in stage.scratch}
             peers, train = self._world, trials.passes(lambda: part(0)).run

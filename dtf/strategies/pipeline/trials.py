@@ -17,8 +17,9 @@ from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.world import World
 from dtf.model.attributes import Attributes
 from dtf.model.changing_buffers import buffers_restored
+from dtf.model.communication import AsksForOthers, others_error
 from dtf.model.counters import Counters
-from dtf.model.forward import batch_norm_error, global_rng_error
+from dtf.model.forward import ForwardPass, batch_norm_error, global_rng_error
 from dtf.model.known_parameters import KnownParameters
 from dtf.model.memory import Footprint
 from dtf.model.outside_tensors import OutsideTensors, outside_error
@@ -27,7 +28,7 @@ from dtf.model.shared_state import SharedState
 from dtf.strategies.pass_probes import WrittenParameters, count_calls
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
-from dtf.strategies.start_check import BUFFER, Collectives, Numbers, Passes, Trials, check_passes
+from dtf.strategies.start_check import BUFFER, Collectives, Numbers, Passes, Trials, check_passes, size
 
 INSTEAD = "strategy.degree=0"
 """What to use where the rows of a model cannot be divided: all ranks in one pipeline."""
@@ -38,8 +39,8 @@ Run = Callable[[Batch, Callable[[Stage, int], None]], Evaluated]
 class StartTrials:
     """Trial passes over the stages of this rank, whose results are dropped: they leave no trace. Collective.
 
-    `run`: forward and backward of one micro-batch, with what to call before each stage's forward pass. `received`: the
-    bytes of gradients that arrived in it ahead of their pass.
+    `run`: forward and backward of one micro-batch by `passes`, with what to call before each stage's forward pass.
+    `received`: the bytes of gradients that arrived in it ahead of their pass.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class StartTrials:
         run: Run,
         received: Callable[[], int],
         dims: ParallelDims,
+        passes: ForwardPass,
     ) -> None:
         self._stages, self._shared, self._run, self._received, self._dims = stages, shared, run, received, dims
-        self._recipe = recipe
+        self._recipe, self._passes = recipe, passes
         self._divided = dims.dp_shard.count > 1
         self.measured: list[tuple[int, Footprint]] = []
         """The first two passes, with their rows."""
@@ -84,12 +86,17 @@ class StartTrials:
                         stage.changing.refuse(names(), INSTEAD)
 
             outside = [OutsideTensors(stage.model, self._recipe) for stage in self._stages]
+            self._passes.watch = outside[-1].look  # the last stage has the loss
+            stack.callback(setattr, self._passes, "watch", None)
             written = [WrittenParameters(stage.model) for stage in self._stages]
+            asks = AsksForOthers()
             everyone = world.gather(
-                [self._drew(few, a, written), [name for held in outside for name in held.learning()]]
+                [self._drew(few, a, written, asks), [name for held in outside for name in held.learning()], asks.found]
             )
             firsts = everyone and [next(filter(None, found), None) for found in zip(*everyone, strict=True)]
-            drawing, learning = world.broadcast(firsts)
+            drawing, learning, asked = world.broadcast(firsts)
+            if asked:
+                raise others_error("the model", asked[0])
             if learning:
                 raise outside_error(learning[0])
             if drawing:
@@ -132,7 +139,9 @@ class StartTrials:
         """The pipelines, which make the same passes: one value for each."""
         return Collectives(lambda value: self._gather(value, world), world.broadcast)
 
-    def _drew(self, few: Batch, a: Callable[[], Batch], written: list[WrittenParameters]) -> list[str]:
+    def _drew(
+        self, few: Batch, a: Callable[[], Batch], written: list[WrittenParameters], asks: AsksForOthers
+    ) -> list[str]:
         """The passes that are measured; `written` watch the second.
 
         Returns the module of a stage here that drew from a global generator, "" where none is known to have done so;
@@ -149,7 +158,7 @@ class StartTrials:
             stage.masks.begin_micro_batch(0, 0)
             seeded[:] = [stage.masks.rng_state()]
 
-        with first.find_other_generators(), ExitStack() as stack:
+        with first.find_other_generators(), asks, ExitStack() as stack:
             counted = [stack.enter_context(count_calls(s.statistics.layers(), s.masks)) for s in self._stages]
             self._trial(few, 0, enter)
         self._release_uneven(counted)
@@ -170,7 +179,7 @@ class StartTrials:
 
     def _trial(self, rows: Batch, micro_batch: int, enter: Callable[[Stage, int], None] | None = None) -> Numbers:
         """Forward and backward over some rows as a micro-batch of step 0. The memory of the first two is measured.
-        Returns their sums, the same on all ranks of a pipeline, and the norms of the gradients of this rank's
+        Returns their sums, the same on all ranks of a pipeline, and the sizes of the gradients of this rank's
         parameters.
         """
 
@@ -198,7 +207,7 @@ class StartTrials:
             for name, parameter in stage.model.named_parameters():
                 if parameter.grad is not None:
                     names.append(f"gradient of {name} in stage {stage.index}")
-                    norms.append(parameter.grad.double().norm().reshape(1))
+                    norms.append(size(parameter.grad).reshape(1))
         for stage in self._stages:
             for parameter in stage.model.parameters():
                 parameter.grad = None
