@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtf.model.counters import Counters
+from dtf.model.counters import MOST_CONSTANTS, Counters, Move
 
 
 class Keeps(nn.Module):
@@ -68,7 +68,7 @@ def test_they_are_moved_ahead_and_back(name: str) -> None:
     read, ahead = FOUND[name]
     counters = counted(model := Keeps())
     before = read(model)
-    with counters.ahead(10):
+    with counters.moved(Move(10)):
         assert read(model) == ahead
     assert read(model) == before
 
@@ -76,6 +76,61 @@ def test_they_are_moved_ahead_and_back(name: str) -> None:
 def test_what_a_list_has_lost_is_left_out() -> None:
     counters = counted(model := Keeps())
     model.items.clear()
-    with counters.ahead(10):
+    with counters.moved(Move(10)):
         assert model.items == [] and model.calls == 26
     assert model.items == []
+
+
+class Compares(nn.Module):
+    """Compares its counts with numbers in its code and attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes, self.part, self.log, self.until = 0, 1.0, list[int](), 70
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        self.part *= 0.5
+        self.log.append(1)
+        return x * 2 if self.passes == 41 or any(self.passes == 1000 + i for i in range(3)) else x
+
+
+def compared() -> tuple[Counters, Compares]:
+    model = Compares()
+    counters = Counters(model)
+    for _ in range(3):
+        model(torch.zeros(1))
+        counters.note()
+    return counters, model
+
+
+def test_what_shrinks_by_a_factor_goes_on_so() -> None:
+    counters, model = compared()
+    with counters.moved(Move(10)):
+        assert model.part == pytest.approx(0.5**13)
+    assert model.part == 0.5**3
+
+
+def test_a_list_that_grows_goes_on_so() -> None:
+    counters, model = compared()
+    with counters.moved(Move(10)):
+        assert model.log == [1] * 13
+    with counters.moved(Move(1_000_000)):
+        assert len(model.log) == 10_000
+    assert model.log == [1] * 3
+
+
+def test_counts_are_tried_at_numbers_of_the_code_and_of_attributes() -> None:
+    counters, model = compared()
+    assert {3, 41, 70, 1000} <= set(counters.constants())
+    with counters.moved(Move(value=41)):
+        assert model.passes == 41
+    assert model.passes == 3
+    assert len(counters.constants()) <= MOST_CONSTANTS
+
+
+def test_a_model_that_counts_nothing_is_tried_nowhere() -> None:
+    counters = Counters(Compares())
+    counters.note()
+    counters.note()
+    assert counters.constants() == []
