@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ class OutsideTensors:
     def __init__(self, model: nn.Module, recipe: object) -> None:
         self._model = model
         self._own = {id(parameter) for parameter in model.parameters()}
-        self._leaves: dict[int, Tensor] = {}
+        self._leaves: dict[int, weakref.ref[Tensor]] = {}
         self._again: list[Tensor] = []
         seen = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers(), recipe)}
         found = [
@@ -43,10 +44,11 @@ class OutsideTensors:
         was there before them; a pass may make leaves of its own.
         """
         for leaf in _leaves(total):
-            if id(leaf) in self._leaves:
+            before = self._leaves.get(id(leaf))
+            if before is not None and before() is leaf:
                 self._again.append(leaf)
             elif id(leaf) not in self._own:
-                self._leaves[id(leaf)] = leaf
+                self._leaves[id(leaf)] = weakref.ref(leaf)  # what lives on is measured as memory
 
     def refuse(self) -> None:
         """Raise ConfigError for a tensor that passes have come to since."""

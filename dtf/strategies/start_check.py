@@ -23,8 +23,8 @@ from dtf.model.counters import MULTIPLE, Counters, Move
 from dtf.model.forward import copy_of, rows_of
 
 Numbers = dict[str, float]
-"""What a trial pass gives: name -> number. The sums of `Recipe.measure`, the `size` of each gradient, and the norm of
-each buffer that a rule keeps.
+"""What a trial pass gives: name -> number. The sums of `Recipe.measure`, the size of each gradient as of `take_size`,
+and the norm of each buffer that a rule keeps.
 """
 
 BUFFER = "buffer "
@@ -65,10 +65,13 @@ class Collectives:
         return self._broadcast(value)
 
 
-def size(gradient: Tensor) -> Tensor:
-    """The norm () of a gradient whose negative numbers count half, in fp64: a change of signs shows."""
-    numbers = gradient.detach().double()
-    return torch.where(numbers > 0, numbers, numbers / 2).norm()
+def take_size(gradient: Tensor) -> Tensor:
+    """The norm () of a gradient whose negative numbers count half, in fp64: a change of signs shows. It overwrites the
+    gradient.
+    """
+    norm = gradient.detach().double().norm()
+    positive = gradient.detach().clamp_(min=0).double().norm()
+    return (norm.square() / 4 + positive.square() * 0.75).sqrt()
 
 
 LARGE = 2.0**12
@@ -159,8 +162,8 @@ def _moves(trials: Trials, peers: Peers) -> list[Move]:
     """Where counters are tried, the same on all ranks: later, and where they are or become what they may be compared
     with. Collective.
     """
-    everyone = peers.gather([number for counters in trials.counters for number in counters.constants()])
-    constants = None if everyone is None else sorted({number for numbers in everyone for number in numbers})
+    everyone = peers.gather([{str(number): 0 for counters in trials.counters for number in counters.constants()}])
+    constants = None if everyone is None else sorted({int(number) for (numbers,) in everyone for number in numbers})
     values = {value for number in peers.broadcast(constants) for value in (number - 1, number)}
     return [*(Move(passes) for passes in AHEAD), *(Move(value=value) for value in sorted(values))]
 

@@ -15,7 +15,7 @@ from dtf.model.attributes import without_trace
 from dtf.model.init import init_model
 from dtf.model.shared_state import SharedState
 from dtf.strategies.pass_probes import WrittenParameters, pass_error
-from dtf.strategies.start_check import BUFFER, Numbers, size
+from dtf.strategies.start_check import BUFFER, Numbers, take_size
 
 
 def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) -> tuple[Numbers, dict[str, Tensor]]:
@@ -30,7 +30,7 @@ def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) 
             "table of the recipe"
         )
     whole = {name: gradient.norm() for name, gradient in gradients.items() if not is_dtensor(gradient)}
-    norms = [size(local(gradient)) for gradient in gradients.values()]
+    norms = [take_size(local(gradient)) for gradient in gradients.values()]
     for parameter in model.parameters():
         parameter.grad = None
     norms += buffers.values()

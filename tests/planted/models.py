@@ -29,8 +29,8 @@ FAULTS = [
     Fault(
         "counters are not moved ahead",
         "dtf/strategies/start_check.py",
-        "            with _moved(trials, passes):\n",
-        "            with _moved(trials, 0):\n",
+        "            with _moved(trials, move):\n",
+        "            with _moved(trials, None):\n",
         (
             "tests/laws/test_replica_digests.py::test_what_would_begin_later_is_found_before_the_first_step[counts-ddp-options1-2]",
         ),

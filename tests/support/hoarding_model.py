@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 AFTER = 14
-"""Passes after which `late` and such begin: more than the check at the start makes."""
+"""Passes over other rows after which `late` and such begin: more than the check at the start makes."""
 
 
 @register("recipe", "hoarding")
@@ -40,7 +40,7 @@ def build(kind: str) -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             self.kept, self.passes, self.seen, self.memory = torch.zeros(()), 0, [0], {}
-            self.walked: list[None] = []
+            self.walked: set[float] = set()
             if kind == "parameter":
                 self.scale = nn.Parameter(torch.ones(16))
 
@@ -56,7 +56,7 @@ def build(kind: str) -> nn.Module:
             self.passes += 1
             if kind == "counts" and self.passes > AFTER:
                 x = 2 * x
-            self.walked.append(None)
+            self.walked.add(float(x.detach().sum()))
             late = len(self.walked) > AFTER
             if kind == "always" or (kind == "late" and late):
                 self.kept = 0.9 * self.kept + 0.1 * x.detach().mean()

@@ -41,8 +41,7 @@ _COPIES = {"dp": "hidden state", "pserver": "hidden state"}
     vectors(),
     _with_decay,
     "loss",
-    refused=_COPIES,
-    may={"fsdp": "layout"},
+    may=_COPIES | {"fsdp": "layout"},
 )
 class Decayed(TwoLayers):
     """Its loss reads its weights through a name of the Python module."""
@@ -52,14 +51,14 @@ class Decayed(TwoLayers):
         _made["decayed"] = self
 
 
-@zoo_model("gradients_cleared", vectors(), cross_entropy, "state", refused={"*": "hidden state"})
+@zoo_model("gradients_cleared", vectors(), cross_entropy, "state", may={"*": "hidden state"})
 class Clears(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
         self.zero_grad()
         return super().forward(x)
 
 
-@zoo_model("gradients_read", vectors(), cross_entropy, "state", refused={"*": "hidden state"})
+@zoo_model("gradients_read", vectors(), cross_entropy, "state", may={"*": "hidden state"})
 class Reads(TwoLayers):
     """Gates by the gradient so far, as sparse training does."""
 
@@ -69,7 +68,7 @@ class Reads(TwoLayers):
         return y if gradient is None or not self.training else y * (1 + gradient.norm().detach())
 
 
-@zoo_model("backward_inside", vectors(), cross_entropy, "autograd", refused={"*": "hidden state"})
+@zoo_model("backward_inside", vectors(), cross_entropy, "autograd", may={"*": "hidden state"})
 class Adversarial(TwoLayers):
     """Moves rows against the gradient of a pass of its own, and leaves that in the parameters."""
 
@@ -156,7 +155,7 @@ class Turns(TwoLayers):
         return self.last(_Turns.apply(torch.relu(self.first(x))))
 
 
-@zoo_model("own_equality", vectors(), cross_entropy, "structure", refused={"fsdp": "layout"})
+@zoo_model("own_equality", vectors(), cross_entropy, "structure", may={"fsdp": "layout"})
 class Equal(TwoLayers):
     """Says itself what it is equal to."""
 

@@ -28,7 +28,7 @@ from dtf.model.shared_state import SharedState
 from dtf.strategies.pass_probes import WrittenParameters, count_calls
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
-from dtf.strategies.start_check import BUFFER, Collectives, Numbers, Passes, Trials, check_passes, size
+from dtf.strategies.start_check import BUFFER, Collectives, Numbers, Passes, Trials, check_passes, take_size
 
 INSTEAD = "strategy.degree=0"
 """What to use where the rows of a model cannot be divided: all ranks in one pipeline."""
@@ -207,7 +207,7 @@ class StartTrials:
             for name, parameter in stage.model.named_parameters():
                 if parameter.grad is not None:
                     names.append(f"gradient of {name} in stage {stage.index}")
-                    norms.append(size(parameter.grad).reshape(1))
+                    norms.append(take_size(parameter.grad).reshape(1))
         for stage in self._stages:
             for parameter in stage.model.parameters():
                 parameter.grad = None
