@@ -28,9 +28,9 @@ LEG_S = 60.0
 FP64, FP32, FP32_LOSS, HALF = 1e-10, 1e-5, 1e-3, 0.3
 """Bounds: of any tensor and metric; of all parameters together; of a loss; of both in half formats."""
 
-NOISES = (1, 2)
+NOISES = (1, 2, 3, 4)
 """Seeds of undisturbed runs that begin one rounding away: what is beyond its bound may be NOISE_FACTOR times as far off
-as they are.
+as the worst of them. Two runs of one chain can be three times as far off as two others.
 """
 
 _CONFIG_ERROR = re.compile(r"^dtf\.core\.errors\.ConfigError: (.*)", re.MULTILINE)
