@@ -36,6 +36,8 @@ def read_checked(path: Path) -> str:
         text = data.decode("utf-8")
         _count(path, yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
     except yaml.MarkedYAMLError as error:
+        if error.problem_mark and "nesting" in (error.problem or ""):  # newer versions of libyaml judge the depth first
+            raise _too_large(path, error.problem_mark.line) from error
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}: {error.problem or one_line(error)}; it must be YAML") from error
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
@@ -162,10 +164,13 @@ def _count(path: Path, events: Any) -> None:
                 "class and choose it by name"
             )
         if nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise ConfigError(
-                f"{path}, line {event.start_mark.line + 1}: more than {MAX_NODES} values or {MAX_DEPTH} levels; a "
-                "config file is smaller"
-            )
+            raise _too_large(path, event.start_mark.line)
+
+
+def _too_large(path: Path, line: int) -> ConfigError:
+    return ConfigError(
+        f"{path}, line {line + 1}: more than {MAX_NODES} values or {MAX_DEPTH} levels; a config file is smaller"
+    )
 
 
 def _interpolations(value: Any, path: tuple) -> list[tuple[tuple, str]]:

@@ -47,7 +47,7 @@ class Attributes:
         self._model, self._recipe = model, recipe
         self._holders = [(holder, _copied(dict(vars(holder)))) for _, holder in holders(model, recipe)]
         self._contents = Contents(_parts_of(model))
-        self._modules = [(module, set(module._modules)) for module in model.modules()]
+        self._modules = [(module, set(module._modules)) for _, module in holders(model, None)]
         for holder, values in self._holders:
             for _, value in own_attributes(values):
                 if holder is not recipe or is_small(value):
@@ -126,7 +126,7 @@ def is_small(value: Any) -> bool:
     return not has_fields(value)
 
 
-def holders(model: nn.Module, recipe: object) -> Iterator[tuple[str, object]]:
+def holders(model: nn.Module, recipe: object) -> Iterator[tuple[str, Any]]:
     """The modules, without those of TorchScript, whose attributes are its own; and the recipe."""
     for name, module in model.named_modules():
         if not isinstance(module, torch.jit.ScriptModule):

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dtf.config.compose import Composer
 from dtf.config.limits import MAX_BYTES
@@ -61,6 +62,15 @@ def test_bombs_are_refused_at_once(tmp_path: Path, body: str, message: str) -> N
     with pytest.raises(ConfigError, match=message):
         composer.compose(["experiment=e"])
     assert time.process_time() - started < 2.0
+
+
+def test_a_parser_that_judges_the_depth_itself_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(text: str, Loader: type) -> None:
+        raise yaml.parser.ParserError(None, None, "exceeded maximum nesting depth", yaml.Mark("", 0, 2, 0, None, None))
+
+    monkeypatch.setattr(yaml, "parse", parse)
+    with pytest.raises(ConfigError, match="e.yaml, line 3: more than 10000 values or 32 levels"):
+        experiment(tmp_path, "seed: 1\n").compose(["experiment=e"])
 
 
 def test_wide_but_small_chains_are_fine(tmp_path: Path) -> None:
