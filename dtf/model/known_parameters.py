@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.core.errors import ConfigError
+from dtf.model.fingerprint import fingerprints
 
 
 class KnownParameters:
@@ -70,16 +71,9 @@ def place_of(parameter: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def _places(model: nn.Module) -> Mapping[str, tuple[Any, ...]]:
-    """By value too: a change through `.data` leaves no other trace."""
+    """By their bits too: a change through `.data` leaves no other trace."""
     plain = {name: p for name, p in model.named_parameters() if not hasattr(p, "_local_tensor")}
-    wide = torch.float64
-    sums = [
-        torch.stack([p.sum(dtype=wide), torch.linalg.vector_norm(p, dtype=wide)]).cpu()
-        for p in plain.values()
-        if not p.is_meta
-    ]
-    values = torch.stack(sums).tolist() if sums and len(sums) == len(plain) else [()] * len(plain)
+    values = fingerprints(plain.values())
     return {
-        name: (*place_of(p), p.requires_grad, str(value))
-        for (name, p), value in zip(plain.items(), values, strict=True)
+        name: (*place_of(p), p.requires_grad, value) for (name, p), value in zip(plain.items(), values, strict=True)
     }

@@ -25,9 +25,10 @@ def main() -> int:
     chosen = options.only or [name for name, entry in zoo.items() if options.slow or not entry.slow]
     done = _read(options.results)
     for i, name in enumerate(chosen):
-        trials = [("plain", 1), *((s, 2) for s in options.strategies if 2 in options.processes)]
+        strategies = trial.strategies_for(zoo[name], options.strategies)
+        trials = [("plain", 1), *((s, 2) for s in strategies if 2 in options.processes)]
         if 3 in options.processes and (i % 3 == 0 or options.only):
-            trials += [(s, 3) for s in options.strategies]
+            trials += [(s, 3) for s in strategies]
         for strategy, processes in trials:
             if (name, strategy, processes) in done:
                 continue

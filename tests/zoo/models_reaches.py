@@ -33,15 +33,13 @@ def _with_decay(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(outputs, targets, reduction="none") + 0.01 * model.first.weight.square().sum()
 
 
-_COPIES = {"dp": "hidden state", "pserver": "hidden state"}
-
-
 @zoo_model(
     "weights_by_a_global",
     vectors(),
     _with_decay,
     "loss",
-    may=_COPIES | {"fsdp": "layout"},
+    "global variable",
+    may={"dp": "hidden state", "fsdp": "layout"},
 )
 class Decayed(TwoLayers):
     """Its loss reads its weights through a name of the Python module."""

@@ -58,7 +58,7 @@ def _trials() -> list:
     """Everything on two processes, a third of it on three; an entry's trials one after the other."""
     found = []
     for i, (name, entry) in enumerate(ZOO.items()):
-        for strategy in trial.STRATEGIES:
+        for strategy in trial.strategies_for(entry, list(trial.STRATEGIES)):
             fast = (name, strategy) in SAMPLE and not entry.slow
             found.append(pytest.param(name, strategy, 2, marks=() if fast else pytest.mark.slow))
             if i % 3 == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -225,6 +225,13 @@ def attempt(entry: ZooModel, strategy: str, processes: int) -> Outcome:
     if apart > _bound(entry):
         return Outcome("WRONG", text=f"{where} differs by {apart:.1e}")
     return Outcome("same", text=f"{apart:.1e}")
+
+
+def strategies_for(entry: ZooModel, strategies: Sequence[str]) -> list[str]:
+    """Those that can be tried here: trainers are threads of one rank, and each would need variables of modules of its
+    own.
+    """
+    return [strategy for strategy in strategies if strategy != "pserver" or "global variable" not in entry.tags]
 
 
 def attempt_plain(entry: ZooModel) -> Outcome:
