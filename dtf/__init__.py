@@ -76,11 +76,13 @@ if TYPE_CHECKING:
     )
     from dtf.distributed.world import World
     from dtf.model.auc import AucEvaluator, auc, grouped_auc
-    from dtf.model.init import cast, init_model
+    from dtf.model.init import cast, init_model, model_of
     from dtf.model.losses import cross_entropy, target_rank
     from dtf.model.metrics import weighted_sums
-    from dtf.optim.update import LocalUpdate, ParamShard, full_params
+    from dtf.optim.sharding import ParamShard, Sharding, full_params
+    from dtf.optim.update import LocalUpdate
     from dtf.pserver.placement import placing
+    from dtf.sparse.make_tables import tables_of
     from dtf.strategies.replica import Replica
     from dtf.strategies.spmd import Spmd
 
@@ -117,7 +119,7 @@ _PUBLIC = {
     "ExternalProcess": "api.strategy",
     "Failed": "core.types",
     "FineTuning": "api.options",
-    "full_params": "optim.update",
+    "full_params": "optim.sharding",
     "Group": "api.optimizer",
     "grouped_auc": "model.auc",
     "init_model": "model.init",
@@ -130,12 +132,13 @@ _PUBLIC = {
     "log_folder": "api.launcher",
     "Measured": "core.types",
     "Memory": "core.types",
+    "model_of": "model.init",
     "Names": "core.types",
     "Note": "core.types",
     "Observer": "api.observer",
     "Optimizer": "api.optimizer",
     "option": "api.registry",
-    "ParamShard": "optim.update",
+    "ParamShard": "optim.sharding",
     "PeerError": "core.errors",
     "Peers": "api.recipe",
     "Place": "core.types",
@@ -158,6 +161,7 @@ _PUBLIC = {
     "Schedule": "api.lr",
     "seed_of": "core.seeding",
     "Shard": "core.types",
+    "Sharding": "optim.sharding",
     "Source": "api.task",
     "Split": "api.layout",
     "Spmd": "strategies.spmd",
@@ -167,6 +171,7 @@ _PUBLIC = {
     "Strategy": "api.strategy",
     "Table": "api.sparse_table",
     "Tail": "api.sampler",
+    "tables_of": "sparse.make_tables",
     "target_rank": "model.losses",
     "Task": "api.task",
     "Train": "core.types",
@@ -234,6 +239,7 @@ __all__ = [
     "Saved",
     "Schedule",
     "Shard",
+    "Sharding",
     "Source",
     "Split",
     "Spmd",
@@ -264,11 +270,13 @@ __all__ = [
     "grouped_auc",
     "init_model",
     "log_folder",
+    "model_of",
     "option",
     "placing",
     "register",
     "report",
     "seed_of",
+    "tables_of",
     "target_rank",
     "weighted_sums",
 ]

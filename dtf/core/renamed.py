@@ -63,7 +63,12 @@ MODULES = {
     "dtf.table": ("dtf.api.sparse_table", {}),
     "dtf.update": (
         "dtf.optim.update",
-        {"Piece": "ParamShard", "made": "update_applied", "rehearsed": "trial_update", "whole": "full_params"},
+        {
+            "Piece": "dtf.optim.sharding:ParamShard",
+            "made": "update_applied",
+            "rehearsed": "trial_update",
+            "whole": "dtf.optim.sharding:full_params",
+        },
     ),
     "dtf.values": ("dtf.core.types", {}),
     "dtf.world": ("dtf.distributed.world", {}),

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dtf.api.optimizer import Combine, Optimizer
+from dtf.api.optimizer import Optimizer
 from dtf.api.precision import Precision
 from dtf.api.strategy import Update
 from dtf.api.task import Source
@@ -20,38 +19,10 @@ from dtf.core.types import Box, State
 from dtf.distributed.sharding import byte_count, local
 from dtf.model.ema import EMA
 from dtf.model.init import formats
-
-if TYPE_CHECKING:
-    from dtf.sparse.sharded_tables import ShardedTables
+from dtf.optim.sharding import ParamShard, Sharding
 
 # steps without overflow before the loss scale doubles; as in Micikevicius et al. 2018, section 3.2
 GROWTH_INTERVAL = 2000
-
-
-class ParamShard(NamedTuple):
-    """What this rank holds of one parameter: all of it, or a slice of its global tensor."""
-
-    parameter: nn.Parameter  # its gradient arrives here
-    local: Tensor  # what forward and backward use
-    master: Tensor  # what the optimizer steps; the same tensor unless dtypes differ
-    shape: tuple[int, ...]  # of the global tensor
-    offset: tuple[int, ...]  # of the local part in it
-    # whether this rank counts it in norms and saves it; False where another rank that holds all of it does
-    is_primary: bool = True
-
-
-def full_params(model: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, ParamShard]:
-    """A ParamShard for each parameter of a model that is fully on this rank. `masters`: see `dtf.cast`."""
-    return {
-        name: ParamShard(
-            p,
-            masters[name] if masters[name].dtype is p.dtype else p.data,
-            masters[name],
-            tuple(p.shape),
-            (0,) * p.dim(),
-        )
-        for name, p in model.named_parameters()
-    }
 
 
 def update_applied(norm: Tensor) -> Tensor:
@@ -98,52 +69,33 @@ def trial_update(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], Non
 class LocalUpdate(Update):
     """The optimizer runs in this process, over the parameters that are here, or over those that this rank owns.
 
-    `shards`: parameter name -> ParamShard. `clip_norm`: the largest gradient norm, 0 for no clipping. `loss_scale`: the
-    first dynamic loss scale, 0 for none.
-
-    `owned`: names whose optimizer state is here (default: all). `after`: called when owned parameters have changed, to
-    fetch the others. `writes`: whether this rank writes its parameters to checkpoints, which other ranks may hold too.
-
-    Three collective operations over several ranks, the first two in place: `reduce` sums gradients over the ranks that
-    computed other rows. `combine` sums numbers per parameter, the last axis, over the ranks that hold other slices of
-    the same parameters. `gather` turns the norms (n,) of these parameters into those (N,) of the whole model.
-
-    `like`: a tensor with the device and dtype of the model's parameters, where this rank may hold none of them.
-    `tables`: the task's sparse tables; their gradients must be there before `apply`. Of several updates of the same
-    tables only one `leads` and steps them.
+    `clip_norm`: the largest gradient norm, 0 for no clipping. `loss_scale`: the first dynamic loss scale, 0 for none.
+    ConfigError for a model without a parameter to train.
     """
 
     def __init__(
-        self,
-        shards: Mapping[str, ParamShard],
-        optimizer: Optimizer,
-        clip_norm: float,
-        loss_scale: float,
-        owned: frozenset[str] | None = None,
-        after: Callable[[], None] | None = None,
-        writes: bool = True,
-        combine: Combine | None = None,
-        reduce: Callable[[list[Tensor]], None] | None = None,
-        gather: Combine | None = None,
-        like: Tensor | None = None,
-        tables: ShardedTables | None = None,
-        leads: bool = True,
+        self, sharding: Sharding, optimizer: Optimizer, clip_norm: float = 0.0, loss_scale: float = 0.0
     ) -> None:
-        self._tables, self._leads = tables, leads
+        if not isinstance(sharding, Sharding):
+            raise ConfigError(
+                "LocalUpdate takes a Sharding, which says what this rank holds: "
+                "LocalUpdate(Sharding(params=full_params(model, masters)), optimizer, clip_norm, loss_scale)"
+            )
+        self._sharding, self._clip = sharding, clip_norm
+        self._tables = sharding.tables
         self.table_steps = 0  # without those that were skipped, as dense optimizers count
-        self._clip, self._after, self._writes = clip_norm, after, writes
-        self._combine, self._reduce, self._gather = combine, reduce, gather
-        self._shards = {name: shard for name, shard in shards.items() if shard.parameter.requires_grad}
-        self._frozen = {name: shard for name, shard in shards.items() if not shard.parameter.requires_grad}
-        if not self._shards and gather is None:  # else other ranks have some
+        params, owned = sharding.params, sharding.owned
+        self._shards = {name: shard for name, shard in params.items() if shard.parameter.requires_grad}
+        self._frozen = {name: shard for name, shard in params.items() if not shard.parameter.requires_grad}
+        if not self._shards and sharding.all_norms is None:  # else other ranks have some
             raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
         owned_names = [name for name in self._shards if owned is None or name in owned]
-        self._own, self._divided = owned_names, owned is not None
+        self._own = owned_names
         self._own_index = [i for i, name in enumerate(self._shards) if owned is None or name in owned]
         masters = {name: self._shards[name].master for name in owned_names}
         shapes = {name: self._shards[name].shape for name in owned_names}
         counts = {name: self._shards[name].is_primary for name in owned_names}
-        self._bound = optimizer.bind(masters, shapes, combine, counts)
+        self._bound = optimizer.bind(masters, shapes, sharding.sum_slices, counts)
         self._trained = list(self._shards.values())
         # weights of a narrower format than their averages, while these stand in for them
         self._aside: dict[str, Tensor] = {}
@@ -152,7 +104,7 @@ class LocalUpdate(Update):
             for name, master in masters.items()
             if self._shards[name].local is not master
         ]
-        like = next(iter(shards.values())).local if like is None else like
+        like = next(iter(params.values())).local if sharding.like is None else sharding.like
         device, self._norm_dtype = like.device, _norm_dtype([like])
         self._host, self._none = device.type == "cpu", torch.zeros(0, dtype=self._norm_dtype, device=device)
         self._counts = (
@@ -177,14 +129,9 @@ class LocalUpdate(Update):
             torch.zeros_like(shard.local) if shard.parameter.grad is None else local(shard.parameter.grad)
             for shard in self._trained
         ]
-        if self._reduce is not None:
-            self._reduce(gradients)
-        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=self._norm_dtype)) if gradients else self._none
-        if self._combine is not None:
-            norms = self._combine(norms.square() if self._counts is None else norms.square() * self._counts).sqrt()
-        norm = torch.linalg.vector_norm(norms if self._gather is None else self._gather(norms))
-        if self._tables is not None:
-            norm = torch.hypot(norm, self._tables.norm.to(norm))
+        if self._sharding.sum_gradients is not None:
+            self._sharding.sum_gradients(gradients)
+        norm = self._norm(gradients)
         if self._scale is not None:
             norm = norm / self._scale
         factor = None
@@ -212,23 +159,41 @@ class LocalUpdate(Update):
         if self._scale is not None:  # an overflow is routine then, and says nothing of the gradient's size
             known = torch.isfinite(norm).to(norm.dtype)
             norm = norm.where(known > 0, 0.0)
+        self._drop_gathered()
         return torch.stack([norm, known])
 
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """The norm () of the gradient of the whole model, sparse tables included."""
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=self._norm_dtype)) if gradients else self._none
+        sum_slices, all_norms = self._sharding.sum_slices, self._sharding.all_norms
+        if sum_slices is not None:
+            norms = sum_slices(norms.square() if self._counts is None else norms.square() * self._counts).sqrt()
+        norm = torch.linalg.vector_norm(norms if all_norms is None else all_norms(norms))
+        return norm if self._tables is None else torch.hypot(norm, self._tables.norm.to(norm))
+
     def _step(self, gradients: list[Tensor], factor: Tensor | None, lr: float, skip: Tensor | None) -> None:
-        if self._divided:
+        if self._sharding.owned is not None:
             gradients = [gradients[i] for i in self._own_index]
         if self._copies:
             gradients = [g.to(self._shards[name].master.dtype) for name, g in zip(self._own, gradients, strict=True)]
         if factor is not None and gradients:
             torch._foreach_mul_(gradients, factor)
         self._bound.apply(gradients, lr, skip)
+        self._changed()
+
+    def _changed(self) -> None:
+        """What is stepped here has changed: what computes, and other ranks, follow."""
         for computing, master in self._copies:
             computing.copy_(master)
-        if self._after is not None:
-            self._after()
+        if self._sharding.fetch_others is not None:
+            self._sharding.fetch_others()
+
+    def _drop_gathered(self) -> None:
+        if self._sharding.drop_gathered is not None:
+            self._sharding.drop_gathered()
 
     def _step_tables(self, factor: Tensor | None, lr: float) -> None:
-        if self._tables is not None and self._leads:
+        if self._tables is not None and self._sharding.steps_tables:
             self._tables.apply(1.0 if factor is None else factor.item(), lr, self.table_steps)
             self.table_steps += 1
 
@@ -263,10 +228,8 @@ class LocalUpdate(Update):
                 master.copy_(average)
             else:
                 master.copy_(self._aside.pop(name))
-        for computing, master in self._copies:
-            computing.copy_(master)
-        if self._after is not None:
-            self._after()
+        self._changed()
+        self._drop_gathered()
 
     def skipped(self) -> int:
         return int(self._skipped)
@@ -277,11 +240,12 @@ class LocalUpdate(Update):
             shard.master for shard in shards if shard.master is not shard.local
         ]
         gradients = trained + [master for _, master in self._copies]  # converted before the step
-        rows = self._tables.byte_count() if self._tables is not None and self._leads else 0
+        rows = self._tables.byte_count() if self._tables is not None and self._sharding.steps_tables else 0
         states = byte_count(tensor for state in self._bound.states.values() for tensor in state.values())
         return byte_count(parameters), byte_count(gradients), states, rows
 
     def held(self) -> dict[str, Tensor]:
+        self._drop_gathered()  # who asks may change them
         shards = {**self._shards, **self._frozen}
         return {
             name if shard.local.shape == shard.shape else f"{name} at {list(shard.offset)}": shard.local
@@ -300,17 +264,18 @@ class LocalUpdate(Update):
         for computing, master in self._copies:
             computing.copy_(master)
         self.table_steps += steps
+        self._drop_gathered()
 
     def state(self) -> State:
         boxes: list[Box] = []
-        if self._writes:
+        if self._sharding.writes:
             boxes += [
                 box for name, shard in self._frozen.items() if shard.is_primary for box in _boxes(name, shard, {})
             ]
-        if self._writes or self._divided:
+        if self._sharding.writes or self._sharding.owned is not None:
             kept = ((name, self._shards[name], state) for name, state in self._bound.states.items())
             boxes += [box for name, shard, state in kept if shard.is_primary for box in _boxes(name, shard, state)]
-        if self._tables is not None and self._leads:
+        if self._tables is not None and self._sharding.steps_tables:
             boxes += self._tables.boxes()
         boxes = [box for box in boxes if box.tensor.numel()]
         scalars: dict = {"skipped": self.skipped()}
@@ -331,7 +296,7 @@ class LocalUpdate(Update):
             for key, tensor in state.items():
                 offset = shard.offset if tensor.dim() else ()
                 tensor.copy_(source.read(f"optimizer/{name}/{key}", offset, tuple(tensor.shape)))
-        if self._tables is not None and self._leads:
+        if self._tables is not None and self._sharding.steps_tables:
             self._tables.clear()  # of rows to start from, where the run goes on
             self._tables.load(source)
             self.table_steps = source.scalars.get("table_steps", 0)
@@ -344,6 +309,7 @@ class LocalUpdate(Update):
             self._skipped = skipped
         else:
             self._skipped.fill_(skipped)
+        self._drop_gathered()
 
 
 def _boxes(name: str, shard: ParamShard, state: Mapping[str, Tensor]) -> Iterator[Box]:

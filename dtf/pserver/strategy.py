@@ -85,7 +85,7 @@ class Pserver(PserverOptions, Strategy):
     def _replica(self, task: Task, world: World) -> Program:
         """ddp's program, with rows elsewhere."""
         from dtf.model.init import cast, model_of
-        from dtf.optim.update import LocalUpdate, full_params
+        from dtf.optim.sharding import Sharding, full_params
         from dtf.pserver.connections import connect_servers
         from dtf.pserver.trainer.remote_tables import RemoteTables, RemoteTablesProgram
         from dtf.strategies.ddp import inflight_bytes, wrap_ddp
@@ -99,11 +99,9 @@ class Pserver(PserverOptions, Strategy):
             (wrap_ddp(model), inflight_bytes(model, microbatch_load(task, world.size)[0])) if several else (None, 0)
         )
         tables = RemoteTables(task, world, 1 / world.size, lambda: connect_servers(world.place, self))
-        options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
-        update = LocalUpdate(full_params(model, masters), *options, writes=world.rank == 0, tables=tables)
-        return RemoteTablesProgram(
-            Replica(model, task, world.device, forward), update, task, world, exchange=exchange, tables=tables
-        )
+        sharding = Sharding(params=full_params(model, masters), writes=world.rank == 0, tables=tables)
+        replica = Replica(model, task, world.device, forward)
+        return RemoteTablesProgram(replica, sharding, task, world, exchange=exchange)
 
     def run_helper(self, task: Task, context: RoleContext) -> None:
         if self.rows_alone:

@@ -110,7 +110,7 @@ class Ddp(Strategy):
     def setup(self, task: Task, world: World) -> Program:
         from dtf.distributed.sharding import byte_count, greedy_balance
         from dtf.model.init import cast, model_of
-        from dtf.optim.update import LocalUpdate, full_params
+        from dtf.optim.sharding import Sharding, full_params
         from dtf.sparse.make_tables import tables_of
         from dtf.strategies.own_memory import refuse_shared_memory
         from dtf.strategies.replica import Replica
@@ -131,20 +131,23 @@ class Ddp(Strategy):
             exchange = inflight_bytes(model, microbatch_load(task, world.size)[0], self.gradient_as_bucket_view)
             if self.shard_optimizer:  # parameters, as they are broadcast
                 exchange = max(exchange, byte_count([p for p in model.parameters() if p.requires_grad]))
-        owned, after = None, None
+        owned, fetch_others = None, None
         if self.shard_optimizer and world.size > 1:
             shares = greedy_balance(
                 {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}, world.size
             )
-            owned, after = shares[world.rank], _broadcaster(dict(model.named_parameters()), shares)
+            owned, fetch_others = shares[world.rank], _broadcaster(dict(model.named_parameters()), shares)
         tables = tables_of(task, world, self.tables, share=1 / world.size)
-        options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
-        update = LocalUpdate(
-            full_params(model, masters), *options, owned=owned, after=after, writes=world.rank == 0, tables=tables
+        sharding = Sharding(
+            params=full_params(model, masters),
+            writes=world.rank == 0,
+            owned=owned,
+            fetch_others=fetch_others,
+            tables=tables,
         )
         replica = Replica(model, task, world.device, forward, reach=forward is not None and not self.static_graph)
         to_sum = functools.partial(_sum_gradients, forward) if self.comm_hook is CommHook.none and forward else None
-        return Spmd(replica, update, task, world, exchange=exchange, tables=tables, to_sum=to_sum)
+        return Spmd(replica, sharding, task, world, exchange=exchange, to_sum=to_sum)
 
     def _install_hook(self, model: DistributedDataParallel) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

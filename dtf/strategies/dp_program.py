@@ -24,7 +24,8 @@ from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.outside_tensors import refuse_kept_copies, refuse_reached
 from dtf.model.receive import Receiver
 from dtf.model.shared_state import SharedState
-from dtf.optim.update import LocalUpdate, full_params, update_applied
+from dtf.optim.sharding import Sharding, full_params
+from dtf.optim.update import LocalUpdate, update_applied
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.replica import Replica
@@ -63,10 +64,10 @@ class DataParallelProgram(Program):
             masters = cast(model, task.precision, device)
             self._replicas.append(Replica(model, task, device))
             if every or not self._updates:
+                params, first = full_params(model, masters), not self._updates
+                sharding = Sharding(params=params, tables=self._tables, steps_tables=first)
                 options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
-                self._updates.append(
-                    LocalUpdate(full_params(model, masters), *options, tables=self._tables, leads=not self._updates)
-                )
+                self._updates.append(LocalUpdate(sharding, *options))
         self._trained = [[p for p in replica.model.parameters() if p.requires_grad] for replica in self._replicas]
         self._synced = True
         for replica in self._replicas:

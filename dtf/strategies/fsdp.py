@@ -98,8 +98,8 @@ class Fsdp(Strategy):
         from dtf.model.init import layout_of, model_to_cut
         from dtf.sparse.make_tables import tables_of
         from dtf.strategies.fsdp_hooks import hook_gathered, parameter_hooks
+        from dtf.strategies.fsdp_sharding import fsdp_sharding
         from dtf.strategies.fsdp_units import gathered_units
-        from dtf.strategies.fsdp_update import sharded_update
         from dtf.strategies.fsdp_waits import watch_collectives
         from dtf.strategies.own_memory import Originals, refuse_shared_memory
         from dtf.strategies.pass_probes import refuse_hooks_on_sums
@@ -147,9 +147,9 @@ class Fsdp(Strategy):
             masters = self._place(model, masters, world)
             hook_gathered(model, hooks)
         tables = tables_of(task, world, self.tables, share=1 / world.size)
-        update, to_sum = sharded_update(task, world, mesh, model, masters, tables)
+        sharding, to_sum = fsdp_sharding(world, mesh, model, masters, tables)
         replica = Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync, layout=layout)
-        return Spmd(replica, update, task, world, exchange=exchange, tables=tables, to_sum=to_sum)
+        return Spmd(replica, sharding, task, world, exchange=exchange, to_sum=to_sum)
 
     def _fill(self, model: nn.Module, task: Task, world: World) -> dict[str, torch.Tensor]:
         """Give a sharded model on meta its memory and initial numbers, in place; returns its master copies by name."""

@@ -12,7 +12,7 @@ from dtf.api.task import Task
 from dtf.distributed.sharding import is_dtensor, local, offset
 from dtf.model.draw_by_name import init_modules
 from dtf.model.init import build_on_meta, formats
-from dtf.optim.update import ParamShard
+from dtf.optim.sharding import ParamShard
 
 
 def cast_parts(model: nn.Module, precision: Precision, computing: bool) -> dict[str, Tensor]:

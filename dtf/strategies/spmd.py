@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program, Update
+from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
@@ -30,7 +30,8 @@ from dtf.model.init import cast, model_of
 from dtf.model.loss_terms import per_count
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.seeded_dropout import find_drawing_modules
-from dtf.optim.update import LocalUpdate, full_params, update_applied
+from dtf.optim.sharding import Sharding, full_params
+from dtf.optim.update import LocalUpdate, update_applied
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.replica import Replica
@@ -40,36 +41,38 @@ from dtf.strategies.start_padding import pads
 from dtf.strategies.trial_numbers import trial
 from dtf.strategies.unsaved import Unsaved
 
-if TYPE_CHECKING:
-    from dtf.sparse.sharded_tables import ShardedTables
-
 
 class Spmd(Program):
-    """A replica on every rank, and an update that makes them agree.
+    """A replica on every rank, and an update that makes them agree, as `sharding` says.
 
     `dims`: given where several ranks compute one replica. Then gradients arrive summed over replicas, otherwise
-    averaged over ranks, as torch's wrappers do. `exchange`: bytes in flight between ranks, see Memory. `tables`: the
-    sparse tables that the update holds. `to_sum`: makes the wrapper sum gradients in place of averaging them.
+    averaged over ranks, as torch's wrappers do. `exchange`: bytes in flight between ranks, see Memory. `to_sum`: makes
+    the wrapper sum gradients in place of averaging them.
     """
 
     def __init__(
         self,
         replica: Replica,
-        update: Update,
+        sharding: Sharding,
         task: Task,
         world: World,
         dims: ParallelDims | None = None,
         exchange: int = 0,
-        tables: ShardedTables | None = None,
         to_sum: Callable[[], None] | None = None,
     ) -> None:
-        self._tables, self._to_sum = tables, to_sum
+        if sharding.tables is None and task.recipe.table_widths():
+            raise ConfigError(
+                f"{type(task.recipe).__name__} has sparse tables, and this strategy keeps none: its Sharding has no "
+                "tables; use strategy=ddp, or make them with tables_of(task, world, placement)"
+            )
+        self._update = LocalUpdate(sharding, task.optimizer, task.step.clip_norm, task.precision.loss_scale)
+        self._tables, self._to_sum = sharding.tables, to_sum
         self._share = dims.dp_shard if dims else Shard(world.rank, world.size)
         self._reads = dims is None or dims.broadcast.reads
         self.shard = self._share if self._reads else None
         self.shares = self._share.count
         self.micro_batch_rows = task.step.rows_each(self.shares)
-        self._replica, self._update, self._task, self._world, self._dims = replica, update, task, world, dims
+        self._replica, self._task, self._world, self._dims = replica, task, world, dims
         self._average = dims.average if dims else world.average
         self._synced, self._exchange = True, exchange
         self._few: Batch | None = None  # for passes of all replicas over the same rows
@@ -79,6 +82,11 @@ class Spmd(Program):
         replica.pads = pads(len(bounds) - 1, self.shares, replica.equal_passes)
         self._no_norm = torch.zeros(2, device=world.device)
         self._factor = torch.full((), 1.0 if dims else world.size, device=world.device, dtype=loss_dtype(task))
+
+    @property
+    def update(self) -> LocalUpdate:
+        """The update of what is here of the parameters."""
+        return self._update
 
     def prepare(self, batch: Batch | None) -> Batch | None:
         if batch is not None:
@@ -237,10 +245,8 @@ def single_process(task: Task, world: World) -> Program:
     model = model_of(task)
     masters = cast(model, task.precision, world.device)
     tables = tables_of(task, world, Placement.replicated)
-    update = LocalUpdate(
-        full_params(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale, tables=tables
-    )
-    return Spmd(Replica(model, task, world.device), update, task, world, tables=tables)
+    sharding = Sharding(params=full_params(model, masters), tables=tables)
+    return Spmd(Replica(model, task, world.device), sharding, task, world)
 
 
 def microbatch_load(task: Task, shares: int, micro_batch_rows: int = 0) -> tuple[int, int]:

@@ -75,7 +75,7 @@ class Tensor(Strategy):
 
         from dtf.distributed.device_mesh import ParallelDims
         from dtf.model.outside_tensors import refuse_held
-        from dtf.optim.update import LocalUpdate
+        from dtf.optim.sharding import Sharding
         from dtf.sparse.make_tables import tables_of
         from dtf.strategies.own_memory import refuse_shared_memory
         from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
@@ -93,14 +93,11 @@ class Tensor(Strategy):
             divide(model, splits, dims.mesh)
             masters = settle(model, task.precision, world.device)
         tables = tables_of(task, world, self.tables, gives=dims.broadcast.reads)
-        update = LocalUpdate(
-            param_shards(model, masters, first=dims.broadcast.reads),
-            task.optimizer,
-            task.step.clip_norm,
-            task.precision.loss_scale,
+        sharding = Sharding(
+            params=param_shards(model, masters, first=dims.broadcast.reads),
             writes=dims.dp_shard.index == 0,
-            combine=dims.total,
-            reduce=dims.reduce,
+            sum_gradients=dims.reduce,
+            sum_slices=dims.total,
             tables=tables,
         )
-        return Spmd(Replica(model, task, world.device, layout=layout), update, task, world, dims, tables=tables)
+        return Spmd(Replica(model, task, world.device, layout=layout), sharding, task, world, dims)

@@ -297,7 +297,7 @@ def test_the_optimizer_in_the_documentation_skips_bit_for_bit(unpack: Callable[[
 
 def test_verify_finds_what_the_documentation_says_it_finds(unpack: Callable[[Page], None], run_dtf: RunDtf) -> None:
     page = named("own-parts.md")
-    line = "parameter.register_post_accumulate_grad_hook(lambda p: world.average(p.grad))"
+    line = "for gradient in gradients:\n                world.average(gradient)"
     assert page.modules["my_parts"].count(line) == 1
     unpack(Page({"my_parts": page.modules["my_parts"].replace(line, "pass")}, page.files, []))
     result = run_dtf("--config-dir", "my", "job=verify", "recipe=moons_fast", "job.strategies=[plain]", *SHORT_VERIFY)

@@ -21,7 +21,8 @@ from dtf.model.ema import EmaOptimizer
 from dtf.model.init import construct, init_model
 from dtf.model.pretrained import match_weights, open_weights
 from dtf.optim.optimizers import Sgd
-from dtf.optim.update import LocalUpdate, full_params
+from dtf.optim.sharding import Sharding, full_params
+from dtf.optim.update import LocalUpdate
 from tests.support.harness import difference, reference, spread, variants
 from tests.support.toy import Toy
 
@@ -157,9 +158,8 @@ def test_averages_of_bf16_parameters_are_kept_in_fp32() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_and_averages_come_back_from_an_evaluation_bit_for_bit(dtype: torch.dtype) -> None:
     model = torch.nn.Linear(3, 2, bias=False, dtype=dtype)
-    update = LocalUpdate(
-        full_params(model, {"weight": model.weight.data}), EmaOptimizer(Sgd(), 0.9), clip_norm=0.0, loss_scale=0.0
-    )
+    params = full_params(model, {"weight": model.weight.data})
+    update = LocalUpdate(Sharding(params=params), EmaOptimizer(Sgd(), 0.9))
     for step in range(3):
         model.weight.grad = torch.full_like(model.weight, 0.37)
         update.apply(step, 0.1)

@@ -13,7 +13,8 @@ import torch
 
 from dtf.core.types import Box, State
 from dtf.optim.optimizers import Adam
-from dtf.optim.update import LocalUpdate, full_params
+from dtf.optim.sharding import Sharding, full_params
+from dtf.optim.update import LocalUpdate
 from tests.support.arrays import crossed, plain
 from tests.support.harness import BATCH, ROWS, difference, reference, spread, variants
 from tests.support.ranks import ranks
@@ -115,7 +116,8 @@ def test_rows_count_the_steps_that_dense_adam_counts() -> None:
     state, told = State([], {}), []
     for first in (0, 3):
         model, tables = torch.nn.Linear(3, 2, bias=False), Counted()
-        update = LocalUpdate(full_params(model, {"weight": model.weight.data}), Adam(), 0.0, 2.0**20, tables=tables)  # type: ignore[arg-type]
+        params = full_params(model, {"weight": model.weight.data})
+        update = LocalUpdate(Sharding(params=params, tables=tables), Adam(), 0.0, 2.0**20)  # type: ignore[arg-type]
         if first:
             update.load(Stored(state))
         for step, value in enumerate((1.0, np.inf, 1.0), first):

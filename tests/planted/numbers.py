@@ -80,8 +80,8 @@ FAULTS = [
     Fault(
         "gradients are clipped by the norm of this rank's part",
         "dtf/optim/update.py",
-        "        if self._combine is not None:\n",
-        "        if self._combine is not None and not norms.numel():\n",
+        "        if sum_slices is not None:\n",
+        "        if sum_slices is not None and not norms.numel():\n",
         (f"{SAME}[fsdp-{{}}-3]",),
     ),
     Fault(

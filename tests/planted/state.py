@@ -136,8 +136,8 @@ FAULTS = [
     Fault(
         "a checkpoint lacks the optimizer state of a rank",
         "dtf/optim/update.py",
-        "if self._writes or self._divided:",
-        "if self._writes:",
+        "if self._sharding.writes or self._sharding.owned is not None:",
+        "if self._sharding.writes:",
         (f"{SAME}[ddp-{{'shard_optimizer': True}}-3]",),
     ),
     Fault(

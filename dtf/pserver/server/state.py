@@ -21,7 +21,8 @@ from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.world import World
 from dtf.model.init import cast, model_of
 from dtf.model.loss_terms import per_count
-from dtf.optim.update import LocalUpdate, ParamShard, update_applied
+from dtf.optim.sharding import ParamShard, Sharding
+from dtf.optim.update import LocalUpdate, update_applied
 from dtf.pserver.net.compression import WIRE_DTYPES
 from dtf.pserver.net.messages import ANY, NONE
 from dtf.pserver.param_slices import balance, lay_out, state_fields, views, wire_layout
@@ -75,15 +76,14 @@ class ServerState:
         self._arriving = views(self._gradients, self.layout.learning)
         self._learning: list[nn.Parameter] = []
         self._shards = server_shards(task, world)
-        self._update = LocalUpdate(
-            self._param_shards(masters),
-            task.optimizer,
-            task.step.clip_norm,
-            task.precision.loss_scale,
-            gather=self._whole_norm,
-            like=next(iter(masters.values())).new_zeros(0),
+        sharding = Sharding(
+            params=self._param_shards(masters),
+            all_norms=self._whole_norm,
             tables=self._shards,
+            like=next(iter(masters.values())).new_zeros(0),
         )
+        options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
+        self._update = LocalUpdate(sharding, *options)
         for parameter in model.parameters():
             parameter.data = parameter.data.new_zeros(0)  # the blocks have it now
         self._state_fields, self._field_bytes = state_fields(self.layout, task.optimizer)

@@ -14,7 +14,8 @@ from dtf.api.task import Task
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
-from dtf.optim.update import LocalUpdate, full_params, update_applied
+from dtf.optim.sharding import Sharding, full_params
+from dtf.optim.update import LocalUpdate, update_applied
 from dtf.pserver.param_slices import Field, Layout, state_fields, views
 from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.trainer.compute import ByTable, LeaseResult, TrainerModel
@@ -50,8 +51,8 @@ class LocalSgd:
             if self._stores
             else None
         )
-        shards = full_params(model.replica.model, model.masters)
-        self._update = LocalUpdate(shards, task.optimizer, task.step.clip_norm, 0.0, tables=self._tables)
+        sharding = Sharding(params=full_params(model.replica.model, model.masters), tables=self._tables)
+        self._update = LocalUpdate(sharding, task.optimizer, task.step.clip_norm)
         self._metric_count = 1 + len(task.recipe.train_metrics)
 
     @torch.no_grad()

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from dtf.distributed.device_mesh import ParallelDims
     from dtf.distributed.world import World
-    from dtf.optim.update import LocalUpdate, ParamShard
+    from dtf.optim.sharding import ParamShard
+    from dtf.optim.update import LocalUpdate
     from dtf.sparse.sharded_tables import ShardedTables
     from dtf.strategies.pipeline.planner import PipelineSpec
     from dtf.strategies.pipeline.shared_tensors import TiedGradients
@@ -235,6 +236,7 @@ def _update(
     """The update of this rank's stages, `shards`. `names`: all trained parameters of the model, in its order."""
     import torch
 
+    from dtf.optim.sharding import Sharding
     from dtf.optim.update import LocalUpdate
 
     trained = [(name, shard.is_primary) for name, shard in shards.items() if shard.parameter.requires_grad]
@@ -244,28 +246,26 @@ def _update(
         for indices in (counted, [names.index(trained[i][0]) for i in counted])
     )
 
-    def gather(norms: torch.Tensor) -> torch.Tensor:
+    def all_norms(norms: torch.Tensor) -> torch.Tensor:
         """Norms of all parameters in the model's order, whichever stage has them: the same bits for every cut."""
-        all_norms = norms.new_zeros(len(names))
-        all_norms[positions] = norms[own]
-        return dims.total(all_norms)
+        everyone = norms.new_zeros(len(names))
+        everyone[positions] = norms[own]
+        return dims.total(everyone)
 
-    def reduce(gradients: list[torch.Tensor]) -> None:
+    def sum_gradients(gradients: list[torch.Tensor]) -> None:
         if dims.reduce is not None:
             dims.reduce(gradients)
         tied(gradients)
 
-    return LocalUpdate(
-        shards,
-        task.optimizer,
-        task.step.clip_norm,
-        task.precision.loss_scale,
+    sharding = Sharding(
+        params=shards,
         writes=dims.dp_shard.index == 0,
-        reduce=reduce,
-        gather=gather,
-        like=torch.empty(0, dtype=dtype, device=world.device),
+        sum_gradients=sum_gradients,
+        all_norms=all_norms,
         tables=tables,
+        like=torch.empty(0, dtype=dtype, device=world.device),
     )
+    return LocalUpdate(sharding, task.optimizer, task.step.clip_norm, task.precision.loss_scale)
 
 
 def _refuse_what_no_stage_does(model: nn.Module, divided: bool) -> None:

@@ -1,8 +1,9 @@
-"""The update of a fully sharded model: this rank's slices, and nothing gathered that is out of date."""
+"""How fsdp divides a model: slices here, and nothing gathered that is out of date."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,42 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from dtf.api.task import Source, Task
 from dtf.distributed.collectives import waiting_group
 from dtf.distributed.world import World
 from dtf.host.waits import Operation
-from dtf.optim.update import LocalUpdate
+from dtf.optim.sharding import Sharding
 from dtf.sparse.sharded_tables import ShardedTables
 from dtf.strategies.sharded_init import param_shards
-
-
-class ShardedUpdate(LocalUpdate):
-    """A LocalUpdate over slices. After each change of these, whole parameters are gathered anew. `model`: sharded."""
-
-    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._model = model
-
-    def apply(self, step: int, lr: float) -> Tensor:
-        norm = super().apply(step, lr)
-        drop_gathered(self._model)
-        return norm
-
-    def swap_ema(self, on: bool) -> None:
-        super().swap_ema(on)
-        drop_gathered(self._model)
-
-    def refresh(self, steps: int) -> None:
-        super().refresh(steps)
-        drop_gathered(self._model)
-
-    def held(self) -> dict[str, Tensor]:
-        drop_gathered(self._model)  # who asks may change them
-        return super().held()
-
-    def load(self, source: Source) -> None:
-        super().load(source)
-        drop_gathered(self._model)
 
 
 def drop_gathered(model: nn.Module) -> None:
@@ -68,28 +39,23 @@ def _groups(module: FSDPModule) -> Iterator[Any]:
     return (group for group in groups if group is not None)
 
 
-def sharded_update(
-    task: Task,
-    world: World,
-    mesh: DeviceMesh,
-    model: nn.Module,
-    masters: dict[str, Tensor],
-    tables: ShardedTables | None,
-) -> tuple[ShardedUpdate, Callable[[], None]]:
-    """The update of this rank's slices of a sharded model; and a function from whose call on gradients are summed over
-    ranks in place of averaged.
+def fsdp_sharding(
+    world: World, mesh: DeviceMesh, model: nn.Module, masters: dict[str, Tensor], tables: ShardedTables | None
+) -> tuple[Sharding, Callable[[], None]]:
+    """What this rank has of a sharded model; and a function from whose call on gradients are summed over ranks in place
+    of averaged.
     """
     group = mesh["shard"].get_group()
     adding = Operation("the sum of gradient norms", waiting_group(group, "shards"))
 
-    def combine(sums: Tensor) -> Tensor:
+    def sum_slices(sums: Tensor) -> Tensor:
         """Sum over the ranks that hold the slices of one copy, in place. Collective."""
         with adding:
             dist.all_reduce(sums, group=group)
         return sums
 
-    shards = param_shards(model, masters, first=mesh["shard"].get_local_rank() == 0)
-    trained = [shard for shard in shards.values() if shard.parameter.requires_grad]
+    params = param_shards(model, masters, first=mesh["shard"].get_local_rank() == 0)
+    trained = [shard for shard in params.values() if shard.parameter.requires_grad]
     scale = [1.0]
 
     def to_sum() -> None:
@@ -108,15 +74,12 @@ def sharded_update(
         flat *= scale[0]
         torch._foreach_copy_([gradients[i] for i in scalars], list(flat))
 
-    update = ShardedUpdate(
-        model,
-        shards,
-        task.optimizer,
-        task.step.clip_norm,
-        task.precision.loss_scale,
+    sharding = Sharding(
+        params=params,
         writes=mesh["replicate"].get_local_rank() == 0,
-        combine=combine,
-        reduce=average_scalars if scalars else None,
+        sum_gradients=average_scalars if scalars else None,
+        sum_slices=sum_slices,
+        drop_gathered=partial(drop_gathered, model),
         tables=tables,
     )
-    return update, to_sum
+    return sharding, to_sum
