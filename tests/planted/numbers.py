@@ -118,8 +118,8 @@ FAULTS = [
     Fault(
         "a frozen part learns",
         "dtf/optim/update.py",
-        "for name, shard in shards.items() if shard.parameter.requires_grad}",
-        "for name, shard in shards.items()}",
+        "for name, shard in params.items() if shard.parameter.requires_grad}",
+        "for name, shard in params.items()}",
         ("tests/laws/test_fine_tuning.py::test_frozen_parts_stay_as_they_are",),
     ),
     Fault(
@@ -174,8 +174,8 @@ FAULTS = [
     Fault(
         "ranks that divide the optimizer update each other's parameters",
         "dtf/strategies/ddp.py",
-        "owned, after = shares[world.rank],",
-        "owned, after = shares[world.rank - 1],",
+        "owned, fetch_others = shares[world.rank],",
+        "owned, fetch_others = shares[world.rank - 1],",
         (f"{SAME}[ddp-{{'shard_optimizer': True}}-3]",),
     ),
     Fault(
