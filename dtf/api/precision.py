@@ -1,11 +1,11 @@
-"""Number formats of a run: a value with five fields. A new precision is a YAML file, not a class."""
+"""Number formats of a run: a value with five fields, and the options that give them names."""
 
 from __future__ import annotations
 
 import math
 from enum import Enum
 
-from dtf.api.registry import option, register
+from dtf.api.registry import option, register, with_default
 from dtf.core.errors import ConfigError
 
 
@@ -30,9 +30,7 @@ HALF = (Format.bf16, Format.fp16)
 
 @register("precision", "fp32")
 class Precision:
-    """Which number format holds the parameters, which one computes, and whether the loss is scaled. Config node
-    `precision`.
-    """
+    """Which number format holds the parameters, which one computes, and whether the loss is scaled."""
 
     param: Format = option(
         default=Format.fp32, doc="format in which the optimizer keeps parameters; checkpoints hold this one"
@@ -85,6 +83,57 @@ class Precision:
                 f"precision.loss_scale={self.loss_scale:g} is for fp16, compute is {self.compute.value}; use "
                 "loss_scale=0 or compute=fp16"
             )
+
+
+@register("precision", "bf16")
+class Bf16(Precision):
+    """The default choice for speed: matrix products in bf16, operation by operation; parameters, sums and losses stay
+    fp32.
+    """
+
+    compute: Format = with_default(Precision, "compute", Format.bf16)
+    cast: Cast = with_default(Precision, "cast", Cast.autocast)
+
+
+@register("precision", "bf16_master")
+class Bf16Master(Precision):
+    """bf16 modules without the casts of autocast; the optimizer keeps an fp32 master copy, so no update is lost."""
+
+    compute: Format = with_default(Precision, "compute", Format.bf16)
+
+
+@register("precision", "bf16_params")
+class Bf16Params(Precision):
+    """Least memory: parameters and optimizer state in bf16 too; updates below 1/256 of a weight are lost."""
+
+    param: Format = with_default(Precision, "param", Format.bf16)
+    compute: Format = with_default(Precision, "compute", Format.bf16)
+
+
+@register("precision", "fp16")
+class Fp16(Precision):
+    """For GPUs without bf16: fp16 has few exponent bits, so the loss is scaled as far as gradients do not overflow."""
+
+    compute: Format = with_default(Precision, "compute", Format.fp16)
+    cast: Cast = with_default(Precision, "cast", Cast.autocast)
+    loss_scale: float = with_default(Precision, "loss_scale", 65536.0)
+
+
+@register("precision", "fp64")
+class Fp64(Precision):
+    """For proofs, not for speed: job=verify separates rounding from errors with it."""
+
+    param: Format = with_default(Precision, "param", Format.fp64)
+    compute: Format = with_default(Precision, "compute", Format.fp64)
+
+
+@register("precision", "tf32")
+class Tf32(Precision):
+    """fp32 at the speed of tensor cores (CUDA only): inputs of matrix products keep 10 bits of mantissa; sums and
+    parameters stay fp32.
+    """
+
+    tf32: bool = with_default(Precision, "tf32", True)
 
 
 def set_switches(precision: Precision) -> None:

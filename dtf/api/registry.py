@@ -73,7 +73,13 @@ def option(
     )
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(option,))
+def with_default(base: type, key: str, default: Any) -> Any:
+    """A field as `base` has it, with another default: for a registered class that is `base` with other values."""
+    (field,) = (field for field in dataclasses.fields(base) if field.name == key)
+    return dataclasses.field(default=default, metadata=field.metadata)
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(option, with_default))
 def register(group: str, name: str) -> Callable[[T], T]:
     """Class decorator: make the class a keyword-only dataclass, and the option `name` of the config group `group`.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dtf.api.registry import option, register
+from dtf.api.registry import option, register, with_default
 from dtf.api.schema import KeyProblem
 from dtf.checkpoint import storage
 from dtf.checkpoint.boxes import STATE, StoredCheckpoint, write_boxes
@@ -36,9 +36,7 @@ _ERRORS: dict[int, type[DtfError]] = {cls.exit: cls for cls in (DtfError, DataEr
 
 @register("checkpoint", "every")
 class Every:
-    """Save regularly, keep the newest and the best checkpoints, and resume from the newest. Config node
-    `checkpoint`.
-    """
+    """Save regularly, keep the newest and the best checkpoints, and resume from the newest."""
 
     every_steps: int | None = option(
         default=None,
@@ -69,6 +67,13 @@ class Every:
             )
         if self.resume not in ("auto", "never"):
             resolve_checkpoints(self.resume, "checkpoint.resume")
+
+
+@register("checkpoint", "off")
+class Off(Every):
+    """For trials whose result nobody needs: nothing is written, and a killed run starts over."""
+
+    every_steps: int | None = with_default(Every, "every_steps", 0)
 
 
 class Peers(Protocol):

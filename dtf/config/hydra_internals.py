@@ -1,4 +1,4 @@
-"""All that dtf uses of Hydra's private modules, which a new release of Hydra may change."""
+"""All that dtf uses of private modules of Hydra and OmegaConf, which a new release may change."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
+from omegaconf._utils import get_yaml_loader
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigSearchPathImpl",
     "FileConfigSource",
     "SourcesRegistry",
+    "get_yaml_loader",
     "hydra_app",
 ]
 

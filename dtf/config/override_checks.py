@@ -11,6 +11,7 @@ from dtf.api.registry import registered
 from dtf.api.schema import RESERVED, KeyProblem, show
 from dtf.config.hydra_sources import CONF, ROOT, Loader
 from dtf.config.messages import key_for_number
+from dtf.config.option_files import ROOT_KEYS
 from dtf.config.settings import EXPERIMENT, GROUPS
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
@@ -75,18 +76,21 @@ def refuse_targets(value: Any, key: str = "") -> None:
 
 
 def refuse_shadows(composed: DictConfig, choices: dict[str, Any]) -> None:
-    """Raise ConfigError for a file of the user's that has the name of an option of dtf, or of its root config.
-
-    Hydra would silently take the first one that it finds.
+    """Raise ConfigError for a file of the user's that has the name of dtf's root config, and for one on
+    `hydra.searchpath` that has the name of an option of dtf, which Hydra finds first. In `--config-dir` it stands in
+    the place of dtf's.
     """
     for source in composed.hydra.runtime.config_sources:
         if source.schema != "file" or source.provider == "main":
             continue
-        if os.path.isfile(os.path.join(source.path, f"{ROOT}.yaml")):
-            raise ConfigError(
-                f"{os.path.join(source.path, ROOT)}.yaml has the name of dtf's own root config; rename it and "
-                "give --config-name=NAME"
-            )
+        for name in (ROOT, ROOT_KEYS):
+            if os.path.isfile(os.path.join(source.path, f"{name}.yaml")):
+                raise ConfigError(
+                    f"{os.path.join(source.path, name)}.yaml has the name of dtf's own root config; rename it and "
+                    "give --config-name=NAME"
+                )
+        if source.provider == "command-line":
+            continue
         for group, choice in choices.items():
             for name in choice if OmegaConf.is_list(choice) else [choice]:
                 file = os.path.join(source.path, group, f"{name}.yaml")

@@ -6,7 +6,7 @@ import functools
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from dtf.api.registry import option, register
+from dtf.api.registry import option, register, with_default
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program, Strategy, check_tables
 from dtf.api.task import Task
@@ -163,6 +163,13 @@ class Ddp(Strategy):
                     None, self.powersgd_rank, start_powerSGD_iter=self.powersgd_start + 2
                 )
                 model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+@register("strategy", "zero1")
+class Zero1(Ddp):
+    """ddp with the optimizer's state divided among ranks: less memory, one more broadcast of the parameters a step."""
+
+    shard_optimizer: bool = with_default(Ddp, "shard_optimizer", True)
 
 
 def _sum_gradients(model: DistributedDataParallel) -> None:
