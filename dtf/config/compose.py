@@ -29,8 +29,9 @@ from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.command_line import parse_arguments
 from dtf.config.hydra_sources import ROOT, YamlFile, make_loader, record_files
 from dtf.config.limits import resolve_interpolations
-from dtf.config.messages import is_set_by, origin, parse, translated, with_suggestions
+from dtf.config.messages import is_set_by, parse, translated, with_suggestions
 from dtf.config.override_checks import check_override, refuse_shadows, refuse_targets
+from dtf.config.provenance import Source, origin, sources
 from dtf.config.settings import (
     EXPERIMENT,
     GROUPS,
@@ -155,6 +156,11 @@ class Composed:
     def origin(self, key: str) -> str:
         """Where a key got its value: `on the command line`, `in FILE`, or "" when it is a default."""
         return self.composer.origin(key, self.overrides, self.reads)
+
+    def sources(self, key: str) -> list[Source]:
+        """The places that give a key a value; the last one counts."""
+        composer = self.composer
+        return sources(key, composer.config_name, self.overrides, composer.loader, self.reads)
 
     def _located(self) -> _Located:
         return _Located(self.origin)
@@ -300,13 +306,11 @@ class Composer:
                 chosen[entry.group] = [entry.value] if isinstance(entry.value, str) else list(entry.value)
         return chosen
 
-    def is_file(self, group: str, option: str) -> bool:
-        """Whether an option is a YAML file, not a registered class as it is."""
-        return any(
-            source.is_config(f"{group}/{option}")
-            for source in self.loader.repository.get_sources()
-            if source.scheme() == "file"
-        )
+    def read(self, group: str, option: str) -> YamlFile | None:
+        """The file of an option; None where it has none."""
+        with record_files() as reads:
+            self.loader.repository.load_config(f"{group}/{option}")
+        return reads.get(f"{group}/{option}")
 
     def is_group(self, key: str) -> bool:
         return self.loader.repository.group_exists(key)

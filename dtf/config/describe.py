@@ -9,7 +9,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
 from dtf.api.registry import registered
-from dtf.api.schema import is_node, keys, option_node, show, to_plain, type_text
+from dtf.api.schema import coerce_option, is_node, keys, option_node, show, to_plain, type_text
+from dtf.config.hydra_sources import CONF
+from dtf.config.option_files import is_class_file, option_text
 from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
@@ -77,6 +79,26 @@ def as_json(described: dict[str, Any]) -> str:
     return json.dumps(described, indent=2)
 
 
+def as_yaml(composer: Composer, group: str, option: str, chosen: Mapping[str, Sequence[str]]) -> str:
+    """The file of one option, with every key: that of its class, or the file itself where it is one of its own.
+
+    ConfigError where several options are asked for.
+    """
+    asked = {group: [option]} if group and option else dict(chosen)
+    names = [(each, name) for each, options in asked.items() for name in options]
+    if len(names) != 1:
+        raise ConfigError(
+            "job.format=yaml shows the file of one option; give job.group=GROUP job.option=NAME, or choose one beside "
+            "it: job=describe strategy=fsdp job.format=yaml"
+        )
+    each, name = names[0]
+    catalogue(composer, each, name)  # refuses what there is not
+    read = composer.read(each, name)
+    if read is None or is_class_file(each, name, read.file, CONF):
+        return option_text(each, name)
+    return read.file.read_text("utf-8")
+
+
 def help_text(composer: Composer, width: int) -> str:
     """`dtf --help`: groups with their options, root keys, flags, examples."""
     chosen = composer.defaults()
@@ -102,9 +124,9 @@ def help_text(composer: Composer, width: int) -> str:
 
 def _option(composer: Composer, group: str, name: str) -> dict[str, Any]:
     classes = registered(group)
-    if group != EXPERIMENT and name in classes and not composer.is_file(group, name):
+    if group != EXPERIMENT and (own := _class_node(composer, group, name)) is not None:
         cls = classes[name]
-        return {"help": _summary(cls), "keys": _keys(cls, option_node(group, name), _prefix(group, name)), "sets": {}}
+        return {"help": _summary(cls), "keys": _keys(cls, own, _prefix(group, name)), "sets": {}}
     composed = composer.compose([f"{group}=[{name}]" if group == "observer" else f"{group}={name}"])
     read = composed.reads[f"{group}/{name}"]
     text = " ".join(line.lstrip("# ").strip() for line in _header(read.file.read_text(encoding="utf-8")))
@@ -117,6 +139,18 @@ def _option(composer: Composer, group: str, name: str) -> dict[str, Any]:
         key: value for key, value in _flat(outside, "").items() if key.split(".")[0] != group
     }
     return {"help": text or _summary(cls), "keys": _keys(cls, node, _prefix(group, name)), "sets": sets}
+
+
+def _class_node(composer: Composer, group: str, option: str) -> dict[str, Any] | None:
+    """The keys of an option that is a registered class and no more, with the values of its file. None for a file with
+    content of its own.
+    """
+    if option not in registered(group):
+        return None
+    read = composer.read(group, option)
+    if read is None:
+        return option_node(group, option)
+    return coerce_option(group, read.content, group) if is_class_file(group, option, read.file, CONF) else None
 
 
 def _keys(cls: type, values: dict[str, Any], prefix: str) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
 from dtf.api.registry import registered
@@ -152,21 +151,6 @@ def is_set_by(key: str, overrides: Sequence[str], loader: Loader) -> bool:
     return any(gives(override) for override in parse(overrides, loader))
 
 
-def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader, reads: dict[str, YamlFile]) -> str:
-    """Where a key got its value: `on the command line`, `in FILE`, or "" when it is a default."""
-    if is_set_by(key, overrides, loader):
-        return COMMAND_LINE
-    wanted = re.findall(r"[^.\[\]]+", key)
-    for default in reversed(loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults):
-        read = reads.get(default.config_path or "")
-        if read is None:
-            continue
-        package = default.package.split(".") if default.package else []
-        if wanted[: len(package)] == package and _holds(read.content, wanted[len(package) :]):
-            return f"in {display_path(read.file)}"
-    return ""
-
-
 def display_path(path: Path) -> str:
     """A path as text: relative to the current directory where it lies below that, else absolute."""
     absolute, current = os.path.abspath(path), os.getcwd()
@@ -190,20 +174,6 @@ def _keys_below(cls: type, prefix: str) -> Iterator[str]:
         yield f"{prefix}{key.name}"
         if is_node(key.hint):
             yield from _keys_below(key.hint, f"{prefix}{key.name}.")
-
-
-def _holds(content: Any, parts: list[str]) -> bool:
-    for part in parts:
-        if isinstance(content, dict):
-            names = {str(name): entry for name, entry in content.items()}
-            if part not in names:
-                return False
-            content = names[part]
-        elif isinstance(content, list) and part.isdecimal() and int(part) < len(content):
-            content = content[int(part)]
-        else:
-            return False
-    return True
 
 
 def _chooses(entry: Any, group: str, name: str) -> bool:

@@ -53,6 +53,11 @@ def file_of(group: str, name: str) -> str:
     return f"{group}/{SCHEMA}/{name}.yaml" if group == "recipe" else f"{group}/{name}.yaml"
 
 
+def is_class_file(group: str, name: str, file: Path, conf: Path) -> bool:
+    """Whether a file that Hydra read as an option is the one that is made from its class."""
+    return name in registered(group) and file == conf / file_of(group, name)
+
+
 def _text(lines: list[str]) -> str:
     return "\n".join(lines) + "\n"
 

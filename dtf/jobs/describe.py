@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class Output(Enum):
     text = "text"
     json = "json"
+    yaml = "yaml"
 
 
 @register("job", "describe")
@@ -30,17 +31,31 @@ class Describe(Job):
         default="",
         doc="only this group, e.g. strategy; empty: those that the command line chooses options of, else all",
     )
-    format: Output = option(default=Output.text, doc="`text` to read, `json` for programs")
+    format: Output = option(
+        default=Output.text,
+        doc="`text` to read, `json` for programs, `yaml`: the option's file, to edit in a folder of --config-dir",
+    )
+    key: str = option(
+        default="",
+        doc="instead: where this key, or each key of this node, gets its value, such as step.batch_size or lr",
+    )
     option: str = option(
         default="",
         doc="only this option of the group, e.g. ddp; empty: the one that the command line chooses, else all",
     )  # last: the name hides the function
 
     def run(self, composed: Composed) -> int:
-        from dtf.config.describe import as_json, as_text, catalogue
+        from dtf.config.describe import as_json, as_text, as_yaml, catalogue
+        from dtf.config.provenance import explain
 
+        if self.key:
+            print("\n".join(explain(composed.config, composed.sources, self.key)))
+            return Exit.OK
         group = self.group
         chosen = {name: options for name, options in composed.chosen().items() if name != "job" and group in ("", name)}
+        if self.format is Output.yaml:
+            print(as_yaml(composed.composer, group, self.option, chosen), end="")
+            return Exit.OK
         described = catalogue(composed.composer, group, self.option, {} if self.option else chosen)
         print(
             as_json(described)
