@@ -36,7 +36,7 @@ from dtf.config.hydra_internals import (
     get_yaml_loader,
 )
 from dtf.config.limits import check_hydra, one_line, read_checked
-from dtf.config.option_files import ROOT_KEYS, SCHEMA, file_of
+from dtf.config.option_files import SCHEMA, file_of
 from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
 
@@ -165,8 +165,6 @@ class GuardedFiles(FileConfigSource):
         path = config_path.removesuffix(".yaml").strip("/")
         if Path(self.path) != CONF or super().is_config(path):
             return config_path
-        if path == f"{SCHEMA}/{ROOT_KEYS}":
-            return ROOT_KEYS
         group, _, name = path.replace(f"/{SCHEMA}/", "/").partition("/")
         return file_of(group, name) if name in registered(group) else config_path
 
@@ -276,6 +274,7 @@ def make_loader(config_dir: str | None) -> Loader:
             raise ConfigError(
                 f"--config-dir={config_dir} is no folder; give one that holds <group>/<option>.yaml files"
             )
+        refuse_root(folder)  # Hydra would find it before dtf's
         path.append("command-line", f"file://{folder}")
     path.append("main", f"file://{CONF}")
     for plugin in plugins.discover(SearchPathPlugin):
@@ -283,6 +282,15 @@ def make_loader(config_dir: str | None) -> Loader:
     path.append("dtf", "dtf://")
     path.append("schema", "structured://")
     return Loader(path)
+
+
+def refuse_root(folder: str) -> None:
+    """Raise ConfigError for a folder of the user's with a file of the name of dtf's root config."""
+    if os.path.isfile(os.path.join(folder, f"{ROOT}.yaml")):
+        raise ConfigError(
+            f"{os.path.join(folder, ROOT)}.yaml has the name of dtf's own root config; rename it and give "
+            "--config-name=NAME"
+        )
 
 
 OPTUNA = "optuna"

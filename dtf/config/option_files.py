@@ -16,8 +16,8 @@ from dtf.config.settings import GROUPS, Root
 SCHEMA = "schema"
 """Folder of the files of classes whose name a file of other content has, such as a recipe; see `file_of`."""
 
-ROOT_KEYS = "root"
-"""Name of the file of the keys outside groups."""
+ROOT_KEYS = f"{SCHEMA}/root"
+"""The file of the keys outside groups, without `.yaml`."""
 
 _WIDTH = 120
 _SHIPPED = "dtf."

@@ -9,9 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.registry import registered
 from dtf.api.schema import RESERVED, KeyProblem, show
-from dtf.config.hydra_sources import CONF, ROOT, Loader
+from dtf.config.hydra_sources import CONF, Loader, refuse_root
 from dtf.config.messages import key_for_number
-from dtf.config.option_files import ROOT_KEYS
 from dtf.config.settings import EXPERIMENT, GROUPS
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
@@ -83,19 +82,29 @@ def refuse_shadows(composed: DictConfig, choices: dict[str, Any]) -> None:
     for source in composed.hydra.runtime.config_sources:
         if source.schema != "file" or source.provider == "main":
             continue
-        for name in (ROOT, ROOT_KEYS):
-            if os.path.isfile(os.path.join(source.path, f"{name}.yaml")):
-                raise ConfigError(
-                    f"{os.path.join(source.path, name)}.yaml has the name of dtf's own root config; rename it and "
-                    "give --config-name=NAME"
-                )
+        refuse_root(source.path)
         if source.provider == "command-line":
+            _refuse_another_class(composed, choices, source.path)
             continue
         for group, choice in choices.items():
             for name in choice if OmegaConf.is_list(choice) else [choice]:
                 file = os.path.join(source.path, group, f"{name}.yaml")
                 if os.path.isfile(file) and (name in registered(group) or (CONF / group / f"{name}.yaml").is_file()):
                     raise ConfigError(f"{group}={name} is an option of dtf and also a file, {file}; rename the file")
+
+
+def _refuse_another_class(composed: DictConfig, choices: dict[str, Any], folder: str) -> None:
+    """Raise ConfigError for a file of the user's with the name of a class that holds the keys of another one."""
+    for group, choice in choices.items():
+        node = composed.get(group)
+        if group == "observer" or choice not in registered(group) or not OmegaConf.is_dict(node):
+            continue
+        file = os.path.join(folder, group, f"{choice}.yaml")
+        if os.path.isfile(file) and node.get("name") != choice:
+            raise ConfigError(
+                f"{group}={choice} is an option of dtf, and {file} makes {show(node.get('name'))} of it; rename the "
+                f"file, or begin it with defaults: [schema/{choice}@_here_, _self_]"
+            )
 
 
 def _may_choose(value: Any) -> bool:

@@ -119,7 +119,7 @@ def _line(file: Path, wanted: list[str]) -> int | None:
 
 def _class_values(config_path: str) -> tuple[str, dict[str, Any]] | None:
     """(name, values) of the class behind an option's path; None for a path of no class."""
-    if config_path in (ROOT_KEYS, f"{SCHEMA}/{ROOT_KEYS}"):
+    if config_path == ROOT_KEYS:
         return "Root", to_plain(Root())
     group, _, name = config_path.replace(f"/{SCHEMA}/", "/").partition("/")
     cls = registered(group).get(name)

@@ -97,7 +97,7 @@ def _load(setup: TrainingSetup, path: Path) -> Resumed:
     changed = [
         f"{key}={now.get(key)} (was {before.get(key)})"
         for key in sorted(now.keys() | before.keys())
-        if now.get(key) != before.get(key)
+        if now.get(key) != before.get(key) and key != "precision.name"  # its keys say all, and earlier versions less
     ]
     if changed:
         setup.joined.see(Note("warning", f"from step {scalars['clock']['step']} on with {', '.join(changed)}"))

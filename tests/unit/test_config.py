@@ -81,7 +81,7 @@ def check_options(composer: Composer, chosen: dict[str, str]) -> None:
         part, node = getattr(composed.settings, group), composed.config[group]
         if group == "observer":
             (part,), (node,) = part.values(), node.values()
-        assert node["name"] == name or composer.is_file(group, name)
+        assert node["name"] == name or name not in registered(group)
         assert type(part) is lookup(group, node["name"])
 
 
@@ -222,7 +222,7 @@ def test_plugin_in_an_unknown_group_is_refused(tmp_path: Path, monkeypatch: pyte
 
 def test_shadowed_names_are_refused(write: Write) -> None:
     folder = write("strategy/ddp.yaml", "defaults: [schema/dp@_here_, _self_]\n")
-    with pytest.raises(ConfigError, match=r"strategy=ddp is an option of dtf and also a file.*; rename the file"):
+    with pytest.raises(ConfigError, match=r"strategy=ddp is an option of dtf, and .* makes dp of it; rename the file"):
         with_dir(folder)
     other = write("config.yaml", "seed: 1\n")
     with pytest.raises(ConfigError, match="has the name of dtf's own root config"):

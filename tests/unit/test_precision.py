@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from dtf.api.precision import Cast, Format, Precision
+from dtf.api.registry import registered
 from dtf.config.compose import compose
 from dtf.core.errors import ConfigError
 
@@ -27,7 +29,7 @@ def load(name: str) -> Precision:
 
 
 def test_every_shipped_option_is_tested_and_says_why() -> None:
-    assert {path.stem for path in FILES} | {"fp32"} == set(OPTIONS)
+    assert {path.stem for path in FILES} == set(OPTIONS) == set(registered("precision"))
     assert all(path.read_text().startswith("# ") for path in FILES)
 
 
@@ -35,7 +37,7 @@ def test_every_shipped_option_is_tested_and_says_why() -> None:
 def test_shipped_options_are_what_they_are_called(name: str) -> None:
     found = load(name)
     found.check("cuda")
-    assert found == OPTIONS[name]
+    assert asdict(found) == asdict(OPTIONS[name])
 
 
 def test_default_is_plain_fp32() -> None:

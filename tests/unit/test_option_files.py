@@ -1,0 +1,106 @@
+"""conf/ shows every key of every option, and what stands there is what is composed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dtf.api.registry import lookup, registered
+from dtf.api.schema import option_node
+from dtf.config import hydra_sources
+from dtf.config.compose import Composer
+from dtf.config.hydra_sources import CONF
+from dtf.config.option_files import files, option_text, root_text
+from dtf.config.settings import GROUPS, Root, load_parts
+from dtf.core.errors import ConfigError
+
+load_parts([])
+SHIPPED = [
+    (group, name) for group in GROUPS for name, cls in registered(group).items() if cls.__module__.startswith("dtf.")
+]
+
+
+def test_each_option_of_dtf_has_its_file() -> None:
+    made = files(CONF)
+    assert len(made) == len(SHIPPED) + 1
+    other = [str(path) for path, text in made.items() if not path.is_file() or path.read_text("utf-8") != text]
+    assert not other, "python docs/conf.py --write makes them anew"
+
+
+@pytest.mark.parametrize(("group", "name"), SHIPPED)
+def test_a_file_has_every_key_with_its_default_and_help(group: str, name: str) -> None:
+    text = option_text(group, name)
+    assert yaml.safe_load(text) == option_node(group, name) or "e-" in text  # 1e-5 is a number for OmegaConf alone
+    lines = [line.strip() for line in text.splitlines()]
+    keys = [number for number, line in enumerate(lines) if not line.startswith("#") and not line.startswith("name:")]
+    assert all(lines[number - 1].startswith("#") for number in keys), "help stands above each key"
+
+
+def test_what_an_option_is_called_stands_in_the_config() -> None:
+    composer = Composer()
+    for group, name in SHIPPED:
+        if group not in ("observer", "job"):
+            node = composer.compose([f"{group}={name}"]).config[group]
+            assert node["name"] == name or group == "recipe", (group, name, node["name"])
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of conf/ that dtf takes for its own."""
+    folder = tmp_path / "conf"
+    shutil.copytree(CONF, folder)
+    monkeypatch.setattr(hydra_sources, "CONF", folder)
+    return folder
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text("utf-8")
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new), "utf-8")
+
+
+def test_an_edit_in_a_checkout_takes_effect(checkout: Path, tmp_path: Path) -> None:
+    edit(checkout / "strategy" / "ddp.yaml", "bucket_mb: 25.0", "bucket_mb: 7")
+    edit(checkout / "schema" / "root.yaml", "log_every: 20", "log_every: 3")
+    edit(checkout / "recipe" / "schema" / "resnet_shapes.yaml", "label_smoothing: 0.0", "label_smoothing: 0.25")
+    edit(checkout / "observer" / "jsonl.yaml", "path: metrics.jsonl", "path: m.jsonl")
+    config = Composer().compose([]).config
+    assert (config["strategy"]["bucket_mb"], config["train"]["log_every"]) == (7.0, 3)
+    assert config["recipe"]["label_smoothing"] == 0.25
+    assert config["observer"]["jsonl"]["path"] == "m.jsonl"
+    (tmp_path / "strategy").mkdir()
+    (tmp_path / "strategy" / "mine.yaml").write_text("defaults: [schema/ddp@_here_, _self_]\nbackend: gloo\n")
+    mine = Composer(str(tmp_path)).compose(["strategy=mine"]).config["strategy"]
+    assert (mine["bucket_mb"], mine["backend"]) == (7.0, "gloo")
+
+
+def test_a_file_of_ones_own_stands_in_the_place_of_dtfs(tmp_path: Path) -> None:
+    (tmp_path / "strategy").mkdir()
+    file = tmp_path / "strategy" / "ddp.yaml"
+    file.write_text("defaults: [schema/ddp@_here_, _self_]\nbucket_mb: 9\n")
+    assert Composer(str(tmp_path)).compose([]).config["strategy"]["bucket_mb"] == 9.0
+    file.write_text("name: ddp\nbucket_mb: 8\n")  # keys that it leaves out are as in the class
+    assert Composer(str(tmp_path)).compose([]).config["strategy"] == option_node("strategy", "ddp") | {"bucket_mb": 8.0}
+    file.write_text("name: ddp\nbucket: 8\n")
+    with pytest.raises(ConfigError, match=r"strategy.bucket=8 is no known key; did you mean .*set in .*ddp.yaml"):
+        Composer(str(tmp_path)).compose([])
+
+
+def test_an_edited_value_that_does_not_fit_names_the_file(checkout: Path) -> None:
+    edit(checkout / "strategy" / "ddp.yaml", "bucket_mb: 25.0", "bucket_mb: -1")
+    with pytest.raises(ConfigError, match=r"strategy.bucket_mb=-1.*; set in .*conf/strategy/ddp.yaml"):
+        Composer().compose([])
+
+
+def test_the_root_has_every_key() -> None:
+    assert set(yaml.safe_load(root_text())) == set(Root.__dataclass_fields__)
+
+
+def test_a_class_of_a_plugin_has_a_file_too() -> None:
+    composer = Composer()
+    composer.compose(["plugins=[tests.support.own_parts]"])
+    assert "extra: 3" in option_text("strategy", "front_mine")
+    assert lookup("strategy", "front_mine").__module__ == "tests.support.own_parts"
