@@ -34,9 +34,9 @@ from ctr_rivals import Log as Rows
 from endless import Endless
 from torch.distributed import TCPStore
 
+from dtf.api.helper_roles import RoleContext
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
-from dtf.api.strategy import RoleContext
 from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.core.types import Event, Measured, Place, Shard
@@ -90,21 +90,21 @@ def serve(task: Task, epochs: Epochs, place: Place, strategy: Pserver) -> None:
             print("full", flush=True)
         else:
             print(*timed(run, int(line)), flush=True)
-    program.end()
+    program.leased.end()
 
 
 def train(task: Task, epochs: Epochs, place: Place, strategy: Pserver) -> None:
     def rows(split: str, shard: Shard, micro_batch_rows: int) -> Loader:
         return Loader(task.recipe.open_data(split, 0), epochs, shard, micro_batch_rows)
 
-    strategy.run_helper(task, RoleContext(place, {}, rows, lambda phase, step: None, lambda: False))
+    strategy.helper_roles.run(task, RoleContext(place, {}, rows, lambda phase, step: None, lambda: False))
 
 
 def role(args: argparse.Namespace) -> None:
     """One process of a pair."""
     torch.set_num_threads(args.threads)
     task, epochs = parts(opened(Path(args.log)), args.only)
-    strategy = Pserver(mode=Mode(args.modes[0]), servers=1, trainers=1)
+    strategy = Pserver(mode=Mode(args.modes[0]), servers=1)
     place = Place(
         int(args.role == "trainer"),
         2,

@@ -14,9 +14,11 @@ from dtf.core.renamed import find_old_modules
 from dtf.core.version import __version__
 
 if TYPE_CHECKING:
+    from dtf.api.helper_roles import HelperRoles, RendezvousContext, RoleContext
     from dtf.api.job import ComposedConfig, Job
     from dtf.api.launcher import WORK, LaunchedRun, Launcher, check_environment, check_one_role, log_folder, report
     from dtf.api.layout import BufferUpdate, Layout, Split
+    from dtf.api.leased_work import LeasedWork
     from dtf.api.lr import Schedule
     from dtf.api.observer import Observer, Probe, Probes
     from dtf.api.optimizer import Group, Optimizer
@@ -28,17 +30,7 @@ if TYPE_CHECKING:
     from dtf.api.row_optimizer import RowOptimizer
     from dtf.api.sampler import Sampler, Tail
     from dtf.api.sparse_table import Placement, Table
-    from dtf.api.strategy import (
-        ExternalProcess,
-        Program,
-        RendezvousContext,
-        RoleContext,
-        Strategy,
-        Update,
-        check_divides,
-        check_layout,
-        check_tables,
-    )
+    from dtf.api.strategy import Program, Strategy, Update, check_divides, check_layout, check_tables
     from dtf.api.task import Source, Task, Weights
     from dtf.core.errors import (
         AuthError,
@@ -60,6 +52,7 @@ if TYPE_CHECKING:
         Evaluated,
         Event,
         Failed,
+        ManualStart,
         Measured,
         Memory,
         Names,
@@ -116,18 +109,19 @@ _PUBLIC = {
     "event_from_json": "core.types",
     "event_to_json": "core.types",
     "Exit": "core.errors",
-    "ExternalProcess": "api.strategy",
     "Failed": "core.types",
     "FineTuning": "api.options",
     "full_params": "optim.sharding",
     "Group": "api.optimizer",
     "grouped_auc": "model.auc",
+    "HelperRoles": "api.helper_roles",
     "init_model": "model.init",
     "Job": "api.job",
     "LaunchedRun": "api.launcher",
     "Launcher": "api.launcher",
     "BufferUpdate": "api.layout",
     "Layout": "api.layout",
+    "LeasedWork": "api.leased_work",
     "LocalUpdate": "optim.update",
     "log_folder": "api.launcher",
     "Measured": "core.types",
@@ -141,6 +135,7 @@ _PUBLIC = {
     "ParamShard": "optim.sharding",
     "PeerError": "core.errors",
     "Peers": "api.recipe",
+    "ManualStart": "core.types",
     "Place": "core.types",
     "Placement": "api.sparse_table",
     "placing": "pserver.placement",
@@ -151,10 +146,10 @@ _PUBLIC = {
     "Program": "api.strategy",
     "Recipe": "api.recipe",
     "register": "api.registry",
-    "RendezvousContext": "api.strategy",
+    "RendezvousContext": "api.helper_roles",
     "Replica": "strategies.replica",
     "report": "api.launcher",
-    "RoleContext": "api.strategy",
+    "RoleContext": "api.helper_roles",
     "RowOptimizer": "api.row_optimizer",
     "Sampler": "api.sampler",
     "Saved": "core.types",
@@ -205,15 +200,17 @@ __all__ = [
     "Evaluator",
     "Event",
     "Exit",
-    "ExternalProcess",
     "Failed",
     "FineTuning",
     "Group",
+    "HelperRoles",
     "Job",
     "LaunchedRun",
     "Launcher",
     "Layout",
+    "LeasedWork",
     "LocalUpdate",
+    "ManualStart",
     "Measured",
     "Memory",
     "Names",

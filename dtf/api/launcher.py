@@ -97,11 +97,6 @@ class Launcher(ABC):
 
 def check_one_role(launcher: str, strategy: Strategy, processes: int) -> None:
     """Raise ConfigError for a strategy of several roles. For launchers that start ranks of one role."""
-    if strategy.external_process():
-        raise ConfigError(
-            f"launcher={launcher} finds ranks that exist already, and strategy.endpoints is for processes that "
-            "are started externally; use launcher=local"
-        )
     roles = strategy.roles(processes)
     if len(roles) > 1:
         parts = " and ".join(f"{number} {role}{'s' * (number != 1)}" for role, number in roles.items())

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 
 from dtf.api.registry import Range, lookup
 from dtf.core.errors import ConfigError
+from dtf.core.renamed import refused_keys
 from dtf.core.text import suggest
 
 if TYPE_CHECKING:
@@ -212,6 +213,8 @@ def coerce_option(group: str, value: Any, key: str) -> dict[str, Any]:
         cls = lookup(group, name)
     except ConfigError as error:
         raise KeyProblem(f"{key}.name", str(error)) from error
+    if refused := refused_keys(group, name, map(str, rest)):
+        raise KeyProblem(*refused)
     return {"name": name, **_fit_node(cls, rest, key)}
 
 

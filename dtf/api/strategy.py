@@ -5,26 +5,50 @@ parameters come from and gradients go (Update). Torch-free.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.api.helper_roles import HelperRoles
+from dtf.api.leased_work import LeasedWork
 from dtf.api.recipe import Recipe
 from dtf.api.sparse_table import Placement
 from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError
-from dtf.core.renamed import accept_old_names
+from dtf.core.renamed import accept_old_names, refuse_moved_names
 from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.distributed.sharding import bounds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
     from torch import Tensor
 
-    from dtf.core.types import Batches, Memory, Place
+    from dtf.core.types import Memory
     from dtf.distributed.world import World
+
+
+_LEASED = {
+    name: f"`{name}` of a dtf.LeasedWork, which the program has as its `leased`"
+    for name in ("rest", "eval_rest", "consumed", "unread", "told_to_stop", "end")
+}
+_HELPERS = {
+    **{
+        old: f"`{new}` of a dtf.HelperRoles, which the strategy returns as its `helper_roles`"
+        for old, new in {
+            "replaceable": "replaceable",
+            "computes_on_device": "on_device",
+            "rendezvous": "rendezvous",
+            "meet": "rendezvous",
+            "run_helper": "run",
+            "assist": "run",
+        }.items()
+    },
+    **dict.fromkeys(
+        ("external_process", "alone"),
+        "a launcher, launcher=manual; let `check_manual_start` of the strategy's `helper_roles` (a dtf.HelperRoles) "
+        "allow it",
+    ),
+    "check_processes": "`check`, which gets the number of processes",
+    "hints": "`about` of the program, a row of the start-up table",
+}
+"""Members of before -> where they are now."""
 
 
 class Program(ABC):
@@ -36,6 +60,7 @@ class Program(ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         accept_old_names(Program, cls, {"rehearse": "warmup", "settle": "sync", "use_averages": "swap_ema"})
+        refuse_moved_names(Program, cls, _LEASED)
 
     shard: Shard | None
     """The part of each global batch that this rank reads. None: it reads nothing, and gets None for a batch."""
@@ -47,6 +72,9 @@ class Program(ABC):
 
     micro_batch_rows: int
     """Rows of each micro-batch that a global batch is cut into. See `StepOptions.rows_each`."""
+
+    leased: LeasedWork = LeasedWork()
+    """What other processes compute for this rank. Default: nothing, as `step` and `eval_step` return all."""
 
     @property
     def evaluation_micro_batches(self) -> int:
@@ -88,42 +116,10 @@ class Program(ABC):
         the device.
         """
 
-    def rest(self) -> StepOutput | None:
-        """The sums of steps that were begun and not yet returned by `step`. Where the numbers of a step are to be
-        exact, they are finished first.
-
-        Called before measurements are reported, and after `sync` before a save. Default: None, as `step` returns all.
-        """
-        return None
-
     @abstractmethod
     def eval_step(self, batch: Batch | None) -> Evaluated:
         """Evaluate this rank's rows of `evaluation_micro_batches`, each whole, and nothing of padding: sums (M,) as
         `Recipe.measure` gives them, rows (R, K) as `Recipe.eval_outputs` does. Changes no state. May be collective."""
-
-    def eval_rest(self) -> Evaluated | None:
-        """What `eval_step` has begun and not yet returned. Default: None, as it returns all."""
-        return None
-
-    def consumed(self) -> list[tuple[int, np.ndarray]]:
-        """(step, sample ids) of rows that other processes read for finished steps. Each pair is returned once.
-
-        Default: none, as this rank reads its rows itself.
-        """
-        return []
-
-    def unread(self, split: str, epoch: int) -> int:
-        """How many rows of an epoch other processes have failed to read so far. Default: 0."""
-        return 0
-
-    def told_to_stop(self) -> bool:
-        """Whether a process that works for this rank got a signal to stop. Default: no such processes."""
-        return False
-
-    def end(self, reason: str = "finished") -> None:
-        """The run has ended. Release the processes that work for this rank. `reason`: that of the clock's Stop.
-        Default: nothing.
-        """
 
     def swap_ema(self, on: bool) -> None:
         """Exchange the weights and their exponential moving averages (`step.ema`): `on=True` puts the averages in place
@@ -166,60 +162,6 @@ class Program(ABC):
         """How many updates were skipped so far because loss or gradient was not finite. The same number on all ranks.
         May synchronise with the device.
         """
-
-
-@dataclass(frozen=True)
-class RoleContext:
-    """What a process gets that helps the ranks which run the engine. See `Strategy.run_helper`."""
-
-    place: Place
-    facts: dict[str, Any]
-    """What all processes of a run must have in common, as JSON. See `dtf.core.consistency`."""
-
-    open: Callable[[str, Shard, int], Batches]
-    """`open(split, shard, micro_batch_rows)`: a share of global batches of `train` or `eval`; see `Splits.loader`."""
-
-    beat: Callable[[str, int], None]
-    """`beat(phase, step)` marks that this process is alive."""
-
-    stop_requested: Callable[[], bool]
-    """Whether this process got a signal to stop."""
-
-    say: Callable[[str], None] = lambda text: None
-    """Show a line of text to the people who watch this process."""
-
-    folder: Path = Path()
-    """The run folder."""
-
-
-@dataclass(frozen=True)
-class ExternalProcess:
-    """The one process of a run that this command starts, where a command of its own starts each of the others."""
-
-    role: str
-    rank: int  # among all processes of the run; 0 makes its folder, and reports
-    towards: tuple[str, int]  # host and port of rank 0
-    token: str = field(repr=False)  # the secret that processes of a run share
-
-
-@dataclass(frozen=True)
-class RendezvousContext:
-    """Where a process of the role that runs the engine is in a run, and what it may do while it looks for the others.
-    See `Strategy.rendezvous`.
-    """
-
-    place: Place
-    folder: Path
-    run_id: str
-    facts: dict[str, Any]
-    """What all processes must have in common and what is known this early, as JSON. See `RoleContext.facts`."""
-
-    wait: Callable[[], None]
-    """To be called regularly while waiting, as a sign of life. Raises Preempted when this process got a signal to stop.
-    """
-
-    say: Callable[[str], None]
-    """Show a line of text to the people who watch this process."""
 
 
 class Update(ABC):
@@ -283,49 +225,20 @@ class Strategy(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        accept_old_names(Strategy, cls, {"alone": "external_process", "meet": "rendezvous", "assist": "run_helper"})
-
-    @property
-    def replaceable(self) -> frozenset[str]:
-        """Roles whose processes hold no state. When one of them is lost, it alone is started again while the others go
-        on; none of them outlives the others. Never the role that runs the engine. Default: none.
-        """
-        return frozenset()
+        refuse_moved_names(Strategy, cls, _HELPERS)
 
     def roles(self, processes: int) -> dict[str, int]:
         """How many processes of which role to start for `launcher.processes`, in order of rank. Default: all are
         trainers.
 
-        The role given first is the one that runs the engine. Processes of the others run `run_helper`.
+        The role given first is the one that runs the engine. For the others see `helper_roles`.
         """
         return {"trainer": processes}
 
-    def check_processes(self, given: int) -> None:
-        """Raise ConfigError where options contradict `given`, the `launcher.processes` that the user set. Default: none
-        do.
-        """
-
-    def computes_on_device(self, role: str) -> bool:
-        """Whether each process of a role gets a GPU, where there are GPUs. Processes of other roles may share it. A
-        process that gets none uses the CPU. Default: trainers get one.
-        """
-        return role == "trainer"
-
-    def external_process(self) -> ExternalProcess | None:
-        """The one process that this command is to start, where the others are started elsewhere by their own commands.
-        ConfigError for options that do not say which. Default: None, the launcher starts all processes.
-        """
-        return None
-
-    def hints(self, processes: int) -> list[str]:
-        """Recommendations for other options, one a line. Default: none."""
-        return []
-
-    def rendezvous(self, context: RendezvousContext) -> RendezvousContext:
-        """Find the other processes and return the rank that this process gets. Called first of all in processes of the
-        role that runs the engine; returns when all are there. Default: the context as the launcher set it.
-        """
-        return context
+    @property
+    def helper_roles(self) -> HelperRoles:
+        """What strategies with several roles say of the others. Default: there is one role."""
+        return HelperRoles()
 
     @abstractmethod
     def check(self, task: Task, processes: int, devices: str) -> None:
@@ -345,10 +258,6 @@ class Strategy(ABC):
         """Make the program of this rank. Collective over the processes of the role that runs the engine. May raise
         ConfigError.
         """
-
-    def run_helper(self, task: Task, context: RoleContext) -> None:
-        """Run a process of another role to the end of the run. PeerError when the processes that it helps are gone."""
-        raise AssertionError(f"{type(self).__name__} has one role")
 
 
 def check_divides(key: str, value: int, processes: int) -> None:

@@ -17,6 +17,7 @@ from dtf.api.schema import show
 from dtf.config.messages import display_path
 from dtf.core.errors import BusyError, Exit, code_name
 from dtf.core.files import flat
+from dtf.core.renamed import upgraded_config
 from dtf.core.text import number_text
 from dtf.runs.budget import spent_s
 from dtf.runs.run_folder import redact
@@ -73,7 +74,7 @@ def finished(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
 
     try:
         record = json.loads((folder / "run.json").read_text())
-        saved = yaml.safe_load((folder / "config.yaml").read_text())
+        saved = upgraded_config(yaml.safe_load((folder / "config.yaml").read_text()))
         old, new = (dict(flat(_lasting(config_node), "")) for config_node in (saved, redact(config)))
         exit = record["exit"]
     except FileNotFoundError:

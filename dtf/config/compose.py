@@ -118,11 +118,6 @@ class Composed:
                 rows=settings.sparse,
             )
             settings.strategy.check(task, processes, devices)
-            if settings.strategy.external_process() and self.config["job"]["name"] != "train":
-                raise ConfigError(
-                    "strategy.endpoints is for processes of a run that are started externally, and this job starts its "
-                    "own; leave it out"
-                )
         return settings
 
     def recompose(self, overrides: Sequence[str]) -> Composed:

@@ -15,6 +15,7 @@ from dtf.checkpoint.resolve_path import is_checkpoint, resolve_checkpoints
 from dtf.config.limits import read_checked
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import flat
+from dtf.core.renamed import upgraded_config
 
 KEYS = ("seed", "recipe", "precision", "step")
 """Keys of a run's config that describe its model and data. The job itself decides how to spread the work."""
@@ -47,7 +48,7 @@ def overrides_from_run(model: str, chosen: Mapping[str, str], plugins: Collectio
 
 
 def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, Any]:
-    """The config of a run from its file.
+    """The config of a run from its file, with the keys of today.
 
     DataError when it is none, ConfigError when it needs plugins that are not among those trusted.
     """
@@ -64,6 +65,7 @@ def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, 
         raise DataError(
             f"{file} is no config; give the checkpoint with a recipe on the command line, away from this folder"
         )
+    saved = upgraded_config(saved)
     other = [name for name in saved.get("plugins") or [] if name not in plugins]
     if other:  # a folder from elsewhere must not make this process import what it names
         raise ConfigError(

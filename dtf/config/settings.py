@@ -68,7 +68,7 @@ _PARTS = {
     "strategies": "ddp dp fsdp tensor pipeline.strategy",
     "pserver": "strategy",
     "observers": "console jsonl profile resources tensorboard",
-    "launch": "env inline local static torchrun",
+    "launch": "env inline local manual static torchrun",
     "jobs": "checkpoint describe doctor evaluate export predict relay report status train verify",
 }
 """Package -> its modules that register classes."""

@@ -15,23 +15,10 @@ from dtf.core.errors import ConfigError, DtfError, PeerError
 
 _LOCAL = ("launcher", "root")
 """Keys that may differ between hosts: how ranks are started there, and where the data lies."""
-_OWN = {
-    "run": ("dir", "name"),
-    "strategy": (
-        "endpoints",
-        "role",
-        "server_id",
-        "trainer_id",
-        "token_file",
-        "tls",
-        "allow_insecure",
-        "meet_timeout_s",
-    ),
-}
-"""Keys that may differ between commands that each start one process of a run: which it is, how it reaches the others,
-and what only the first one does.
-"""
+_OWN = {"run": ("dir", "name")}
 _FIRST = ("observer", "budget")
+"""Keys and groups that may differ between commands which each start one process of a run: what only the first one does.
+"""
 
 
 def shared_keys(config: dict[str, Any]) -> dict[str, Any]:

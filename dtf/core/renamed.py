@@ -6,8 +6,11 @@ import importlib
 import importlib.machinery
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
+from typing import Any
+
+from dtf.core.errors import ConfigError
 
 MODULES = {
     "dtf.build": (
@@ -52,10 +55,9 @@ MODULES = {
     "dtf.strategy": (
         "dtf.api.strategy",
         {
-            "Alone": "ExternalProcess",
-            "Errand": "RoleContext",
+            "Errand": "dtf.api.helper_roles:RoleContext",
             "Source": "dtf.api.task:Source",
-            "Standing": "RendezvousContext",
+            "Standing": "dtf.api.helper_roles:RendezvousContext",
             "Task": "dtf.api.task:Task",
             "Weights": "dtf.api.task:Weights",
         },
@@ -74,6 +76,69 @@ MODULES = {
     "dtf.world": ("dtf.distributed.world", {}),
 }
 """Old module -> the module that has its names now, and the names that changed: `name`, or `module:name` elsewhere."""
+
+MOVED_KEYS = {
+    ("strategy", "pserver"): (
+        "launcher=manual",
+        {
+            "endpoints": "launcher.endpoints",
+            "role": "launcher.role",
+            "server_id": "launcher.id",
+            "trainer_id": "launcher.id",
+            "token_file": "launcher.token_file",
+            "meet_timeout_s": "launcher.timeout_s",
+            "tls": "launcher.tls",
+            "allow_insecure": "launcher.allow_insecure",
+        },
+    ),
+}
+"""(group, option) -> where some of its keys went, and their names there."""
+
+GONE_KEYS = {
+    ("strategy", "pserver"): {
+        "trainers": "there are launcher.processes / strategy.team trainers; give launcher.processes",
+        "gather": "with strategy.mode=half_async as many gradients as there are trainers make an update; leave it out, "
+        "or set step.batch_size",
+        "slice_parameters": "parameters are cut unless the optimizer needs them whole; leave it out, or use a large "
+        "strategy.min_block, which cuts none",
+        "send_queue": "one push is on its way while the next batch is computed; leave it out",
+        "rpc_threads": "a server has as many threads as its trainers need; leave it out",
+    },
+    ("strategy", "ddp"): {"gradient_as_bucket_view": "gradients always live in the buckets; leave it out"},
+    ("strategy", "dp"): {"output_device": "the first of strategy.device_ids sums metrics and gradients; order these"},
+    ("job", "report"): {"published_by": "the labels of job.published say who measured what; write it there"},
+}
+"""(group, option) -> keys that it no longer has, and what does their work."""
+
+
+def refused_keys(group: str, name: str, given: Iterable[str]) -> tuple[str, str] | None:
+    """The first of the keys `given` that an option had once, and a text about all of these. None: there is none."""
+    where, moved = MOVED_KEYS.get((group, name), ("", {}))
+    gone = GONE_KEYS.get((group, name), {})
+    old = [key for key in given if key in moved or key in gone]
+    if not old:
+        return None
+    texts = [f"{group}.{key} is gone: {gone[key]}" for key in old if key in gone]
+    if keys := [key for key in old if key in moved]:
+        shown, new = (", ".join(names) for names in ([f"{group}.{key}" for key in keys], [moved[key] for key in keys]))
+        texts.insert(0, f"{shown}: now {new} of {where}; write {where} and the new name{'s' * (len(keys) > 1)}")
+    return f"{group}.{old[0]}", "; ".join(texts)
+
+
+def upgraded_config(saved: dict[str, Any]) -> dict[str, Any]:
+    """A config that an earlier version recorded, without keys that its options no longer have."""
+    config = dict(saved)
+    for group, node in saved.items():
+        if not isinstance(node, dict):
+            continue
+        option = group, str(node.get("name"))
+        old = {*GONE_KEYS.get(option, ()), *MOVED_KEYS.get(option, ("", {}))[1]}
+        config[group] = {key: value for key, value in node.items() if key not in old}
+        if node.get("endpoints") and "endpoints" in old:
+            config[group]["servers"] = len(node["endpoints"])
+        if node.get("slice_parameters") is False and "slice_parameters" in old:
+            config[group]["min_block"] = sys.maxsize
+    return config
 
 
 class OldModules:
@@ -130,6 +195,20 @@ def accept_old_names(contract: type, cls: type, names: Mapping[str, str]) -> Non
             setattr(cls, new, property(lambda self, old=old: getattr(self, old)) if is_field else vars(where)[old])
         elif with_new[0] is cls and with_old[0] is not cls:
             setattr(cls, old, _Renamed(old, new, cls))
+
+
+def refuse_moved_names(contract: type, cls: type, names: Mapping[str, str]) -> None:
+    """For `__init_subclass__` of `contract`: members that it no longer has, and where each is now.
+
+    ConfigError where `cls`, or a base such as a mixin, has one of them: it would never be called.
+    """
+    for base in cls.__mro__[: cls.__mro__.index(contract)]:
+        for name, now in names.items():
+            if name in vars(base) or name in vars(base).get("__annotations__", {}):
+                raise ConfigError(
+                    f"{base.__module__}.{base.__qualname__}.{name}: {contract.__name__} has no `{name}` any more, and "
+                    f"nothing would call it; it is now {now}"
+                )
 
 
 class _Renamed:

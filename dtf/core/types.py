@@ -243,6 +243,17 @@ def event_from_json(data: dict[str, Any]) -> Event:
 
 
 @dataclass(frozen=True, slots=True)
+class ManualStart:
+    """How a process finds the others that was started by a command of its own (`launcher=manual`). Plain values."""
+
+    endpoints: tuple[str, ...] = ()  # "host:port" where each process of the role that runs the engine listens, in order
+    timeout_s: float = 600.0  # how long to wait for the others, at first and after they were lost
+    tls: dict[str, str] = field(default_factory=dict)  # paths of `ca`, `cert` and `key` in PEM; empty without TLS
+    mutual_tls: bool = False  # processes that ask show a certificate too
+    allow_insecure: bool = False  # what passes beyond this host may be unencrypted
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where one rank is: its number, device, role and rendezvous address. Plain values, so that it can be sent as
     JSON.
@@ -266,6 +277,15 @@ class Place:
     token: str = field(default="", repr=False)
     hang_timeout_s: float = 60.0  # silence that means that another process hangs
     start_timeout_s: float = 600.0  # the same while it starts
+    manual: ManualStart | None = None  # where a command of its own started this process
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Place:
+        """The inverse of `dataclasses.asdict`, also after its result went through JSON."""
+        manual = values.get("manual")
+        if manual is not None:
+            manual = ManualStart(**{**manual, "endpoints": tuple(manual["endpoints"])})
+        return cls(**{**values, "devices": tuple(values["devices"]), "manual": manual})
 
     @property
     def launch_id(self) -> str:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtf.api.helper_roles import RendezvousContext
 from dtf.api.name_patterns import check_used
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import Program, RendezvousContext
+from dtf.api.strategy import Program
 from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer
 from dtf.config.settings import Settings
-from dtf.core.consistency import check_consistent, digest, keys_of_all_commands
+from dtf.core.consistency import check_consistent, keys_of_all_commands
 from dtf.core.errors import ConfigError, DataError, Preempted
 from dtf.core.types import Event, Note, Saved, Started
 from dtf.core.version import __version__
@@ -52,10 +53,7 @@ class JoinedRank:
 
     world: World
     trains: bool
-    """Whether it has the role that runs the engine; ranks of the others run `Strategy.run_helper`."""
-
-    external: bool
-    """Whether a command of its own started its process, and composed a config of its own."""
+    """Whether it has the role that runs the engine; ranks of the others run `HelperRoles.run`."""
 
     facts: dict[str, Any]
     """What must be the same on all ranks and is known before the data is open."""
@@ -64,12 +62,12 @@ class JoinedRank:
     def see(self) -> Callable[[Event], None]:
         """Reports to the observers: rank 0 everything, others nothing.
 
-        An externally started rank also tells its own launching process whether starting again may help.
+        The first rank of another launching process tells that one whether starting again may help.
         """
         if self.world.rank == 0:
             return self.rank.send
-        send = self.rank.send
-        return (lambda event: send(event) if isinstance(event, Saved | Started) else None) if self.external else ignore
+        send, first = self.rank.send, self.rank.place.local_rank == 0
+        return (lambda event: send(event) if isinstance(event, Saved | Started) else None) if first else ignore
 
 
 @dataclass(frozen=True)
@@ -114,20 +112,13 @@ def join(rank: Rank) -> JoinedRank:
     kind = place.device.partition(":")[0]
     engine_role, count = next(iter(strategy.roles(place.slots).items()))
     trains = place.role == engine_role
-    external = strategy.external_process() is not None
-    # Externally started processes each composed a config: an error names the keys that differ. Ranks of one launching
-    # process have the same config.
-    facts = (
-        {"config": redact(keys_of_all_commands(rank.config))}
-        if external
-        else {"digest of the config": digest(rank.config)}
-    )
+    facts = {"config": redact(keys_of_all_commands(rank.config))}  # so that an error names the keys that differ
     if trains:
         rank = _rendezvous(rank, facts)
         world = World.join(replace(rank.place, size=count), strategy.communication(kind))
     else:
         world = World(replace(place, size=1))
-    return JoinedRank(rank, world, trains, external, facts)
+    return JoinedRank(rank, world, trains, facts)
 
 
 def _rendezvous(rank: Rank, facts: dict[str, Any]) -> Rank:
@@ -143,7 +134,7 @@ def _rendezvous(rank: Rank, facts: dict[str, Any]) -> Rank:
     def say(text: str) -> None:
         rank.send(Note("info", text))
 
-    context = rank.settings.strategy.rendezvous(
+    context = rank.settings.strategy.helper_roles.rendezvous(
         RendezvousContext(rank.place, rank.folder, rank.run_id, facts, wait, say)
     )
     return replace(rank, place=context.place, folder=context.folder, run_id=context.run_id)

@@ -208,8 +208,8 @@ class _TicketHandler:
         _refuse_divergence(loop, step)
         now = time.perf_counter()
         step_s = (now - self.polled_at) / self.steps_since_poll if self.steps_since_poll else math.inf
-        bad_rows = loop.train.bad(self.epoch) + program.unread("train", self.epoch)
-        stop_requested = loop.stop_requested() or program.told_to_stop()
+        bad_rows = loop.train.bad(self.epoch) + program.leased.unread("train", self.epoch)
+        stop_requested = loop.stop_requested() or program.leased.told_to_stop()
         local = torch.tensor([stop_requested, loop.over_budget(), 1.0, step_s, bad_rows], dtype=torch.float64)
         self.polled_at, self.steps_since_poll = now, 0
         stops, over_budget, ranks, step_s_sum, bad = loop.world.reduce(local).tolist()
@@ -295,7 +295,7 @@ def evaluate(loop: Loop, step: int) -> dict[str, float]:
         sums = batch_sums if sums is None else sums + batch_sums
         if evaluator is not None and rows is not None:
             evaluator.add(rows)
-    rest = loop.program.eval_rest()
+    rest = loop.program.leased.eval_rest()
     if rest is not None:
         total += rest.sums.cpu()
         if evaluator is not None and rest.rows is not None:
@@ -309,7 +309,7 @@ def evaluate(loop: Loop, step: int) -> dict[str, float]:
         total,
         loop.recipe,
         loop.evaluation_rows,
-        loop.evaluation.bad(0) + loop.program.unread("eval", 0),
+        loop.evaluation.bad(0) + loop.program.leased.unread("eval", 0),
         loop.evaluation.allowed,
     )
     return values | (evaluator.values(loop.world) if evaluator is not None else {})
@@ -333,14 +333,14 @@ def counted(world: Peers, sums: Tensor, recipe: Recipe, rows: int, bad: int, all
 
 def _add_rest(loop: Loop, window: Window) -> None:
     """Add to the window the steps that the program has not yet reported."""
-    rest = loop.program.rest()
+    rest = loop.program.leased.rest()
     if rest is not None:
         window.add(rest)
     _record_consumed(loop)
 
 
 def _record_consumed(loop: Loop) -> None:
-    for step, ids in loop.program.consumed():  # asked in any case: the program keeps them until then
+    for step, ids in loop.program.leased.consumed():  # asked in any case: the program keeps them until then
         if loop.record is not None:
             loop.record(step, ids)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from dtf.api.helper_roles import RoleContext
 from dtf.api.observer import Probes
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset
 from dtf.api.registry import name_of
-from dtf.api.strategy import RoleContext
 from dtf.config.settings import Settings
 from dtf.core.errors import BudgetError, ConfigError, Preempted
 from dtf.core.types import Ended, Event, Memory, Note, Place, Started, Stop
@@ -62,7 +62,7 @@ def _train(rank: Rank, enter: Callable[[str], None]) -> None:
     planned = _report_start(setup, resumed)
     stop, metrics = _run(setup, resumed, clock)
     _report_end(setup, stop, metrics | _best(clock), meter, planned)
-    setup.program.end(stop.reason)
+    setup.program.leased.end(stop.reason)
     joined.world.leave()
     _refuse_early_end(setup, resumed, stop)
 
@@ -88,7 +88,7 @@ def _run_helper(joined: JoinedRank, inputs: TaskInputs) -> None:
     context = RoleContext(
         rank.place, inputs.facts, inputs.splits.loader, rank.beat, rank.stop_requested, say, rank.folder
     )
-    rank.settings.strategy.run_helper(inputs.task, context)
+    rank.settings.strategy.helper_roles.run(inputs.task, context)
 
 
 def _report_start(setup: TrainingSetup, resumed: Resumed) -> list[Memory]:

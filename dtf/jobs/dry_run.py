@@ -43,10 +43,10 @@ def dry_run(composed: Composed) -> int:
     """
     config = composed.config
     launcher, strategy = config["launcher"]["name"], config["strategy"]["name"]
-    if launcher not in LAUNCHERS or composed.settings.strategy.external_process():
+    if launcher not in LAUNCHERS:
         raise ConfigError(
-            f"train.dry_run starts all ranks of a run several times, which launcher={launcher} or the options of "
-            f"strategy={strategy} do not allow; use launcher={' or launcher='.join(LAUNCHERS)}"
+            f"train.dry_run starts all ranks of a run several times, which launcher={launcher} does not allow; use "
+            f"launcher={' or launcher='.join(LAUNCHERS)}"
         )
     composed.check()
     print(f"dry run: recipe={config['recipe']['name']} strategy={strategy} launcher={launcher}", flush=True)

@@ -66,7 +66,7 @@ def _replay(
     torch.set_num_threads(place.threads)
     set_switches(settings.precision)
     final = resolve_checkpoints(str(run), "job.replay")[0]
-    start, recorded, events = read(run / strategy.record, strategy.count())
+    start, recorded, events = read(run / strategy.record, strategy.servers)
     rows = Splits(settings.recipe, settings.sampler, settings.step.batch_size, settings.seed, pin=False)
     rows.cut()
     task = Task(
@@ -79,7 +79,8 @@ def _replay(
         _weights(settings.recipe, final),
         settings.sparse,
     )
-    trainers = strategy.count_trainers(json.loads((run / "run.json").read_text())["world"]["processes"])
+    world = json.loads((run / "run.json").read_text())["world"]
+    trainers = strategy.count_trainers(world.get("roles", {}).get("trainer", world["processes"]))
     replay = Replay(task, strategy, strategy.sync_mode(), trainers, rows.loader, _start_checkpoint(run, start))
     pace, total = Pace(send, "updates", min(recorded)), max(recorded)
     send(

@@ -25,10 +25,9 @@ class Report(Job):
     runs: list[str] = option(factory=list, doc="run folders, or glob patterns such as 'outputs/resnet_shapes/*'")
     published: dict[str, float] = option(
         factory=dict,
-        doc="seconds an epoch took elsewhere, by label: drawn beside the runs, hatched and against an axis of their "
-        "own",
+        doc="seconds an epoch took elsewhere, by label, which says who measured it and on what: drawn beside the runs, "
+        "hatched and against an axis of their own",
     )
-    published_by: str = option(default="", doc="what these were measured on, and who published them")
 
     def run(self, composed: Composed) -> int:
         if not self.runs:
@@ -46,7 +45,7 @@ class Report(Job):
         from dtf.runs.results import read_runs
 
         results = read_runs(self.runs)
-        charts = charts_of(results, self.published, self.published_by)
+        charts = charts_of(results, self.published)
         text = html(results, charts, f"{datetime.now():%Y-%m-%d %H:%M}")
         run = composed.config["run"]
         folder = Path(run["dir"] or Path("outputs", run["name"] or "report", unique_id())).absolute()

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.api.job import Job
 from dtf.api.registry import option, register
+from dtf.api.schema import build
+from dtf.core.endpoint_file import EndpointFile, find
 from dtf.core.errors import ConfigError, Exit
 from dtf.host import network
-from dtf.pserver import manual_start
-from dtf.pserver.endpoint_file import EndpointFile, find
-from dtf.pserver.strategy import Pserver
+from dtf.launch.manual import TlsOptions
+from dtf.launch.manual_checks import token
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -39,8 +40,8 @@ class Status(Job):
     run_folder: str = option(default="", doc="the run's folder, on a host that sees it and reaches the servers")
     endpoint: str = option(
         default="",
-        doc="HOST:PORT of a server of a run whose processes were started externally; the secret comes from DTF_TOKEN "
-        "or strategy.token_file, TLS from strategy.tls",
+        doc="HOST:PORT of a server of a run under launcher=manual. The secret is DTF_TOKEN; with launcher=manual also "
+        "that of launcher.token_file, and launcher.tls has the certificates",
     )
     seconds: float = option(default=1.0, above=0, most=3600, doc="over which pushes are counted", unit="s")
     format: Output = option(default=Output.text, doc="what is printed: `text` to read, `json` for programs")
@@ -66,13 +67,11 @@ class Status(Job):
         from dtf.pserver.net.rpc import viewer
 
         network.endpoint(self.endpoint, "job.endpoint")
-        strategy = composed.settings.strategy
-        if not isinstance(strategy, Pserver):
-            strategy = Pserver()
-        strategy.tls.check(serves=False, asks=True)
-        live = EndpointFile(
-            [self.endpoint], viewer(manual_start.token(strategy.token_file)), strategy.tls.files(), strategy.tls.mutual
-        )
+        launcher = composed.config["launcher"]
+        manual = launcher["name"] == "manual"
+        tls, file = (build(TlsOptions, launcher["tls"]), launcher["token_file"]) if manual else (TlsOptions(), "")
+        tls.check(listens=False, asks=True)
+        live = EndpointFile([self.endpoint], viewer(token(file)), tls.files(), tls.mutual)
         return EndpointFile(ask(live)[0]["endpoints"], live.token, live.tls, live.mutual)
 
 

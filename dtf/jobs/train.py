@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -59,11 +58,7 @@ class TrainJob(Job):
                 raise error
             return run
 
-        external = settings.strategy.external_process()
-        if external and external.rank:
-            run = Run.guest(composed.config, settings, f"{external.role}-{external.rank}")
-        else:
-            run = launcher.open(composed.config, make, composed.command)
+        run = launcher.open(composed.config, make, composed.command)
         self.folder = run.folder
         objective = settings.run.objective or settings.recipe.objective[0]
         observers = Observers(settings.observer if run.leader else {})
@@ -82,8 +77,6 @@ class TrainJob(Job):
                 self.best = (objective, event.values[f"best_{objective}"])
             with lock:
                 observers.see(event)
-            if external and not run.leader and isinstance(event, Note):
-                print(f"dtf: {event.text}", file=sys.stderr, flush=True)
             self.watch(event)
 
         meter = (
@@ -93,8 +86,6 @@ class TrainJob(Job):
         )
         try:
             observers.open(run.folder, run.redacted())
-            for hint in settings.strategy.hints(processes) if run.leader else ():
-                see(Note("info", hint))
             with meter or nullcontext():
                 exit = Exit(launcher.launch(run, see))
         except DtfError as error:

@@ -179,7 +179,10 @@ class Verify(Job):
         recorded["run"]["dir"] = str(folder)
         # As many threads as its trainers had: sums in the same order, so that replays of runs that diverged end with
         # the same numbers too.
-        trainers = json.loads((folder / "run.json").read_text())["world"].get("roles", {}).get("trainer", 1)
+        roles = json.loads((folder / "run.json").read_text())["world"].get("roles", {})
+        trainers = roles.get("trainer", 1)
+        if "server" in roles:  # earlier versions also counted them by an environment variable
+            recorded["strategy"]["servers"] = roles["server"]
         threads = (
             composed.config["launcher"].get("threads")
             or recorded["launcher"].get("threads")

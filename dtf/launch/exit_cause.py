@@ -25,7 +25,7 @@ class RankExit:
     failed: Failed | None  # its own last message
     at: float  # when it sent it, time.monotonic()
     log: str  # what it printed in this attempt
-    replaceable: bool = False  # of a role that holds nothing, see `Strategy.replaceable`
+    replaceable: bool = False  # of a role that holds nothing, see `HelperRoles.replaceable`
     returned: bool = True  # its work returned, or failed, before it ended
 
     @property

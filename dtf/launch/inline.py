@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from dtf.api.launcher import WORK, Launcher, author_traceback, check_one_role, report
@@ -47,8 +46,6 @@ class Inline(Launcher):
 
     def check(self, strategy: Strategy) -> None:
         slots = self.count()
-        if strategy.external_process():
-            return
         check_one_role("inline", strategy, slots)
         size = sum(strategy.roles(slots).values())
         if size != 1:
@@ -77,17 +74,6 @@ class Inline(Launcher):
             threads=self.threads or devices.cores(),
             prefix=f"{run.id}/0",
         )
-        strategy = run.strategy
-        if external := strategy.external_process():
-            device = all_devices[0] if strategy.computes_on_device(external.role) else "cpu"
-            roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
-            position = {
-                "rank": external.rank,
-                "size": len(roles),
-                "role": external.role,
-                "number": external.rank - roles.index(external.role),
-            }
-            place = replace(place, **position, token=external.token, device=device, devices=(device,))
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             exit = function(entry)(run.config, str(run.folder), run.id, place, observe)

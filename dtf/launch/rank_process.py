@@ -38,7 +38,7 @@ def begin(order: dict[str, Any], fds: list[int]) -> int:
     socket.
     """
     events, log, board, orders, *listening = fds
-    place = Place(**order["place"])
+    place = Place.from_json(order["place"])
     _redirect(log)
     heartbeat.attach(board, place.rank)
     heartbeat.beat("start", 0)

@@ -11,21 +11,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtf.api.launcher import LONGEST_S, Launcher, check_environment, log_folder
+from dtf.api.launcher import LONGEST_S, Launcher, check_environment, log_folder, report
 from dtf.api.registry import option
 from dtf.core.errors import ConfigError
 from dtf.core.types import Event, Place
 from dtf.host import devices, network
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.host.signals import Stop
+from dtf.launch import manual_checks
 from dtf.launch.forkserver_cache import files, fork_server
 from dtf.launch.rank_handle import Limits, OtherHosts
-from dtf.launch.restart_policy import NO_PROGRESS
+from dtf.launch.restart_policy import NO_PROGRESS, run_with_restarts
 from dtf.launch.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from dtf.api.launcher import LaunchedRun
-    from dtf.api.strategy import ExternalProcess, Strategy
+    from dtf.api.strategy import Strategy
 
 
 @dataclass(kw_only=True)
@@ -103,16 +104,36 @@ class SupervisedLauncher(Launcher):
         return devices.choose(self.devices).kind
 
     def count(self) -> int:
+        self.check_host()
+        return self.hosts * devices.processes(self.processes, devices.choose(self.devices))
+
+    def check_host(self) -> None:
+        """Raise ConfigError where this host cannot start ranks with these options."""
         check_environment(self.env)
         network.check_interface(self.interface)
         if sys.platform != "linux":
             raise ConfigError(f"ranks are forked on Linux only, this is {sys.platform}; use launcher=inline")
-        return self.hosts * devices.processes(self.processes, devices.choose(self.devices))
 
     def check(self, strategy: Strategy) -> None:
-        if self.processes != "auto":
-            strategy.check_processes(self.processes)
+        if len(strategy.roles(self.count())) > 1:
+            manual_checks.refuse_environment()
         self._places(strategy)
+
+    def supervise(self, run: LaunchedRun, see: Callable[[Event], None], entry: str, sockets: dict[str, str]) -> int:
+        """Run the ranks of this host, which need no other host, to their end; see `Launcher.launch`.
+
+        `sockets`: environment variables that name the network interface.
+        """
+        with Stop() as stop:
+
+            def start(attempt: int) -> WorkerGroup:
+                return self.worker_group(run, entry, attempt, sockets, stop, see)
+
+            result = run_with_restarts(start, self.max_restarts, lambda: stop.count > 0, see)
+        if result.cause:
+            see(result.cause)
+            report(result.cause)
+        return result.exit
 
     def worker_group(
         self,
@@ -142,16 +163,14 @@ class SupervisedLauncher(Launcher):
             "path": [os.path.abspath(part) for part in sys.path],
         }
         limits = Limits(self.hang_timeout_s, self.start_timeout_s, self.grace_s)
-        external = strategy.external_process()
         several_roles = len({place["role"] for place in places}) > 1
-        token = external.token if external else run.token if several_roles else ""
-        shared = {"attempt": attempt, "prefix": f"{run.id}/{attempt}", "token": token}
+        shared = {"attempt": attempt, "prefix": f"{run.id}/{attempt}", "token": run.token if several_roles else ""}
         shared |= {"hang_timeout_s": self.hang_timeout_s, "start_timeout_s": self.start_timeout_s}
         logs = log_folder(self.log_dir, run.folder)
         return WorkerGroup(
             fork_server(self.env),
             order,
-            [Place(**{**place, **shared}) for place in places],
+            [Place(**{**shared, **place}) for place in places],
             pins,
             logs,
             limits,
@@ -160,7 +179,7 @@ class SupervisedLauncher(Launcher):
             store,
             listener,
             others,
-            frozenset() if external else strategy.replaceable,
+            strategy.helper_roles.replaceable if several_roles else frozenset(),
             self.max_restarts,
         )
 
@@ -171,9 +190,6 @@ class SupervisedLauncher(Launcher):
         """
         slots, chosen = self.count(), devices.choose(self.devices)
         roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
-        external = strategy.external_process()
-        if external:
-            return [self._external_place(strategy, external, roles, slots, chosen)], [[]]
         self._check_hosts(roles)
         local_size, cores = len(roles) // self.hosts, sorted(os.sched_getaffinity(0))
         self._check_resources(slots, len(roles), local_size, len(cores))
@@ -201,32 +217,6 @@ class SupervisedLauncher(Launcher):
             for local in range(local_size)
         ]
         return places, pins if self.pin else [[]] * local_size
-
-    def _external_place(
-        self,
-        strategy: Strategy,
-        external: ExternalProcess,
-        roles: list[str],
-        slots: int,
-        chosen: devices.Devices,
-    ) -> dict[str, Any]:
-        """The place of the one process that this command starts, where each other has a command of its own."""
-        if self.hosts > 1:
-            raise ConfigError(
-                f"launcher.nodes={self.hosts}: with strategy.endpoints each command starts one process; use "
-                "launcher=local"
-            )
-        device = devices.device_of(0, 1, chosen) if strategy.computes_on_device(external.role) else "cpu"
-        return {
-            "rank": external.rank,
-            "size": len(roles),
-            "role": external.role,
-            "number": external.rank - roles.index(external.role),
-            "slots": slots,
-            "device": device,
-            "devices": (device,),
-            "threads": self.threads or devices.cores(),
-        }
 
     def _check_hosts(self, roles: list[str]) -> None:
         """Raise ConfigError when ranks of these roles do not divide among the hosts."""
@@ -266,7 +256,7 @@ class SupervisedLauncher(Launcher):
     def _device(self, strategy: Strategy, local: int, local_roles: list[str], chosen: devices.Devices) -> str:
         """The device of the host's rank `local`. Each role gets the devices from the first on."""
         role = local_roles[local]
-        if not strategy.computes_on_device(role):
+        if not strategy.helper_roles.on_device(role):
             return "cpu"
         key = "launcher.processes" if role == "trainer" else f"strategy.{role}s"
         return devices.device_of(local_roles[:local].count(role), local_roles.count(role), chosen, key)

@@ -1,4 +1,4 @@
 """Who reports on a run: one file for each observer, and what draws or measures for them.
 
-Imports core to pserver.
+Imports core, host, api and model.
 """

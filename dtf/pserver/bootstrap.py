@@ -13,14 +13,15 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore
 
-from dtf.api.strategy import Program, RoleContext
+from dtf.api.helper_roles import RoleContext
+from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
-from dtf.core.types import Place, Shard
+from dtf.core.endpoint_file import EndpointFile, announce
+from dtf.core.types import ManualStart, Place, Shard
 from dtf.distributed.world import World
 from dtf.pserver import connections
 from dtf.pserver.discovery import LivenessMonitor
-from dtf.pserver.endpoint_file import EndpointFile, announce
-from dtf.pserver.manual_rendezvous import ExternalTrainer, ServerBootstrap
+from dtf.pserver.manual_rendezvous import ManualTrainer, ServerBootstrap
 from dtf.pserver.net import messages
 from dtf.pserver.net.codec import encode
 from dtf.pserver.net.messages import STATUS
@@ -53,7 +54,7 @@ def serve(task: Task, world: World, strategy: PserverOptions, trainers: int, boo
         "mode": strategy.mode.value,
         "attempt": place.prefix,
         "folder": str(world.folder),
-        "endpoints": strategy.where(),
+        "endpoints": list(place.manual.endpoints) if place.manual else [],
     }
     status = _status_handler(lambda: snapshot(program, world.rank, world.size) | constants)
     handlers = servicer.handlers | {STATUS: status}
@@ -61,7 +62,7 @@ def serve(task: Task, world: World, strategy: PserverOptions, trainers: int, boo
         service, endpoint = bootstrap.service, bootstrap.endpoint
         service.add(handlers)
     else:
-        service = connections.make_service(handlers, place, strategy, trainers)
+        service = connections.make_service(handlers, place, trainers)
         service.start()
         endpoint = service.endpoint
         connections.publish_endpoint(connections.launcher_store(place), world.rank, endpoint)
@@ -74,10 +75,10 @@ def serve(task: Task, world: World, strategy: PserverOptions, trainers: int, boo
         service.stop(STOP_S)
 
     program.on_end(close)
-    # on ranks other than 0 `gather` gives None; servers that were started externally know all endpoints already
+    # on ranks other than 0 `gather` gives None; servers that were started manually know all endpoints already
     constants["endpoints"] = world.gather(endpoint) or constants["endpoints"]
     if world.rank == 0 and world.folder.parts:
-        _announce(world.folder, constants["endpoints"], place, strategy)
+        _announce(world.folder, constants["endpoints"], place)
     return program
 
 
@@ -93,22 +94,23 @@ def _status_handler(snapshot: Callable[[], dict[str, Any]]) -> Callable[[bytes],
     return status
 
 
-def _announce(folder: Path, endpoints: list[str], place: Place, strategy: PserverOptions) -> None:
-    announce(folder, EndpointFile(endpoints, viewer(place.token), strategy.tls.files(), strategy.tls.mutual))
+def _announce(folder: Path, endpoints: list[str], place: Place) -> None:
+    manual = place.manual or ManualStart()
+    announce(folder, EndpointFile(endpoints, viewer(place.token), manual.tls, manual.mutual_tls))
 
 
 def train(task: Task, context: RoleContext, strategy: PserverOptions, trainers: int) -> None:
     """Run a trainer process to the end of the run. `trainers`: how many there are in all.
 
-    PeerError when a server is lost; for a trainer that was started externally, when servers do not come back.
+    PeerError when a server is lost; for a trainer that was started manually, when servers do not come back.
     """
     place = context.place
-    number, member = divmod(place.rank - strategy.count(), strategy.team)
-    if strategy.where():
-        ExternalTrainer(task, context, strategy, trainers, number).run()
+    number, member = divmod(place.rank - strategy.servers, strategy.team)
+    if place.manual is not None:
+        ManualTrainer(task, context, strategy, trainers, number).run()
         return
     if strategy.team == 1:
-        run_trainers(task, context, strategy, trainers, number, connections.connect_servers(place, strategy))
+        run_trainers(task, context, strategy, trainers, number, connections.connect_servers(place, strategy.servers))
         return
     team = _join_team(context, number, Shard(member, strategy.team))
     if member:
@@ -116,7 +118,7 @@ def train(task: Task, context: RoleContext, strategy: PserverOptions, trainers: 
         return
     stop_requested = context.stop_requested
     context = replace(context, stop_requested=lambda: stop_requested() or team.stopping)
-    run_trainers(task, context, strategy, trainers, number, connections.connect_servers(place, strategy), team)
+    run_trainers(task, context, strategy, trainers, number, connections.connect_servers(place, strategy.servers), team)
     team.send_end()
 
 
@@ -142,7 +144,7 @@ def serve_rows(
     `read`, `write`: of checkpoint files, see `RowServer`.
     """
     place, store = context.place, connections.launcher_store(context.place)
-    number, count = place.rank - trainers, strategy.count()
+    number, count = place.rank - trainers, strategy.servers
     shards = server_shards(task, World(Place(rank=number, size=count)))
     assert shards is not None
     row_server = RowServer(shards, task.recipe, trainers, place.rank, context.folder, read, write)
@@ -154,14 +156,14 @@ def serve_rows(
         "folder": str(context.folder),
     }
     status = _status_handler(lambda: row_server.snapshot() | constants)
-    service = connections.make_service(row_server.handlers | {STATUS: status}, place, strategy, trainers)
+    service = connections.make_service(row_server.handlers | {STATUS: status}, place, trainers)
     service.on_error = row_server.fail
     service.start()
     try:
         connections.publish_endpoint(store, number, service.endpoint)
         if number == 0:
             constants["endpoints"] = connections.read_endpoints(store, count)
-            _announce(context.folder, constants["endpoints"], place, strategy)
+            _announce(context.folder, constants["endpoints"], place)
         row_server.run(context.beat, context.stop_requested)
     finally:
         service.stop(STOP_S)

@@ -13,8 +13,7 @@ from dtf.api.precision import Format
 from dtf.api.registry import name_of
 from dtf.api.schema import KeyProblem
 from dtf.core.errors import ConfigError
-from dtf.pserver import manual_start
-from dtf.pserver.options import Device, Mode, TlsMode, Wire
+from dtf.pserver.options import Device, Mode, Wire
 from dtf.pserver.placement import check_placement
 
 if TYPE_CHECKING:
@@ -23,58 +22,25 @@ if TYPE_CHECKING:
 
 _FOLDER, _TAKEN = re.compile(r"[A-Za-z0-9_-]{1,128}"), ("checkpoints", "profile", "seconds")
 _SWITCHES = ("yes", "no", "on", "off")  # true and false are no text
-_LOOPBACK = "127.0.0.1"
-"""Where a launcher's processes meet."""
 
 
-def check(strategy: PserverOptions, task: Task, trainers: int, devices: str) -> None:
-    """Raise ConfigError for what cannot run. `trainers`: as servers count them; `devices`: `cpu` or `cuda`."""
+def check(strategy: PserverOptions, task: Task, devices: str) -> None:
+    """Raise ConfigError for what cannot run. `devices`: `cpu` or `cuda`."""
     if strategy.server_device is Device.cuda and devices == "cpu":
         raise ConfigError(
             "strategy.server_device=cuda needs a GPU, and launcher.devices has none here; use "
             "strategy.server_device=cpu"
         )
     if strategy.rows_alone:
-        _check_rows_alone(strategy, task, trainers)
-    _check_start(strategy)
+        _check_rows_alone(strategy, task)
     if strategy.hogwild_threads > 1:
         _check_hogwild(strategy, devices)
-    _check_service(strategy, trainers)
+    _check_service(strategy)
     _check_mode(strategy)
     _check_task(strategy, task)
 
 
-def _check_start(strategy: PserverOptions) -> None:
-    """Options for externally started processes, where a launcher starts them, and the other way round."""
-    external, tls = strategy.external_process(), strategy.tls
-    if external and strategy.team > 1:
-        raise ConfigError(
-            f"strategy.team={strategy.team} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, "
-            "or use strategy.team=1"
-        )
-    if external and tls.mode is TlsMode.none and not strategy.allow_insecure:
-        manual_start.check_loopback(strategy.where())
-    elif strategy.allow_insecure and not external:
-        raise ConfigError(
-            "strategy.allow_insecure=true is for strategy.endpoints; under a launcher all stays on this host, leave "
-            "it out"
-        )
-    tls.check(serves=not external or external.role == "server", asks=not external or external.rank > 0)
-    manual_start.check_certificates("strategy.tls", tls.files())
-    if not external and tls.mode is not TlsMode.none:
-        manual_start.check_name("strategy.tls", tls.files(), _LOOPBACK)
-    if not external and strategy.token_file:
-        raise ConfigError(
-            "strategy.token_file is for strategy.endpoints; a launcher draws a token by itself, leave it out"
-        )
-    if not external and strategy.meet_timeout_s is not None:
-        raise ConfigError(
-            f"strategy.meet_timeout_s={strategy.meet_timeout_s:g} is for strategy.endpoints; launchers have a time of "
-            "their own, leave it out"
-        )
-
-
-def _check_service(strategy: PserverOptions, trainers: int) -> None:
+def _check_service(strategy: PserverOptions) -> None:
     """Options of a server that hold in every mode."""
     check_placement(strategy.placement)
     if strategy.record.lower() in _SWITCHES:
@@ -87,33 +53,14 @@ def _check_service(strategy: PserverOptions, trainers: int) -> None:
             f"strategy.record={strategy.record} must name a folder of its own in the run folder: letters, digits, '_' "
             f"and '-', not {' or '.join(_TAKEN)}; use strategy.record=order"
         )
-    if not strategy.slice_parameters and strategy.min_block != 8192:
-        raise ConfigError(
-            f"strategy.min_block={strategy.min_block} is for slices, and strategy.slice_parameters=false cuts none; "
-            "leave it at 8192"
-        )
-    if 0 < strategy.rpc_threads <= 2 * trainers and not strategy.rows_alone:
-        raise ConfigError(
-            f"strategy.rpc_threads={strategy.rpc_threads}: each of {trainers} trainers may wait in two, for work and "
-            "for state, and a push needs one more; use more, or 0"
-        )
 
 
 def _check_mode(strategy: PserverOptions) -> None:
     """Options that are for another mode."""
     mode = strategy.mode
-    if strategy.gather and mode is not Mode.half_async:
-        raise ConfigError(
-            f"strategy.gather={strategy.gather} is for strategy.mode=half_async, this is {mode.value}; leave it at 0"
-        )
     if strategy.geo_steps is not None and mode is not Mode.geo:
         raise ConfigError(
             f"strategy.geo_steps={strategy.geo_steps} is for strategy.mode=geo, this is {mode.value}; leave it at null"
-        )
-    if strategy.send_queue != 1 and mode in (Mode.sync, Mode.geo):
-        raise ConfigError(
-            f"strategy.send_queue={strategy.send_queue} is for modes async and half_async, this is {mode.value}; "
-            "leave it at 1"
         )
     if strategy.staleness is not None and mode is Mode.sync:
         raise ConfigError(
@@ -123,7 +70,7 @@ def _check_mode(strategy: PserverOptions) -> None:
 
 def _check_task(strategy: PserverOptions, task: Task) -> None:
     """What the task asks for and a mode, or several servers, cannot do."""
-    mode, several = strategy.mode, strategy.count() > 1 and not strategy.rows_alone
+    mode, several = strategy.mode, strategy.servers > 1 and not strategy.rows_alone
     tables = task.rows is not None and bool(task.recipe.table_widths())
     if task.precision.loss_scale and mode is not Mode.sync:
         raise ConfigError(
@@ -162,11 +109,6 @@ def _check_task(strategy: PserverOptions, task: Task) -> None:
             "strategy.mode=geo exchanges the rows that a trainer met, and sparse.weight_decay shrinks all others too; "
             "set it to 0"
         )
-    if several and strategy.slice_parameters and task.optimizer.by_tensor:
-        raise ConfigError(
-            f"{type(task.optimizer).__name__} looks at whole tensors, which strategy.slice_parameters=true cuts; set "
-            "it to false"
-        )
 
 
 def _check_hogwild(strategy: PserverOptions, devices: str) -> None:
@@ -174,12 +116,12 @@ def _check_hogwild(strategy: PserverOptions, devices: str) -> None:
     if strategy.mode is Mode.sync:
         raise ConfigError(
             f"{option}: threads refresh the parameters while others compute, and with strategy.mode=sync all gradients "
-            "of a step are of the same ones; use async or half_async, or more strategy.trainers"
+            "of a step are of the same ones; use async or half_async, or more launcher.processes"
         )
     if strategy.mode is Mode.geo:
         raise ConfigError(
             f"{option}: threads share their parameters, and with strategy.mode=geo each trainer learns by itself; use "
-            "more strategy.trainers"
+            "more launcher.processes"
         )
     if strategy.record:
         raise ConfigError(
@@ -194,11 +136,11 @@ def _check_hogwild(strategy: PserverOptions, devices: str) -> None:
     if devices != "cpu":
         raise ConfigError(
             f"{option} is for trainers on CPU: on a GPU the passes of threads follow each other; use more "
-            "strategy.trainers"
+            "launcher.processes"
         )
 
 
-def _check_rows_alone(strategy: PserverOptions, task: Task, trainers: int) -> None:
+def _check_rows_alone(strategy: PserverOptions, task: Task) -> None:
     option, plain = "strategy.dense=allreduce", type(strategy)()
     if not task.recipe.table_widths():
         because, name = task.recipe.inactive_keys().get("sparse"), name_of("recipe", task.recipe)
@@ -213,16 +155,7 @@ def _check_rows_alone(strategy: PserverOptions, task: Task, trainers: int) -> No
             f"{option} makes one update of all gradients, which is strategy.mode=sync, this is {strategy.mode.value}; "
             "use sync, or dense=pserver"
         )
-    if strategy.where():
-        raise ConfigError(
-            f"{option} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, or use dense=pserver"
-        )
-    if 0 < strategy.rpc_threads <= trainers:
-        raise ConfigError(
-            f"strategy.rpc_threads={strategy.rpc_threads}: with {option} each of {trainers} trainers waits in one; use "
-            "more, or 0"
-        )
-    used = {"mode", "dense", "servers", "trainers", "tls", "rpc_threads"}
+    used = {"mode", "dense", "servers"}
     for key in (field.name for field in fields(strategy) if field.name not in used):
         if getattr(strategy, key) != getattr(plain, key):
             raise ConfigError(f"strategy.{key} is of no account with {option}; leave it out")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.distributed import PrefixStore, TCPStore
 
@@ -18,9 +17,6 @@ from dtf.pserver.net.rpc import Client, Service, Tls
 from dtf.pserver.net.shared_memory import SharedMemoryTransport
 from dtf.pserver.net.transport import RetryingTransport
 
-if TYPE_CHECKING:
-    from dtf.pserver.options import PserverOptions
-
 Handlers = Mapping[str, Callable[[bytes], bytes]]
 """Name of a method -> its handler."""
 
@@ -28,27 +24,29 @@ PATIENCE_S = 10.0
 """For how long a lost request is sent again."""
 
 
-def make_service(
-    handlers: Handlers, place: Place, strategy: PserverOptions, trainers: int, address: str = "127.0.0.1:0"
-) -> Service:
-    """The service of a server, not started. `address`: HOST:PORT, port 0 for a free one. Errors as of `Service`."""
+def make_service(handlers: Handlers, place: Place, trainers: int, address: str = "127.0.0.1:0") -> Service:
+    """The service of a server, not started. `address`: HOST:PORT, port 0 for a free one. Errors as of `Service`.
+
+    Each of the `trainers` may wait in two of its threads, for work and for state, and pushes need more.
+    """
     return Service(
         handlers,
         place.token,
         place.prefix,
         address,
-        threads=strategy.rpc_threads or 4 + 2 * trainers,
-        tls=tls_files(strategy),
-        allow_insecure=strategy.allow_insecure,
+        threads=4 + 2 * trainers,
+        tls=tls_files(place),
+        allow_insecure=place.manual is not None and place.manual.allow_insecure,
         any_generation=(MEET, STATUS),
         viewer_methods=(STATUS,),
     )
 
 
-def tls_files(strategy: PserverOptions) -> Tls | None:
-    """The files of `strategy.tls`; None without TLS."""
-    files = {name: Path(path) for name, path in strategy.tls.files().items()}
-    return Tls(**files, mutual=strategy.tls.mutual) if files else None
+def tls_files(place: Place) -> Tls | None:
+    """The certificates of a process that was started manually; None without TLS."""
+    if place.manual is None or not place.manual.tls:
+        return None
+    return Tls(**{name: Path(path) for name, path in place.manual.tls.items()}, mutual=place.manual.mutual_tls)
 
 
 def launcher_store(place: Place) -> PrefixStore:
@@ -69,8 +67,8 @@ def read_endpoints(store: PrefixStore, servers: int) -> list[str]:
     return [store.get(f"server/{server}").decode() for server in range(servers)]
 
 
-def connect_servers(place: Place, strategy: PserverOptions) -> list[RetryingTransport]:
+def connect_servers(place: Place, servers: int) -> list[RetryingTransport]:
     """A transport to each server that the launcher started. Waits until all servers have published their endpoints."""
-    endpoints, tls = read_endpoints(launcher_store(place), strategy.count()), tls_files(strategy)
-    clients = [Client(endpoint, place.token, place.prefix, tls=tls) for endpoint in endpoints]
+    endpoints = read_endpoints(launcher_store(place), servers)
+    clients = [Client(endpoint, place.token, place.prefix) for endpoint in endpoints]
     return [RetryingTransport(SharedMemoryTransport(client), PATIENCE_S) for client in clients]

@@ -1,4 +1,4 @@
-"""How externally started processes find each other: they ask server 0, by MEET, which attempt of the run this is and
+"""How manually started processes find each other: they ask server 0, by MEET, which attempt of the run this is and
 where its servers meet.
 """
 
@@ -33,7 +33,7 @@ QUIET_S = 3.0
 
 
 class RendezvousTimeout(PeerError):
-    """Servers did not come, or come back, within `strategy.meet_timeout_s`."""
+    """Servers did not come, or come back, within `launcher.timeout_s`."""
 
     patient = True
 
@@ -72,9 +72,9 @@ class Coordinator:
         message = decode(self._schemas[0], data)
         server, born, servers = (int(message.scalars[name]) for name in ("server", "born", "servers"))
         if servers != len(self._others) + 1:
-            raise Refused(f"strategy.endpoints names {servers} server(s), and {len(self._others) + 1} for server 0")
+            raise Refused(f"launcher.endpoints names {servers} server(s), and {len(self._others) + 1} for server 0")
         if server != TRAINER and server not in self._others:
-            raise Refused(f"strategy.server_id={server} is none of 1 to {len(self._others)}")
+            raise Refused(f"launcher.id={server} is none of 1 to {len(self._others)}")
         refusal = describe_differences({"server 0": self._facts, "this process": json_of(message, "facts")})
         if refusal:
             raise Refused(refusal)
@@ -113,7 +113,7 @@ def refuse_rendezvous(server: int) -> Callable[[bytes], bytes]:
 
     def refuse(data: bytes) -> bytes:
         raise Refused(
-            f"this is server {server}, and strategy.endpoints calls it server 0; give all processes the same "
+            f"this is server {server}, and launcher.endpoints calls it server 0; give all processes the same "
             "endpoints, in the same order"
         )
 
@@ -161,7 +161,7 @@ class Member:
                 why = f"server 0 cannot be reached: {lost}"
             waited_s = monotonic() - start
             if waited_s > patience_s:
-                raise RendezvousTimeout(f"the servers were not all there within strategy.meet_timeout_s: {why}")
+                raise RendezvousTimeout(f"the servers were not all there within launcher.timeout_s: {why}")
             if waited_s > QUIET_S and not reported:
                 say(f"waiting for the servers: {why}")
                 reported = True

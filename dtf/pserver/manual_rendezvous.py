@@ -1,4 +1,4 @@
-"""Servers and trainers that are started externally, each by a command of its own: how they wait for each other.
+"""Servers and trainers that are started manually, each by a command of its own: how they wait for each other.
 
 Server 0 is the coordinator: all others ask it, by MEET, which attempt of the run this is (`dtf.pserver.discovery`).
 """
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.distributed import TCPStore
 
-from dtf.api.strategy import RendezvousContext, RoleContext
+from dtf.api.helper_roles import RendezvousContext, RoleContext
 from dtf.api.task import Task
 from dtf.core.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
-from dtf.core.types import Shard
+from dtf.core.types import ManualStart, Shard
 from dtf.host import network
 from dtf.pserver.connections import PATIENCE_S, make_service, tls_files
 from dtf.pserver.discovery import (
@@ -62,26 +62,25 @@ class ServerBootstrap:
     store: TCPStore | None = None  # on server 0: the store of all servers, open as long as this object lives
 
 
-def rendezvous(
-    context: RendezvousContext, strategy: PserverOptions, trainers: int
-) -> tuple[RendezvousContext, ServerBootstrap]:
-    """Wait until all servers that were started externally are there; trainers that ask meanwhile are told to wait.
+def rendezvous(context: RendezvousContext, trainers: int) -> tuple[RendezvousContext, ServerBootstrap]:
+    """Wait until all servers that were started manually are there; trainers that ask meanwhile are told to wait.
 
     Returns at once where a launcher starts the servers. BusyError or ConfigError where this process cannot listen,
-    RendezvousTimeout when servers are missing after `strategy.meet_timeout_s`.
+    RendezvousTimeout when servers are missing after `launcher.timeout_s`.
     """
-    place, endpoints = context.place, strategy.where()
-    if not endpoints:
+    place, manual = context.place, context.place.manual
+    if manual is None:
         return context, ServerBootstrap()
+    endpoints, facts = manual.endpoints, _facts(context)
     _check_free(endpoints[place.rank], place.rank)
-    service = make_service({}, place, strategy, trainers, endpoints[place.rank])
+    service = make_service({}, place, trainers, endpoints[place.rank])
     service.ready = lambda: False
     bootstrap = ServerBootstrap(service, endpoints[place.rank])
     if place.rank:
-        return _join(context, strategy, bootstrap, service), bootstrap
+        return _join(context, manual, facts, bootstrap, service), bootstrap
     store = ""
     if len(endpoints) > 1:
-        host = network.endpoint(bootstrap.endpoint, "strategy.endpoints")[0]
+        host = network.endpoint(bootstrap.endpoint, "launcher.endpoints")[0]
         listener = network.listen(host, 0)
         port = listener.getsockname()[1]
         store = network.endpoint_text(host, port)
@@ -89,43 +88,48 @@ def rendezvous(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
     info = RendezvousInfo(place.prefix, store, str(context.folder), context.run_id, socket.gethostname())
-    coordinator = Coordinator(info, len(endpoints), context.facts, place.hang_timeout_s)
+    coordinator = Coordinator(info, len(endpoints), facts, place.hang_timeout_s)
     service.add({MEET: coordinator.answer})
     service.start()
-    _wait_for_servers(coordinator, strategy.patience_s, context, endpoints)
+    _wait_for_servers(coordinator, manual, context)
     bootstrap.failure = coordinator.failure
     return replace(context, place=replace(place, store=store)), bootstrap
+
+
+def _facts(context: RendezvousContext | RoleContext) -> dict[str, Any]:
+    """What all commands of a run must have alike."""
+    return {"config": context.facts["config"], "launcher.processes": context.place.slots}
 
 
 def _check_free(endpoint: str, server: int) -> None:
     """BusyError or ConfigError where this process cannot listen at its endpoint."""
     try:
-        network.listen(*network.endpoint(endpoint, "strategy.endpoints")).close()
+        network.listen(*network.endpoint(endpoint, "launcher.endpoints")).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise BusyError(
-                f"strategy.endpoints: {endpoint} is taken by another process; is server {server} of this run at work "
+                f"launcher.endpoints: {endpoint} is taken by another process; is server {server} of this run at work "
                 "already?"
             ) from None
-        problem = f"strategy.endpoints: {endpoint} cannot be listened on: {error.strerror or error}"
+        problem = f"launcher.endpoints: {endpoint} cannot be listened on: {error.strerror or error}"
         raise ConfigError(
-            f"{problem}; is this host really that of strategy.server_id={server}, and are the endpoints in order?"
+            f"{problem}; is this host really that of launcher.id={server}, and are the endpoints in order?"
         ) from None
 
 
 def _join(
-    context: RendezvousContext, strategy: PserverOptions, bootstrap: ServerBootstrap, service: Service
+    context: RendezvousContext, manual: ManualStart, facts: dict[str, Any], bootstrap: ServerBootstrap, service: Service
 ) -> RendezvousContext:
     """A server other than server 0 asks server 0 where it belongs."""
-    place, endpoints = context.place, strategy.where()
+    place, endpoints = context.place, manual.endpoints
     service.generation = UNKNOWN
     service.add({MEET: refuse_rendezvous(place.rank)})
     service.start()
-    client = Client(endpoints[0], place.token, UNKNOWN, tls=tls_files(strategy))
-    member = Member(client, place.rank, len(endpoints), context.facts)
-    info = member.wait_complete(strategy.patience_s, context.wait, context.say)
+    client = Client(endpoints[0], place.token, UNKNOWN, tls=tls_files(place))
+    member = Member(client, place.rank, len(endpoints), facts)
+    info = member.wait_complete(manual.timeout_s, context.wait, context.say)
     service.generation = info.generation
-    bootstrap.failure = lambda: member.failure(_retry_s(strategy))
+    bootstrap.failure = lambda: member.failure(_retry_s(manual))
     context.say(f"server {place.rank} takes part in {info.folder}; server 0, on {info.host}, reports")
     return replace(
         context,
@@ -135,10 +139,9 @@ def _join(
     )
 
 
-def _wait_for_servers(
-    coordinator: Coordinator, timeout_s: float, context: RendezvousContext, endpoints: list[str]
-) -> None:
-    """On server 0: wait until all servers are there. RendezvousTimeout when one is missing after `timeout_s`."""
+def _wait_for_servers(coordinator: Coordinator, manual: ManualStart, context: RendezvousContext) -> None:
+    """On server 0: wait until all servers are there. RendezvousTimeout when one is missing for too long."""
+    timeout_s, endpoints = manual.timeout_s, manual.endpoints
     start, reported = time.monotonic(), False
     while not coordinator.complete():
         context.wait()
@@ -146,25 +149,24 @@ def _wait_for_servers(
         missing = ", ".join(f"server {server} (at {endpoints[server]})" for server in coordinator.missing())
         missing = missing or "servers that came and have gone"
         if waited_s > timeout_s:
-            raise RendezvousTimeout(f"{missing} did not come within strategy.meet_timeout_s={timeout_s:g}")
+            raise RendezvousTimeout(f"{missing} did not come within launcher.timeout_s={timeout_s:g}")
         if waited_s > QUIET_S and not reported:
             context.say(f"server 0 waits for {missing}")
             reported = True
         time.sleep(ASK_S)
 
 
-class ExternalTrainer:
-    """A trainer that was started externally. It waits for the servers, and outlives them: when they are lost, it waits
+class ManualTrainer:
+    """A trainer that was started manually. It waits for the servers, and outlives them: when they are lost, it waits
     until they are started again and works on with these.
     """
 
     def __init__(self, task: Task, context: RoleContext, strategy: PserverOptions, trainers: int, number: int) -> None:
         self._task, self._context, self._strategy = task, context, strategy
-        self._trainers, self._number = trainers, number
-        self._endpoints, self._loaders = strategy.where(), list[Any]()
+        self._trainers, self._number, self._manual = trainers, number, context.place.manual or ManualStart()
+        self._endpoints, self._loaders = self._manual.endpoints, list[Any]()
         self._deadline = 0.0  # for the next step to be made
-        facts = {"config": context.facts["config"]}
-        self._member = Member(self._client(0, UNKNOWN), TRAINER, len(self._endpoints), facts)
+        self._member = Member(self._client(0, UNKNOWN), TRAINER, len(self._endpoints), _facts(context))
 
     def run(self) -> None:
         """Work to the end of the run.
@@ -180,8 +182,8 @@ class ExternalTrainer:
             raise BudgetError("the budget of the run is spent; see what server 0 says")
 
     def _run(self) -> str:
-        """Why the run is over. RendezvousTimeout when no step is made within `strategy.meet_timeout_s`."""
-        self._deadline = time.monotonic() + self._strategy.patience_s
+        """Why the run is over. RendezvousTimeout when no step is made within `launcher.timeout_s`."""
+        self._deadline = time.monotonic() + self._manual.timeout_s
         generation, quiet_until = "", time.monotonic() + QUIET_S
         while True:
             left_s = max(0.0, self._deadline - time.monotonic())
@@ -198,7 +200,7 @@ class ExternalTrainer:
                 return self._work(clients)
             except PeerError as error:
                 if time.monotonic() > self._deadline:
-                    timeout = f"strategy.meet_timeout_s={self._strategy.patience_s:g}"
+                    timeout = f"launcher.timeout_s={self._manual.timeout_s:g}"
                     raise RendezvousTimeout(f"no step was finished within {timeout}: {error}") from None
                 if generation == info.generation:
                     self._context.say(f"{error}; waiting for the servers to come back")
@@ -215,7 +217,7 @@ class ExternalTrainer:
 
     def _work(self, clients: list[Client]) -> str:
         context = replace(self._context, beat=self._beat, stop_requested=lambda: False, open=self._open)
-        retry_s = _retry_s(self._strategy)
+        retry_s = _retry_s(self._manual)
         servers = [RetryingTransport(SharedMemoryTransport(client), retry_s) for client in clients]
         return run_trainers(self._task, context, self._strategy, self._trainers, self._number, servers)
 
@@ -224,7 +226,7 @@ class ExternalTrainer:
         if self._context.stop_requested():
             raise Preempted("this trainer was asked to stop and has left; the others go on with its work")
         if phase == "step":
-            self._deadline = time.monotonic() + self._strategy.patience_s
+            self._deadline = time.monotonic() + self._manual.timeout_s
 
     def _leave(self, server: Client) -> None:
         """Give back all leases, so that other trainers get them at once."""
@@ -247,12 +249,12 @@ class ExternalTrainer:
 
     def _client(self, server: int, generation: str) -> Client:
         token = self._context.place.token
-        return Client(self._endpoints[server], token, generation, tls=tls_files(self._strategy))
+        return Client(self._endpoints[server], token, generation, tls=tls_files(self._context.place))
 
 
-def _retry_s(strategy: PserverOptions) -> float:
+def _retry_s(manual: ManualStart) -> float:
     """For how long a lost request is sent again: no longer than servers are waited for."""
-    return min(PATIENCE_S, strategy.patience_s)
+    return min(PATIENCE_S, manual.timeout_s)
 
 
 def _wait_ready(server: int, client: Client) -> None:
@@ -261,6 +263,6 @@ def _wait_ready(server: int, client: Client) -> None:
         client.wait_ready(READY_S)
     except Lost:
         raise Lost(
-            f"server {server} is not ready at {client.endpoint}; is it started, and is that where strategy.endpoints "
+            f"server {server} is not ready at {client.endpoint}; is it started, and is that where launcher.endpoints "
             "has it everywhere?"
         ) from None

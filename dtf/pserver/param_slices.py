@@ -55,7 +55,8 @@ def lay_out(
 ) -> list[Layout]:
     """Distribute the parameters of `model`, on meta or not, over servers; a layout for each server.
 
-    `sliced`: cut them into as many slices as there are servers, of at least `least` elements. `placement`: name of the
+    `sliced`: cut them into as many slices as there are servers, of at least `least` elements; False where the optimizer
+    looks at whole tensors. `placement`: name of the
     rule that assigns slices to servers.
     """
     pairs, parameters = formats(model, precision), dict(model.named_parameters())

@@ -97,12 +97,11 @@ class Async(SyncMode):
 
 
 class HalfAsync(SyncMode):
-    """`gather` pushes of any trainers make one update (0: as many as trainers); fewer when no more can come."""
+    """As many pushes as there are trainers, of any of them, make one update; fewer when no more can come."""
 
-    def __init__(self, staleness: int | None, gather: int) -> None:
+    def __init__(self, staleness: int | None) -> None:
         super().__init__(staleness)
-        self._gather = gather
-        self.collective = staleness == 0 and not gather
+        self.collective = staleness == 0
 
     def shares(self, trainers: int) -> int:
         self._trainers = trainers
@@ -112,7 +111,7 @@ class HalfAsync(SyncMode):
         return 1 if self._staleness is None else self._staleness
 
     def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
-        needed = min(self._gather or self._trainers, sum(len(parts) for parts in waiting.values()))
+        needed = min(self._trainers, sum(len(parts) for parts in waiting.values()))
         return needed if len(basket) >= needed else 0
 
 

@@ -16,9 +16,9 @@ _OF_TRAINING = ("lr", "grad_norm", "rows_per_s")
 _HEAD = ("split", "step", "epoch", "seconds")
 
 
-def charts_of(results: Sequence[Result], published: Mapping[str, float], published_by: str) -> list[Chart]:
+def charts_of(results: Sequence[Result], published: Mapping[str, float]) -> list[Chart]:
     """The charts for which these runs have data."""
-    charts = [_comparison(results, published, published_by)] if len(results) > 1 or published else []
+    charts = [_comparison(results, published)] if len(results) > 1 or published else []
     charts += [_metric(results, metric) for metric in _metrics(results)]
     charts += [
         _lines(results, "learning_rate", "learning rate", lambda result: result.curve("train", "lr")),
@@ -63,7 +63,7 @@ def html(results: Sequence[Result], charts: Sequence[Chart], now: str) -> str:
 # ---------------------------------------------------------------- charts
 
 
-def _comparison(results: Sequence[Result], published: Mapping[str, float], published_by: str) -> Chart:
+def _comparison(results: Sequence[Result], published: Mapping[str, float]) -> Chart:
     """Bars of time per epoch, utilisation and memory of each run, and of published times on an axis of their own."""
 
     def bars(title: str, unit: str, value: Callable[[Result], float | None], text: Callable[[float], str]) -> Axes:
@@ -98,9 +98,7 @@ def _comparison(results: Sequence[Result], published: Mapping[str, float], publi
                 bars=[Bar(label, value, "pale", _seconds(value)) for label, value in published.items()],
             )
         )
-        caption += (
-            f" Hatched, against an axis of their own, what others measured: {published_by or 'published figures'}."
-        )
+        caption += " Hatched, against an axis of their own, what others measured and published."
     return Chart("comparison", caption, axes, [1.15 if panel.labelled else 0.85 for panel in axes])
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import flat
+from dtf.core.renamed import upgraded_config
 from dtf.observers.trace_shares import Shares
 from dtf.runs.budget import spent_s
 
@@ -171,7 +172,7 @@ def _result(folder: Path) -> Result:
 
     record = _json(folder / "run.json")
     try:
-        nested = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        nested = upgraded_config(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
         world = f"{record['world']['processes']} x {record['world']['devices']}"
         config = dict(flat(nested, "")) | {"step.batch_size": nested["step"]["batch_size"], "world": world}
     except (OSError, yaml.YAMLError, KeyError, AttributeError, TypeError) as error:

@@ -22,10 +22,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.core.endpoint_file import withdraw
 from dtf.core.errors import BusyError, ConfigError
 from dtf.core.files import flat, replace_text
 from dtf.core.version import __version__
-from dtf.pserver.endpoint_file import withdraw
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy

@@ -54,10 +54,9 @@ class Ddp(Strategy):
         unit="MiB",
     )
     static_graph: bool = option(
-        default=False, doc="promise that every step uses the same parameters in the same order; saves bookkeeping"
-    )
-    gradient_as_bucket_view: bool = option(
-        default=True, doc="gradients live in the buckets: saves a copy and one gradient's memory"
+        default=False,
+        doc="promise that every step uses the same parameters in the same order, which saves bookkeeping; that of "
+        "torch's DistributedDataParallel",
     )
     find_unused_parameters: bool = option(
         default=False, doc="look for parameters that a step did not use; costs a walk over the graph each step"
@@ -71,7 +70,7 @@ class Ddp(Strategy):
     powersgd_start: int = option(
         default=10,
         least=2,
-        doc="plain all-reduce before PowerSGD begins, whose state needs two such steps",
+        doc="plain all-reduce before PowerSGD begins (start_powerSGD_iter in torch), whose state needs two such steps",
         unit="steps",
     )
     backend: Backend = option(default=Backend.auto, doc="torch.distributed backend; auto: nccl on CUDA, gloo on CPU")  # type: ignore[assignment]
@@ -92,11 +91,6 @@ class Ddp(Strategy):
             raise ConfigError(
                 "strategy.comm_hook=powersgd remembers its errors, and one overflow would stay in them; use "
                 "precision=bf16, which needs no loss scale"
-            )
-        if self.find_unused_parameters and not self.gradient_as_bucket_view:
-            raise ConfigError(
-                "strategy.find_unused_parameters=true with strategy.gradient_as_bucket_view=false loses gradients of "
-                "parameters that only some micro-batches use; leave gradient_as_bucket_view=true"
             )
         if self.static_graph and self.find_unused_parameters:
             raise ConfigError(
@@ -124,11 +118,9 @@ class Ddp(Strategy):
         masters = cast(model, task.precision, world.device)
         forward, exchange = None, 0
         if world.size > 1:  # on one rank the bare model is the same program
-            forward = wrap_ddp(
-                model, self.bucket_mb, self.static_graph, self.gradient_as_bucket_view, self.find_unused_parameters
-            )
+            forward = wrap_ddp(model, self.bucket_mb, self.static_graph, self.find_unused_parameters)
             self._install_hook(forward)
-            exchange = inflight_bytes(model, microbatch_load(task, world.size)[0], self.gradient_as_bucket_view)
+            exchange = inflight_bytes(model, microbatch_load(task, world.size)[0])
             if self.shard_optimizer:  # parameters, as they are broadcast
                 exchange = max(exchange, byte_count([p for p in model.parameters() if p.requires_grad]))
         owned, fetch_others = None, None
@@ -218,7 +210,6 @@ def wrap_ddp(
     model: nn.Module,
     bucket_mb: float = 25.0,
     static_graph: bool = False,
-    gradient_as_bucket_view: bool = True,
     find_unused_parameters: bool = False,
 ) -> DistributedDataParallel:
     """A model of which every rank has the same numbers, with gradients all-reduced in buckets during backward.
@@ -238,17 +229,17 @@ def wrap_ddp(
         model,
         bucket_cap_mb=bucket_mb,
         static_graph=static_graph,
-        gradient_as_bucket_view=gradient_as_bucket_view,
+        gradient_as_bucket_view=True,  # gradients live in the buckets, which saves a copy and one gradient's memory
         find_unused_parameters=find_unused_parameters,
         init_sync=False,  # every rank has the same numbers
         **{buffers: False},  # type: ignore[arg-type]  # running averages are averaged when needed, see Program.sync
     )
 
 
-def inflight_bytes(model: nn.Module, micro_batches: int, gradient_as_bucket_view: bool = True) -> int:
+def inflight_bytes(model: nn.Module, micro_batches: int) -> int:
     """Bytes of gradients that exist beside the buckets, on their way into one."""
     from dtf.distributed.sharding import byte_count
 
     sizes = [byte_count([p]) for p in model.parameters() if p.requires_grad]
-    beside = sum(sizes) if micro_batches > 1 or not gradient_as_bucket_view else 0
+    beside = sum(sizes) if micro_batches > 1 else 0
     return beside + max(sizes)

@@ -41,12 +41,10 @@ class Dp(Strategy):
         doc="intra-op threads of each replica on CPU; 0: the process's threads divided by replicas",
     )
     device_ids: list[int] = option(
-        factory=list, least=0, doc="CUDA devices, one replica each; empty: those of the launcher"
-    )
-    output_device: int = option(
-        default=-1,
-        least=-1,
-        doc="CUDA device that sums metrics, and gradients with reduce=owner; -1: the first of device_ids",
+        factory=list,
+        least=0,
+        doc="CUDA devices, one replica each, of which the first sums metrics, and gradients with reduce=owner; empty: "
+        "those of the launcher",
     )
     reduce: Reduce = option(
         default=Reduce.owner,
@@ -62,9 +60,9 @@ class Dp(Strategy):
             raise ConfigError(
                 f"strategy.threads={self.threads} is for replicas on CPU, this run is on cuda; leave it at 0"
             )
-        if devices != "cuda" and (self.device_ids or self.output_device >= 0):
+        if devices != "cuda" and self.device_ids:
             raise ConfigError(
-                f"strategy.device_ids and strategy.output_device name CUDA devices, this run is on {devices}; use "
+                f"strategy.device_ids={self.device_ids} names CUDA devices, this run is on {devices}; use "
                 "strategy.replicas"
             )
         if self.device_ids and self.replicas not in (0, len(self.device_ids)):
@@ -80,8 +78,6 @@ class Dp(Strategy):
                 f"strategy.threads={self.threads} must be at most {MOST_THREADS // len(ids)} for {len(ids)} replicas; "
                 "0 divides the cores"
             )
-        if self.output_device >= 0 and self.output_device not in ids:
-            raise ConfigError(f"strategy.output_device={self.output_device} is none of strategy.device_ids={list(ids)}")
 
     def communication(self, devices: str) -> str | None:
         return None
@@ -108,8 +104,6 @@ class Dp(Strategy):
                 raise ConfigError(
                     f"strategy.device_ids={ids}: this machine has {torch.cuda.device_count()} CUDA devices"
                 )
-            owner = ids[0] if self.output_device < 0 else self.output_device
-            ids = [owner, *(i for i in ids if i != owner)]
             devices = [torch.device("cuda", i) for i in ids]
         threads = self.threads or max(1, torch.get_num_threads() // count)
         return DataParallelProgram(task, world, devices, threads, every=self.reduce is Reduce.all)

@@ -26,7 +26,6 @@ WAYS: list[tuple[str, str, dict[str, Any]]] = [
     ("ddp", "ddp", {}),
     ("ddp", "ddp", {"bucket_mb": 0.0001, "static_graph": True}),
     ("ddp", "ddp", {"find_unused_parameters": True}),
-    ("ddp", "ddp", {"gradient_as_bucket_view": False}),
     ("zero1", "ddp", {"shard_optimizer": True}),
     ("fsdp", "fsdp", {}),
     ("fsdp", "fsdp", {"unit": "layer", "reshard_after_forward": False, "prefetch": 0}),
@@ -41,7 +40,7 @@ WAYS: list[tuple[str, str, dict[str, Any]]] = [
     ("pipeline x dp", "pipeline", {"degree": 2}),
     ("pserver", "pserver", {}),
     ("pserver", "pserver", {"servers": 2, "min_block": 1}),
-    ("pserver", "pserver", {"servers": 3, "slice_parameters": False, "placement": "hash_name"}),
+    ("pserver", "pserver", {"servers": 3, "min_block": 1_000_000_000, "placement": "hash_name"}),
 ]
 """Name in the table of pairs, strategy, options. A name of several ways is drawn as often as any other."""
 

@@ -70,6 +70,18 @@ def test_rooms_import_downwards_and_never_in_a_circle() -> None:
     assert not rooms().unknown(sources())
 
 
+def test_only_jobs_and_registries_name_the_parameter_server() -> None:
+    """Its needs are optional parts of the contracts, and its processes started by hand a launcher."""
+    registries = {"dtf", "dtf.config.settings", "dtf.core.renamed"}
+    for name, path in sources().items():
+        if rooms().room_of(name) not in ("pserver", "jobs") and name not in registries:
+            # that strategy=pserver is such a strategy may be said
+            lines = [
+                line for line in path.read_text().lower().splitlines() if "pserver" in line.replace("=pserver", "")
+            ]
+            assert not lines, f"{name}: {lines}"
+
+
 def test_the_picture_shows_the_rooms_and_arrows_there_are() -> None:
     outdated = rooms().outdated
     assert not outdated(sources(), imports())

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from dtf.api.leased_work import LeasedWork
 from dtf.api.lr import Constant
 from dtf.api.strategy import Program, Source
 from dtf.core.errors import DataError, DivergedError, DtfError
@@ -281,20 +282,25 @@ def test_steps_that_nothing_is_known_of_yet_are_told_of_later(monkeypatch: pytes
         def __init__(self) -> None:
             super().__init__()
             self.begun = self.reported = self.known = 0
+            self.leased = Rest(self)
 
         def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
             self.begun += 1
-            return self._report(max(0, self.begun - 2))
+            return self.report(max(0, self.begun - 2))
 
         def sync(self) -> None:
             self.known = self.begun
 
-        def rest(self) -> StepOutput:
-            return self._report(max(self.reported, self.known))
-
-        def _report(self, until: int) -> StepOutput:
+        def report(self, until: int) -> StepOutput:
             steps, self.reported = until - self.reported, until
             return StepOutput(torch.tensor([2.0, 1.0, 1.0]) * steps, torch.tensor([3.0, 1.0]) * steps)
+
+    class Rest(LeasedWork):
+        def __init__(self, program: Late) -> None:
+            self.program = program
+
+        def rest(self) -> StepOutput:
+            return self.program.report(max(self.program.reported, self.program.known))
 
     monkeypatch.setattr(engine._Stopwatch, "lap", lambda self: 1.0)
     seen: list[Any] = []

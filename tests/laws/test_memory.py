@@ -160,7 +160,6 @@ CASES = [
             ("ddp", 2, "sgd", {}, 16),
             ("ddp", 2, "sgd", {}, 8),
             ("ddp", 2, "adamw", {"shard_optimizer": True}, 0),
-            ("ddp", 2, "adamw", {"gradient_as_bucket_view": False}, 0),
             ("dp", 2, "adamw", {"replicas": 2}, 0),
             ("fsdp", 2, "adamw", {}, 0),
             ("fsdp", 2, "adamw", {"reshard_after_forward": False}, 0),

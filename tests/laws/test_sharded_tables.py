@@ -176,11 +176,6 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         (*TABLED, *BY_SERVERS, "strategy.server_device=cpu", "strategy.placement=hash_name"),
         "strategy.placement is of no account",
     ),
-    ((*TABLED, *BY_SERVERS, "launcher.processes=2", "strategy.rpc_threads=2"), "each of 2 trainers waits in one"),
-    (
-        (*TABLED, *BY_SERVERS, "strategy.endpoints=[127.0.0.1:4000]", "strategy.role=trainer"),
-        "leave strategy.endpoints and DTF_ENDPOINTS out",
-    ),
     ((*TABLED, "step.ema=0.9"), "step.ema=0.9 averages all weights"),
     (
         (SINGLE[0], "sparse=ftrl"),
@@ -204,7 +199,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 FINE = [
     (*TABLED, "strategy=ddp", "strategy.tables=columns", "launcher.processes=2"),
     (*TABLED, "strategy=fsdp", "strategy.tables=columns", "launcher.processes=1"),
-    (*TABLED, *BY_SERVERS, "strategy.servers=2", "strategy.trainers=3", "precision=fp16"),
+    (*TABLED, *BY_SERVERS, "strategy.servers=2", "launcher.processes=3", "precision=fp16"),
     (*TABLED, "job=evaluate", "step.ema=0.9"),
     (SINGLE[0], "recipe.model.table=dense", "step.ema=0.9"),
     ("recipe=ctr_clicks_sparse", "recipe.model.table=dense"),

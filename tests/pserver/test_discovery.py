@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from dtf.api.strategy import RendezvousContext, RoleContext
+from dtf.api.helper_roles import RendezvousContext, RoleContext
 from dtf.core.errors import BusyError, ConfigError, PeerError
-from dtf.core.types import Place
+from dtf.core.types import ManualStart, Place
 from dtf.pserver import discovery, manual_rendezvous
 from dtf.pserver.net.rpc import Client
 from dtf.pserver.net.transport import Lost
@@ -21,13 +21,19 @@ from dtf.pserver.strategy import Pserver
 from tests.support.manual_start import TOKEN, endpoints
 
 
-def standing(wait: Callable[[], None] = lambda: None, said: list[str] | None = None) -> RendezvousContext:
+def standing(
+    where: list[str],
+    wait: Callable[[], None] = lambda: None,
+    said: list[str] | None = None,
+    timeout_s: float = 600.0,
+) -> RendezvousContext:
     """Of server 1 of two."""
+    manual = ManualStart(tuple(where), timeout_s)
     return RendezvousContext(
-        Place(rank=1, size=2, role="server", token=TOKEN, prefix="run/0"),
+        Place(rank=1, size=2, role="server", token=TOKEN, prefix="run/0", manual=manual),
         Path(),
         "run",
-        {},
+        {"config": {}},
         wait,
         (said if said is not None else []).append,
     )
@@ -39,11 +45,11 @@ def test_a_server_that_cannot_listen_says_who_may() -> None:
         with pytest.raises(
             BusyError, match=f"{where[1]} is taken by another process; is server 1 of this run at work already"
         ):
-            manual_rendezvous.rendezvous(standing(), Pserver(endpoints=where, trainers=1), 1)
+            manual_rendezvous.rendezvous(standing(where), 1)
     with pytest.raises(
-        ConfigError, match="192.0.2.1:4000 cannot be listened on: .*; is this host really that of strategy.server_id=1"
+        ConfigError, match="192.0.2.1:4000 cannot be listened on: .*; is this host really that of launcher.id=1"
     ):
-        manual_rendezvous.rendezvous(standing(), Pserver(endpoints=["127.0.0.1:1", "192.0.2.1:4000"], trainers=1), 1)
+        manual_rendezvous.rendezvous(standing(["127.0.0.1:1", "192.0.2.1:4000"]), 1)
 
 
 def test_a_server_that_is_taken_for_server_0_says_so_and_that_it_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,10 +66,8 @@ def test_a_server_that_is_taken_for_server_0_says_so_and_that_it_waits_for_it(mo
             client.close()
 
     with pytest.raises(PeerError, match=f"server 0 cannot be reached: meet at {where[0]}"):
-        manual_rendezvous.rendezvous(
-            standing(ask, messages), Pserver(endpoints=where, trainers=1, meet_timeout_s=0.3), 1
-        )
-    assert "this is server 1, and strategy.endpoints calls it server 0" in refusals[0] and where[1] in refusals[0]
+        manual_rendezvous.rendezvous(standing(where, ask, messages, timeout_s=0.3), 1)
+    assert "this is server 1, and launcher.endpoints calls it server 0" in refusals[0] and where[1] in refusals[0]
     assert f"waiting for the servers: server 0 cannot be reached: meet at {where[0]}" in messages[0]
 
 
@@ -71,12 +75,11 @@ def test_a_trainer_says_which_server_it_waits_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(manual_rendezvous, "QUIET_S", 0.0)
     monkeypatch.setattr(manual_rendezvous, "READY_S", 0.1)
     where, messages = endpoints(2), list[str]()
-    place = Place(rank=2, size=3, token=TOKEN)
+    place = Place(rank=2, size=3, token=TOKEN, manual=ManualStart(tuple(where), timeout_s=0.3))
     context = RoleContext(
         place, {"config": {}}, cast(Any, None), lambda phase, step: None, lambda: False, messages.append
     )
-    strategy = Pserver(endpoints=where, trainers=1, meet_timeout_s=0.3)
-    trainer = manual_rendezvous.ExternalTrainer(cast(Any, None), context, strategy, 1, 0)
+    trainer = manual_rendezvous.ManualTrainer(cast(Any, None), context, Pserver(servers=2), 1, 0)
     monkeypatch.setattr(
         trainer._member, "wait_complete", lambda *_: discovery.RendezvousInfo("run/0", "", "", "run", "host")
     )
@@ -87,7 +90,7 @@ def test_a_trainer_says_which_server_it_waits_for(monkeypatch: pytest.MonkeyPatc
             endpoint=where[server], close=lambda: None, wait_ready=waits(server)
         ),
     )
-    with pytest.raises(PeerError, match=f"within strategy.meet_timeout_s=0.3: server 1 is not ready at {where[1]}"):
+    with pytest.raises(PeerError, match=f"within launcher.timeout_s=0.3: server 1 is not ready at {where[1]}"):
         trainer.run()
     assert len(messages) == 1 and messages[0].startswith(
         f"waiting for the servers: server 1 is not ready at {where[1]}"

@@ -253,7 +253,7 @@ def test_a_number_is_of_one_trainer_at_a_time(monkeypatch: pytest.MonkeyPatch) -
             with program.change:
                 program.change.notify_all()
         answer = asking.result()
-        assert answer.scalars["taken"] and b"strategy.trainer_id" in answer.arrays["refusal"].tobytes()
+        assert answer.scalars["taken"] and b"launcher.id" in answer.arrays["refusal"].tobytes()
         assert program.ledger.members() == [0]
         lease(servicer, 0, leaving=1, starter="another")
         assert program.ledger.members() == [0], "the one that was refused does not take the other with it"

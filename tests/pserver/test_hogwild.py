@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from dtf.api.helper_roles import RoleContext
 from dtf.api.options import StepOptions
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import RoleContext
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Place
@@ -188,13 +188,13 @@ def test_when_one_fails_the_others_end_and_its_error_is_raised() -> None:
 
 
 def test_servers_count_threads() -> None:
-    many = Pserver(mode=Mode.async_, trainers=3, hogwild_threads=4)
+    many = Pserver(mode=Mode.async_, hogwild_threads=4)
     assert [list(trainer_numbers(process, many)) for process in range(3)] == [
         [0, 1, 2, 3],
         [4, 5, 6, 7],
         [8, 9, 10, 11],
     ]
-    assert many.roles(2) == {"server": 1, "trainer": 3} and many.sync_mode().window(many.count_trainers(2)) == 24
+    assert many.roles(3) == {"server": 1, "trainer": 3} and many.sync_mode().window(many.count_trainers(3)) == 24
 
 
 @pytest.mark.parametrize(

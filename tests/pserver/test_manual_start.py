@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from dtf.core.endpoint_file import find
 from dtf.core.errors import AuthError, Exit, PeerError
-from dtf.pserver.endpoint_file import find
 from tests.conftest import Result
 from tests.pserver.test_rpc import certificate
 from tests.support.manual_start import TOKEN, Command, commands, endpoints, members, status, until, words
@@ -38,7 +38,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Underway]:
     """A run under way: trainer 0 was started before the server."""
     folder = tmp_path_factory.mktemp("live")
     where = endpoints(1)
-    task = ("strategy.mode=async", "strategy.trainers=2", "train.steps=1000000", "train.log_every=1000")
+    task = ("strategy.mode=async", "launcher.processes=2", "train.steps=1000000", "train.log_every=1000")
     with commands(folder) as start:
         trainer = start("trainer", words(where, "trainer", 0, *task, slow=True))
         server = start("server", words(where, "server", 0, *task, f"run.dir={folder / 'run'}", slow=True))
@@ -58,7 +58,7 @@ def command(live: Underway, role: str, number: int, *more: str) -> list[str]:
         role,
         number,
         "strategy.mode=async",
-        "strategy.trainers=2",
+        "launcher.processes=2",
         "train.steps=1000000",
         "train.log_every=1000",
         *more,
@@ -113,6 +113,8 @@ def test_who_is_refused(live: Underway, run_dtf: Run, monkeypatch: pytest.Monkey
     other = run_dtf(*command(live, "trainer", 1, "optimizer.momentum=0.5"))
     assert other.code == Exit.CONFIG
     assert "optimizer.momentum=0.5, server 0 has 0.9" in other.err
+    fewer = run_dtf(*command(live, "trainer", 1, "launcher.processes=1"))
+    assert fewer.code == Exit.CONFIG and "launcher.processes=1, server 0 has 2" in fewer.err
     taken = run_dtf(*command(live, "server", 0))
     assert taken.code == Exit.BUSY
     assert live.where[0] in taken.err
@@ -122,8 +124,8 @@ def test_who_is_refused(live: Underway, run_dtf: Run, monkeypatch: pytest.Monkey
     assert live.trainer.process.poll() is None
     more = [*live.where, endpoints(1)[0]]
     assert (
-        "strategy.endpoints names 2 server(s), and 1 for server 0"
-        in run_dtf(*words(more, "trainer", 1, "strategy.trainers=2", "train.steps=9")).err
+        "launcher.endpoints names 2 server(s), and 1 for server 0"
+        in run_dtf(*words(more, "trainer", 1, "launcher.processes=2", "train.steps=9")).err
     )
 
 
@@ -157,11 +159,11 @@ def finished(folder: Path) -> dict[int, dict[str, float]]:
 
 
 SYNC = (
-    "strategy.trainers=1",
+    "launcher.processes=1",
     "strategy.min_block=16",
     "train.steps=40",
     "checkpoint.every_steps=10",
-    "strategy.meet_timeout_s=60",
+    "launcher.timeout_s=60",
 )
 
 
@@ -189,11 +191,9 @@ def test_two_servers_in_any_order_one_of_them_killed_and_started_again(tmp_path:
             trainer.output(),
         )
     whole = run_dtf(
-        *words([], "server", 0)[:-3],
-        *more,
+        *words([], "server", 0)[:-5],
+        *(word for word in more if not word.startswith("launcher.timeout_s")),
         "strategy.servers=2",
-        "strategy.meet_timeout_s=null",
-        "launcher.processes=1",
     )
     assert whole.code == 0, whole.err
     assert finished(folder) == finished(whole.folder)
@@ -205,10 +205,10 @@ def test_server_0_is_lost_with_its_host_and_started_again(tmp_path: Path) -> Non
     where, folder = endpoints(1), tmp_path / "run"
     more = (
         "strategy.mode=half_async",
-        "strategy.trainers=2",
+        "launcher.processes=2",
         "train.steps=2000",
         "checkpoint.every_steps=20",
-        "strategy.meet_timeout_s=60",
+        "launcher.timeout_s=60",
     )
     with commands(tmp_path) as start:
         trainers = [start(f"trainer{number}", words(where, "trainer", number, *more)) for number in range(2)]
@@ -232,10 +232,10 @@ def test_a_server_whose_rank_is_killed_in_a_mode_in_which_servers_rarely_meet(mo
         f"strategy.mode={mode}",
         *(["strategy.geo_steps=5"] if mode == "geo" else []),
         "strategy.min_block=16",
-        "strategy.trainers=1",
+        "launcher.processes=1",
         "train.steps=1500",
     )
-    more = (*more, "checkpoint.every_steps=50", "strategy.meet_timeout_s=60", "train.log_every=10")
+    more = (*more, "checkpoint.every_steps=50", "launcher.timeout_s=60", "train.log_every=10")
     with commands(tmp_path) as start:
         first, second = (
             start(f"server{number}", words(where, "server", number, *more, f"run.dir={folder}")) for number in range(2)
@@ -262,7 +262,7 @@ def test_a_trainer_of_several_threads_comes_leaves_and_ends_with_all_of_them(tmp
     more = (
         "strategy.mode=async",
         "strategy.hogwild_threads=2",
-        "strategy.trainers=2",
+        "launcher.processes=2",
         "train.steps=1000000",
         "train.log_every=1000",
     )
@@ -289,13 +289,11 @@ def test_nobody_waits_for_ever(tmp_path: Path, run_dtf: Run, monkeypatch: pytest
         ("server", 1, "UNAVAILABLE"),
         ("server", 0, f"server 1 (at {where[1]}) did not come"),
     ):
-        alone = run_dtf(
-            *words(where, role, number, "strategy.trainers=1", "train.steps=1", "strategy.meet_timeout_s=1")
-        )
+        alone = run_dtf(*words(where, role, number, "launcher.processes=1", "train.steps=1", "launcher.timeout_s=1"))
         assert alone.code == Exit.PEER
         assert whom in alone.err
     with commands(tmp_path) as start:
-        waiting = start("trainer", words(where, "trainer", 0, "strategy.trainers=1", "train.steps=1"))
+        waiting = start("trainer", words(where, "trainer", 0, "launcher.processes=1", "train.steps=1"))
         until(lambda: "waiting for the servers" in waiting.output(), waiting)
         assert waiting.stop() == Exit.PREEMPTED
 
@@ -307,46 +305,34 @@ def test_certificates(mode: str, tmp_path: Path, run_dtf: Run, monkeypatch: pyte
     monkeypatch.setenv("DTF_TOKEN", TOKEN)
     (key, cert), (_, stranger) = certificate(tmp_path, "run"), certificate(tmp_path, "stranger")
     where, folder = endpoints(2), tmp_path / "run"
-    more = (*SYNC, f"strategy.tls.mode={mode}")
-    files = (f"strategy.tls.ca={cert}", f"strategy.tls.cert={cert}", f"strategy.tls.key={key}")
+    more = (*SYNC, f"launcher.tls.mode={mode}")
+    files = (f"launcher.tls.ca={cert}", f"launcher.tls.cert={cert}", f"launcher.tls.key={key}")
     with commands(tmp_path) as start:
         servers = [
             start(f"server{number}", words(where, "server", number, *more, *files, f"run.dir={folder}"))
             for number in range(2)
         ]
         until(lambda: (folder / "live.json").exists(), *servers)
-        patience = "strategy.meet_timeout_s=2"
-        wrong = run_dtf(*words(where, "trainer", 3, *more, *files, patience, f"strategy.tls.ca={stranger}"))
+        patience = "launcher.timeout_s=2"
+        wrong = run_dtf(*words(where, "trainer", 3, *more, *files, patience, f"launcher.tls.ca={stranger}"))
         assert wrong.code == Exit.PEER, wrong.err
         plain = run_dtf(*words(where, "trainer", 3, *SYNC, patience))
         assert plain.code == Exit.PEER, plain.err
         if mode == "mtls":
-            nobody = run_dtf(*words(where, "trainer", 3, *more, patience, f"strategy.tls.ca={cert}"))
-            assert "strategy.tls.cert is not given" in nobody.err
+            nobody = run_dtf(*words(where, "trainer", 3, *more, patience, f"launcher.tls.ca={cert}"))
+            assert "launcher.tls.cert is not given" in nobody.err
         asked = run_dtf("job=status", f"job.run_folder={folder}", "job.seconds=0.1")
         assert asked.code == 0, asked.err
         asked = run_dtf(
             "job=status",
             f"job.endpoint={where[0]}",
             "job.seconds=0.1",
-            "strategy=pserver",
-            f"strategy.tls.mode={mode}",
+            "launcher=manual",
+            "launcher.processes=1",
+            f"launcher.tls.mode={mode}",
             *files,
         )
         assert asked.code == 0, asked.err
         trainer = run_dtf(*words(where, "trainer", 0, *more, *(files if mode == "mtls" else files[:1])))
         assert trainer.code == 0, trainer.err
         assert [command.end() for command in servers] == [0, 0], [command.output() for command in servers]
-
-
-@pytest.mark.slow
-def test_launcher_inline_starts_one_too(tmp_path: Path) -> None:
-    where = endpoints(2)
-    more = (*SYNC, "launcher=inline")
-    with commands(tmp_path) as start:
-        all_of_them = [
-            start(f"server{number}", words(where, "server", number, *more, f"run.dir={tmp_path / 'run'}"))
-            for number in range(2)
-        ]
-        all_of_them.append(start("trainer", words(where, "trainer", 0, *more)))
-        assert [command.end() for command in all_of_them] == [0, 0, 0], [command.output() for command in all_of_them]

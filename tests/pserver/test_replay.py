@@ -63,7 +63,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path]
     "words",
     [
         [*TABLED, "strategy.mode=async"],
-        pytest.param([*TABLED, "strategy.mode=half_async", "strategy.gather=2"], marks=slow),
+        pytest.param([*TABLED, "strategy.mode=half_async"], marks=slow),
         pytest.param([*TABLED, "strategy.mode=geo", "strategy.geo_steps=3"], marks=slow),
     ],
     ids=lambda words: words[3],

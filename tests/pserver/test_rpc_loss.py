@@ -16,10 +16,10 @@ from typing import Any, cast
 
 import pytest
 
-from dtf.api.strategy import RoleContext
+from dtf.api.helper_roles import RoleContext
 from dtf.api.task import Task
 from dtf.core.errors import AuthError, PeerError
-from dtf.core.types import Place
+from dtf.core.types import ManualStart, Place
 from dtf.pserver import manual_rendezvous
 from dtf.pserver.net.codec import WireError
 from dtf.pserver.net.rpc import Service
@@ -221,8 +221,9 @@ def test_servers_that_are_lost_for_good_are_waited_for_as_long_as_was_asked(monk
     monkeypatch.setattr(manual_rendezvous, "Client", Gone)
     monkeypatch.setattr(manual_rendezvous.Member, "wait_complete", lambda *arguments: info)
     monkeypatch.setattr(manual_rendezvous, "run_trainers", lambda *arguments: arguments[-1][0].call("lease", b"", 1.0))
-    context = RoleContext(Place(), {"config": {}}, lambda *arguments: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type, return-value]
-    strategy, begun = Pserver(endpoints=["127.0.0.1:1"], trainers=1, meet_timeout_s=0.3), time.monotonic()
-    with pytest.raises(PeerError, match=r"within strategy\.meet_timeout_s=0\.3: lost server 0"):
-        manual_rendezvous.ExternalTrainer(cast(Task, None), context, strategy, 1, 0).run()
+    place = Place(manual=ManualStart(("127.0.0.1:1",), timeout_s=0.3))
+    context = RoleContext(place, {"config": {}}, lambda *arguments: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type, return-value]
+    begun = time.monotonic()
+    with pytest.raises(PeerError, match=r"within launcher\.timeout_s=0\.3: lost server 0"):
+        manual_rendezvous.ManualTrainer(cast(Task, None), context, Pserver(), 1, 0).run()
     assert 0.3 <= time.monotonic() - begun < HANG_S

@@ -16,7 +16,7 @@ import pytest
 from dtf.api.options import StepOptions
 from dtf.api.task import Task
 from dtf.core.errors import SaveError
-from dtf.core.types import Place
+from dtf.core.types import ManualStart, Place
 from dtf.distributed.world import World
 from dtf.optim.optimizers import Sgd
 from dtf.pserver import bootstrap, manual_rendezvous
@@ -56,7 +56,7 @@ def test_pushes_in_any_order_and_number_are_applied_once_and_in_order() -> None:
         program.receive(push(program, 3, 0))
         assert program.server_state.applied == 4 and program.dropped == 7
         assert learnt(program) == in_order(4)
-        assert [(step, len(ids)) for step, ids in program.consumed()] == [
+        assert [(step, len(ids)) for step, ids in program.leased.consumed()] == [
             (step, 12) for step in range(4) for _ in range(2)
         ]
 
@@ -130,7 +130,7 @@ def test_the_end_waits_for_trainers_to_leave_but_not_for_ever(monkeypatch: pytes
         program.on_end(closed.set)
         program.begun = True
         hello(servicer, 0)
-        ended: Future[None] = engine.submit(program.end, "preempted")
+        ended: Future[None] = engine.submit(program.leased.end, "preempted")
         until(lambda: program.over)
         assert lease(servicer, 0).scalars["reason"] == "preempted"
         assert (
@@ -146,7 +146,7 @@ def test_the_end_waits_for_trainers_to_leave_but_not_for_ever(monkeypatch: pytes
         program.begun = True
         hello(servicer, 0)
         start = time.monotonic()
-        program.end()
+        program.leased.end()
         assert 0.04 < time.monotonic() - start < SOON_S
 
 
@@ -155,7 +155,7 @@ def test_a_run_that_was_over_when_it_began_waits_for_all_its_trainers() -> None:
     closed = threading.Event()
     with server() as (program, servicer, engine):
         program.on_end(closed.set)
-        ended: Future[None] = engine.submit(program.end)
+        ended: Future[None] = engine.submit(program.leased.end)
         for trainer in (0, 1):
             until(lambda: program.over)
             hello(servicer, trainer)
@@ -184,7 +184,7 @@ def test_an_error_in_the_service_ends_the_engine() -> None:
             done.result(SOON_S)
 
 
-def test_any_server_that_was_started_externally_knows_where_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_server_that_was_started_manually_knows_where_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """job=status may ask any of them."""
     task = Task(Toy(batch_norm=False), Sgd(), PRECISIONS["fp64"], StepOptions(batch_size=24, micro_batch_rows=6), 0)
     where, handlers = ["127.0.0.1:4000", "127.0.0.1:4001"], dict[str, Any]()
@@ -192,8 +192,8 @@ def test_any_server_that_was_started_externally_knows_where_all_are(monkeypatch:
     service = cast(Any, SimpleNamespace(add=handlers.update))
     bootstrap.serve(
         task,
-        World(Place(rank=1, size=2, slots=1)),
-        Pserver(endpoints=where, trainers=1),
+        World(Place(rank=1, size=2, slots=1, manual=ManualStart(tuple(where)))),
+        Pserver(servers=2),
         1,
         manual_rendezvous.ServerBootstrap(service, where[1]),
     )

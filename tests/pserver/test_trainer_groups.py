@@ -140,8 +140,8 @@ def test_a_team_meets_anew_whichever_order_its_processes_come_back_in() -> None:
     [
         (["launcher.processes=3"], "strategy.team=2 does not divide launcher.processes=3; use 1 or 3"),
         (
-            ["strategy.trainers=1", "strategy.endpoints=[127.0.0.1:1]", "strategy.role=server", "strategy.server_id=0"],
-            "strategy.team=2 is started by a launcher",
+            ["launcher=manual", "launcher.endpoints=[127.0.0.1:1]", "launcher.role=server", "launcher.id=0"],
+            "strategy.team=2: these processes find each other by a launcher that starts them all",
         ),
         (
             ["strategy.dense=allreduce", "recipe=tabled", "plugins=[tests.support.sparse_toy]", "train.steps=1"],
@@ -158,7 +158,7 @@ def test_where_there_are_no_teams(words: list[str], said: str, run_dtf: Any, mon
 def test_who_starts_what() -> None:
     assert Pserver(team=2, servers=3).roles(8) == {"server": 3, "trainer": 8}
     assert Pserver(team=4).count_trainers(8) == 2
-    assert Pserver(team=4, trainers=3).roles(1) == {"server": 1, "trainer": 12}
+    assert Pserver(team=4).roles(12) == {"server": 1, "trainer": 12}
 
 
 @slow

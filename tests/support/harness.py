@@ -134,11 +134,8 @@ class Case:
 
     def chosen(self, task: Task) -> Strategy:
         """The strategy with its options."""
-        options = self.options
-        if "servers" in options and task.optimizer.by_tensor:
-            options = {key: value for key, value in options.items() if key != "min_block"} | {"slice_parameters": False}
         cls = lookup("strategy", self.strategy)
-        return cls(**_enums(cls, options))
+        return cls(**_enums(cls, self.options))
 
 
 def train(rank: int, size: int, **case: Any) -> dict[str, Any]:
@@ -285,7 +282,7 @@ class _Run:
             tensor = box.tensor if box.name.endswith("/ids") else box.tensor.double()
             boxes = self.found["tensors"].setdefault(box.name, [])
             boxes.append([list(box.shape), list(box.offset), tensor.tolist()])
-        self.program.end()
+        self.program.leased.end()
         self.found["start_check"] = self.task.start_check.found
         if self.helpers:
             self.helpers.join()

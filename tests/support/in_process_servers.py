@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtf.api.strategy import Program, RoleContext, Strategy
+from dtf.api.helper_roles import RoleContext
+from dtf.api.strategy import Program, Strategy
 from dtf.api.task import Task
 from dtf.core.types import Place
 from dtf.model.receive import Receiver
@@ -116,7 +117,7 @@ def connect(between: Callable[[Client], Transport] = lambda client: client, leas
     from dtf.pserver import bootstrap, connections
 
     draw_in_turn()
-    connections.Service, connections.Client = Service, lambda *place, tls: between(Client(*place))  # type: ignore[assignment,misc]
+    connections.Service, connections.Client = Service, lambda *place: between(Client(*place))  # type: ignore[assignment,misc]
     bootstrap.announce = lambda folder, live: None  # type: ignore[assignment]  # there is no run folder
     bootstrap.viewer = lambda token: token
     shared_memory.LEAST_BYTES = least_bytes
@@ -255,7 +256,7 @@ class HelperThreads:
                     random, self.chance if self._deaths is not None and life + 1 < self.lives else 0.0
                 )
                 try:
-                    return self._strategy.run_helper(self._task, context)
+                    return self._strategy.helper_roles.run(self._task, context)
                 except Killed:
                     self.died += 1
         except Failed:

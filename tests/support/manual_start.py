@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dtf.core.endpoint_file import find
 from dtf.core.errors import DtfError
 from dtf.jobs.status import ask
-from dtf.pserver.endpoint_file import find
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "a secret that all of them know"
@@ -33,7 +33,8 @@ def endpoints(count: int) -> list[str]:
 
 def words(where: list[str], role: str, number: int, *more: str, slow: bool = False) -> list[str]:
     """Arguments of the command for one process. `slow`: of a run that leaves time to others."""
-    own = [f"strategy.endpoints=[{','.join(where)}]", f"strategy.role={role}", f"strategy.{role}_id={number}"]
+    own = ["launcher=manual", f"launcher.endpoints=[{','.join(where)}]", f"launcher.role={role}"]
+    own += [f"launcher.id={number}", f"strategy.servers={len(where)}"]
     task = [
         f"plugins=[tests.support.{'kill_trigger' if slow else 'toy'}]",
         "recipe=slow_toy" if slow else "recipe=toy",

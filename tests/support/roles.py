@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dtf.api.helper_roles import HelperRoles
 from dtf.api.strategy import Program, Strategy
 from dtf.api.task import Task
 from dtf.core.errors import Exit, PeerError
@@ -20,21 +21,30 @@ from dtf.host import heartbeat
 Send = Callable[[Event], None]
 
 
+class Trainers(HelperRoles):
+    """They hold nothing."""
+
+    replaceable = frozenset({"trainer"})  # type: ignore[assignment]
+
+    def __init__(self, server_device: str) -> None:
+        self._server_device = server_device
+
+    def on_device(self, role: str) -> bool:
+        return role == "trainer" or self._server_device == "cuda"
+
+
 class RolesStrategy(Strategy):
     """`servers` processes lead, and as many trainers as launcher.processes hold nothing."""
 
     def __init__(self, servers: int = 1, server_device: str = "cpu") -> None:
         self.servers, self.server_device = servers, server_device
 
-    @property
-    def replaceable(self) -> frozenset[str]:
-        return frozenset({"trainer"})
-
     def roles(self, processes: int) -> dict[str, int]:
         return {"server": self.servers, "trainer": processes}
 
-    def computes_on_device(self, role: str) -> bool:
-        return role == "trainer" or self.server_device == "cuda"
+    @property
+    def helper_roles(self) -> HelperRoles:
+        return Trainers(self.server_device)
 
     def check(self, task: Task, processes: int, devices: str) -> None: ...
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from yaml.error import Mark
 
 from dtf.config.compose import Composer
 from dtf.config.limits import MAX_BYTES
@@ -66,7 +67,8 @@ def test_bombs_are_refused_at_once(tmp_path: Path, body: str, message: str) -> N
 
 def test_a_parser_that_judges_the_depth_itself_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def parse(text: str, Loader: type) -> None:
-        raise yaml.parser.ParserError(None, None, "exceeded maximum nesting depth", yaml.Mark("", 0, 2, 0, None, None))
+        place = Mark("", 0, 2, 0, None, 0)
+        raise yaml.MarkedYAMLError(problem="exceeded maximum nesting depth", problem_mark=place)
 
     monkeypatch.setattr(yaml, "parse", parse)
     with pytest.raises(ConfigError, match="e.yaml, line 3: more than 10000 values or 32 levels"):

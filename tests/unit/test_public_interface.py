@@ -78,7 +78,7 @@ OLD_NAMES = {
     "dtf.sampler": "Tail Sampler Shuffle Sequential Weighted Repeated Epochs cut within share",
     "dtf.seeding": "seed_of draws mix",
     "dtf.spmd": "Replica Spmd alone workload waiting",
-    "dtf.strategy": "Weights Task Source Program Errand Alone Standing Update Strategy check_divides check_layout "
+    "dtf.strategy": "Weights Task Source Program Errand Standing Update Strategy check_divides check_layout "
     "check_tables",
     "dtf.table": "NO_NUMBA Table Placement",
     "dtf.update": "GROWTH_INTERVAL Piece whole made state_bytes rehearsed LocalUpdate",
@@ -137,7 +137,7 @@ def test_old_names_of_methods_count_under_the_new_ones() -> None:
     assert Rows().best_possible() == {"auc": 0.9}
 
 
-def test_old_names_of_a_program_and_a_strategy_count_too() -> None:
+def test_old_names_of_a_program_count_too() -> None:
     """Else a program's `settle` would silently never be called."""
     with pytest.warns(DeprecationWarning) as caught:
 
@@ -148,13 +148,37 @@ def test_old_names_of_a_program_and_a_strategy_count_too() -> None:
             def rehearse(self, batch: dtf.Batch) -> None:
                 """One pass."""
 
-        class Spread(dtf.Strategy):
-            def alone(self) -> None:
-                return None
-
     assert Mine.sync is Mine.settle and Mine.warmup is Mine.rehearse  # type: ignore[comparison-overlap]
-    assert Spread.external_process is Spread.alone and len(caught) == 3  # type: ignore[comparison-overlap]
-    assert {warning.filename for warning in caught} == {__file__}
+    assert len(caught) == 2 and {warning.filename for warning in caught} == {__file__}
+
+
+MOVED = {
+    dtf.Program: "rest eval_rest consumed unread told_to_stop end",
+    dtf.Strategy: "replaceable check_processes computes_on_device hints rendezvous run_helper external_process alone "
+    "meet assist",
+}
+
+
+@pytest.mark.parametrize(("contract", "name"), [(cls, name) for cls in MOVED for name in MOVED[cls].split()])
+def test_members_that_moved_are_refused_where_a_class_defines_them(contract: type, name: str) -> None:
+    """Else nothing would ever call them. A mixin's and an annotated field count too."""
+    mixin = type("Mixin", (), {name: lambda self: None})
+    for make in (
+        lambda: type("Mine", (contract,), {name: lambda self: None}),
+        lambda: type("Mine", (mixin, contract), {}),
+        lambda: type("Mine", (contract,), {"__annotations__": {name: "int"}}),
+    ):
+        with pytest.raises(dtf.ConfigError, match=rf"\.{name}: {contract.__name__} has no `{name}` any more.* is now "):
+            make()
+
+
+def test_the_optional_parts_say_that_there_is_nothing() -> None:
+    work, roles = dtf.LeasedWork(), dtf.HelperRoles()
+    assert dtf.Program.leased.rest() is work.rest() is work.eval_rest() is None
+    assert not work.consumed() and not work.unread("train", 0) and not work.told_to_stop()
+    assert not roles.replaceable and roles.on_device("trainer") and not roles.on_device("server")
+    with pytest.raises(dtf.ConfigError, match="launcher=manual.*use launcher=local"):
+        roles.check_manual_start()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

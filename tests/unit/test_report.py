@@ -204,7 +204,7 @@ def test_a_page_that_is_complete_in_itself(runs, run_dtf):
     for word in (
         "published, time per epoch",
         "1,786 s",
-        "dp, 8 cards",
+        "HFAiLab, dp, 8 A100",
         "84 %",
         "strategy.name",
         "time per epoch",

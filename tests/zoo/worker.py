@@ -42,7 +42,7 @@ def train(rank: int, size: int, folder: str, which: str, **case: Any) -> dict[st
     boxes = [*state.boxes, *boxes_of_others(state)]
     tensors = {str(i): box.tensor.detach().contiguous().clone() for i, box in enumerate(boxes)}
     save_file(tensors, Path(folder, f"{rank}.safetensors"))
-    run.program.end()
+    run.program.leased.end()
     if run.helpers:
         run.helpers.join()
     return run.found | {"boxes": [[box.name, list(box.shape), list(box.offset)] for box in boxes]}

@@ -67,7 +67,7 @@ class Replay:
         source: Source | None,
     ) -> None:
         self._sync_mode = sync_mode
-        self._servers, self._shares = strategy.count(), sync_mode.shares(trainers)
+        self._servers, self._shares = strategy.servers, sync_mode.shares(trainers)
         self._micro_batch_rows = task.step.rows_each(self._shares * strategy.team)
         self.server_state = [
             ServerState(
@@ -82,7 +82,7 @@ class Replay:
             construct(task.recipe),
             task.precision,
             self._servers,
-            strategy.slice_parameters,
+            not task.optimizer.by_tensor,
             strategy.min_block,
             strategy.placement,
         )

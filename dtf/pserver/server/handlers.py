@@ -77,7 +77,7 @@ class Servicer:
         if taken:
             refusal = (
                 f"another trainer of this run has the number {trainer} and is at work; give each a "
-                "strategy.trainer_id of its own"
+                "launcher.id of its own"
             )
         text = np.frombuffer(refusal.encode(errors="backslashreplace"), np.uint8)
         return encode(self._hello[1], {"ready": int(ready), "taken": int(taken)}, {"refusal": text})

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtf.api.leased_work import LeasedWork
 from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError, DtfError
@@ -85,6 +86,7 @@ class ServerProgram(Program):
         self._evaluations = self._batches = 0
         self._reports: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._close: Callable[[], None] = lambda: None
+        self.leased = TrainersWork(self)
 
     def on_end(self, close: Callable[[], None]) -> None:
         """Register what is called when the run has ended."""
@@ -95,7 +97,8 @@ class ServerProgram(Program):
         return self._team  # a lease, of which each process of a trainer computes one
 
     def about(self) -> dict[str, str]:
-        return {"servers": self.server_state.balance}
+        wait = "; more servers than trainers mostly wait, use fewer unless the tables need the memory of all"
+        return {"servers": self.server_state.balance + (wait if self._world.size > self._trainers else "")}
 
     # ------------------------------------------------------------ the engine's side
 
@@ -117,7 +120,8 @@ class ServerProgram(Program):
         )
         return self.metrics.take()
 
-    def rest(self) -> StepOutput:
+    def finish_steps(self) -> StepOutput:
+        """See `LeasedWork.rest`."""
         if self._sync_mode.synchronous:
             self.sync()
         self.server_state.refuse_overfull()
@@ -152,7 +156,8 @@ class ServerProgram(Program):
             self.change.notify_all()
         return Evaluated(torch.zeros(self._metric_count, dtype=torch.float64), None)
 
-    def eval_rest(self) -> Evaluated | None:
+    def finish_evaluation(self) -> Evaluated | None:
+        """See `LeasedWork.eval_rest`."""
         batches, self._batches = self._batches, 0
         reports = []
         if self._world.rank == 0:
@@ -182,16 +187,8 @@ class ServerProgram(Program):
     def skipped(self) -> int:
         return self.server_state.skipped()
 
-    def consumed(self) -> list[tuple[int, np.ndarray]]:
-        return self.metrics.consumed()
-
-    def unread(self, split: str, epoch: int) -> int:
-        return self.metrics.unread(split, epoch)
-
-    def told_to_stop(self) -> bool:
-        return self.stopping
-
-    def end(self, reason: str = "finished") -> None:
+    def release_trainers(self, reason: str) -> None:
+        """See `LeasedWork.end`."""
         with self.change:
             self.over, self.reason = True, reason
             self.change.notify_all()
@@ -360,6 +357,31 @@ class ServerProgram(Program):
                 return
             heartbeat.beat("wait", max(0, self.version))
             self.change.wait(WAIT_S)
+
+
+class TrainersWork(LeasedWork):
+    """What trainers compute for a server."""
+
+    def __init__(self, program: ServerProgram) -> None:
+        self._program = program
+
+    def rest(self) -> StepOutput:
+        return self._program.finish_steps()
+
+    def eval_rest(self) -> Evaluated | None:
+        return self._program.finish_evaluation()
+
+    def consumed(self) -> list[tuple[int, np.ndarray]]:
+        return self._program.metrics.consumed()
+
+    def unread(self, split: str, epoch: int) -> int:
+        return self._program.metrics.unread(split, epoch)
+
+    def told_to_stop(self) -> bool:
+        return self._program.stopping
+
+    def end(self, reason: str = "finished") -> None:
+        self._program.release_trainers(reason)
 
 
 def _order(push: Push) -> tuple[int, int]:

@@ -60,7 +60,12 @@ class ServerState:
         self._part = ModelBuffers(task, model, shares, self._micro_batches)
         masters = cast(model, task.precision, world.device)
         layouts = lay_out(
-            model, task.precision, world.size, strategy.slice_parameters, strategy.min_block, strategy.placement
+            model,
+            task.precision,
+            world.size,
+            not task.optimizer.by_tensor,
+            strategy.min_block,
+            strategy.placement,
         )
         self.layout, self.balance = layouts[world.rank], balance(layouts)
         self.wire = WIRE_DTYPES[strategy.wire.value]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.strategy import RoleContext
+from dtf.api.helper_roles import RoleContext
 from dtf.api.task import Task
 from dtf.core.types import Batch, Evaluated, Train
 from dtf.model.author_errors import name_author_errors

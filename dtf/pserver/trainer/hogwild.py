@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtf.api.strategy import RoleContext
+from dtf.api.helper_roles import RoleContext
 from dtf.api.task import Task
 from dtf.pserver.net.transport import Transport
 from dtf.pserver.trainer.group import TrainerGroup

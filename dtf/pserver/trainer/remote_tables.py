@@ -19,16 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtf.api.leased_work import LeasedWork
 from dtf.api.task import Source, Task
 from dtf.core.errors import PeerError
 from dtf.core.types import Batch, Box, State
 from dtf.distributed.world import World
+from dtf.optim.sharding import Sharding
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.messages import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.net.transport import Transport
 from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.trainer.prefetch import DEADLINE_S
 from dtf.sparse.sharded_tables import ShardedTables
+from dtf.strategies.replica import Replica
 from dtf.strategies.spmd import Spmd
 
 
@@ -179,17 +182,28 @@ class RemoteTablesProgram(Spmd):
 
     _tables: RemoteTables
 
+    def __init__(self, replica: Replica, sharding: Sharding, task: Task, world: World, exchange: int) -> None:
+        super().__init__(replica, sharding, task, world, exchange=exchange)
+        self.leased = _RowServers(self._tables, world.rank == 0)
+
     def about(self) -> dict[str, str]:
         return {"servers": "rows of sparse tables, by a hash of their ids"}
 
     def state(self) -> State:
         return super().state()._replace(others=self._tables.write if self._world.rank == 0 else None)
 
+
+class _RowServers(LeasedWork):
+    """Servers that hold rows for the ranks. They compute nothing that `step` does not return."""
+
+    def __init__(self, tables: RemoteTables, first: bool) -> None:
+        self._tables, self._first = tables, first
+
     def told_to_stop(self) -> bool:
         return self._tables.stopping
 
     def end(self, reason: str = "finished") -> None:
-        if self._world.rank == 0:
+        if self._first:
             self._tables.end()
 
 

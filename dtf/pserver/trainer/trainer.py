@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dtf.api.strategy import RoleContext
+from dtf.api.helper_roles import RoleContext
 from dtf.api.task import Task
 from dtf.core.errors import BusyError, ConfigError
 from dtf.core.types import WHOLE, Train
@@ -40,6 +40,9 @@ from dtf.pserver.trainer.reader import BatchReader, rows_to_try
 
 if TYPE_CHECKING:
     from dtf.pserver.options import PserverOptions
+
+SEND_QUEUE = 1
+"""Pushes on their way while the next batch is computed, in modes other than sync."""
 
 
 class Trainer:
@@ -94,7 +97,6 @@ class Trainer:
         self._start = _call_now if sync_mode.synchronous else self._sender.submit
         self._sending: list[Future[PulledState | None]] = []
         self._pulling: dict[tuple[int, int, int], Future[PulledState | None]] = {}  # by lease
-        self._send_queue = strategy.send_queue
         self._identity = {"trainer": number, "starter": context.place.launch_id}
         self._prefetcher = Prefetcher(servers[0], self._identity, self._prepare, context.stop_requested)
 
@@ -104,7 +106,7 @@ class Trainer:
             construct(task.recipe),
             task.precision,
             servers,
-            strategy.slice_parameters,
+            not task.optimizer.by_tensor,
             strategy.min_block,
             strategy.placement,
         )
@@ -262,14 +264,14 @@ class Trainer:
         sample_ids: np.ndarray,
         unread: int,
     ) -> None:
-        """Push, and pull for `following`, in the sender's thread; wait while more than `send_queue` are under way."""
+        """Push, and pull for `following`, in the sender's thread; wait while more than SEND_QUEUE are under way."""
         requests, known = self._exchange.push_requests(lease, seen, result, sample_ids, unread, following)
         self._prefetcher.sending(lease)
         sending = self._start(self._send, requests, known, lease, following is not None)
         self._sending.append(sending)
         if following is not None:
             self._pulling[following.lease.key] = sending
-        self._drain(self._send_queue)
+        self._drain(SEND_QUEUE)
 
     def _send(
         self, requests: Sequence[bytes], known: Sequence[ParamBlocks], lease: Lease, pulls: bool

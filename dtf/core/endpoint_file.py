@@ -1,5 +1,5 @@
-"""The file by which `job=status` finds a running run from its folder: endpoints, and a token that allows to read the
-status only. Torch-free.
+"""The file by which `job=status` finds the servers of a live run from its folder: endpoints, and a token that allows to
+read the status only. It goes when the run ends.
 """
 
 from __future__ import annotations
