@@ -83,6 +83,7 @@ def _dispatch(argv: list[str]) -> int:
 
         print(f"dtf {__version__}")
         return Exit.OK
+    from dtf.config.advice import print_notes
     from dtf.config.command_line import parse_arguments
     from dtf.config.compose import Composer
 
@@ -97,6 +98,7 @@ def _dispatch(argv: list[str]) -> int:
 
         return sweep(composer, flags.overrides, _reported)
     composed = composer.compose(flags.overrides)
+    print_notes(composed.notes)
     if flags.cfg:
         return _show(composed, flags)
     if flags.info:

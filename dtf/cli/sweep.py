@@ -29,6 +29,7 @@ from dtf.api.schema import show
 from dtf.cli.optuna_search import OptunaSearch
 from dtf.cli.sweep_overrides import as_typed, combinations, distinct, title_of
 from dtf.cli.trials import NOT_STARTED, Trial, best_of, digest, finished, folder_name, seconds, table
+from dtf.config.advice import print_notes
 from dtf.config.hydra_internals import Callbacks
 from dtf.config.hydra_sources import OPTUNA, Loader, OptunaOptions, YamlFile
 from dtf.config.messages import display_path, parse
@@ -191,6 +192,7 @@ class _Trials:
             OmegaConf.set_readonly(config, False)
             config.hydra = hydra
             composed = plan.composer.finish(config, [*hydra.overrides.hydra, *overrides], self.loader.reads)
+            print_notes(composed.notes)
             _check_trial(plan.first, composed)
             folder = plan.folder / folder_name(distinct(overrides, plan.shared)) if plan.folder else None
             return _run_trial(composed, trial, folder)

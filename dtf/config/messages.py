@@ -156,6 +156,12 @@ def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader,
     """Where a key got its value: `on the command line`, `in FILE`, or "" when it is a default."""
     if is_set_by(key, overrides, loader):
         return COMMAND_LINE
+    option = file_of(key, config_name, overrides, loader, reads)
+    return f"in {display_path(reads[option].file)}" if option else ""
+
+
+def file_of(key: str, config_name: str, overrides: Sequence[str], loader: Loader, reads: dict[str, YamlFile]) -> str:
+    """The last file that set a key, by its path as an option (`recipe/mine`); empty where none did."""
     wanted = re.findall(r"[^.\[\]]+", key)
     for default in reversed(loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults):
         read = reads.get(default.config_path or "")
@@ -163,7 +169,7 @@ def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader,
             continue
         package = default.package.split(".") if default.package else []
         if wanted[: len(package)] == package and _holds(read.content, wanted[len(package) :]):
-            return f"in {display_path(read.file)}"
+            return default.config_path or ""
     return ""
 
 

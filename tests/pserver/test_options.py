@@ -28,7 +28,7 @@ from tests.pserver.test_rpc import certificate
 REFUSED = [
     ("record=yes mode=async", "strategy.record=yes is no switch"),
     ("record=on mode=async", "strategy.record=on is no switch"),
-    ("mode=geo", "as optimizer=adam keeps them, may become negative; set strategy.staleness=0"),
+    ("mode=geo staleness=1", "as optimizer=adam keeps them, may become negative; leave it at null"),
     ("mode=asyn", "did you mean async? choices: async, geo, half_async, sync"),
     ("rpc_threads=6", "each of 3 trainers may wait in two"),
     ("rpc_threads=12 mode=async hogwild_threads=2", "each of 6 trainers may wait in two"),
