@@ -144,9 +144,8 @@ def is_set_by(key: str, overrides: Sequence[str], loader: Loader) -> bool:
 
     def gives(override: Override) -> bool:
         given = override.key_or_group.replace("/", ".")
-        within = key.startswith((f"{given}.", f"{given}[")) and not loader.repository.group_exists(
-            override.key_or_group
-        )
+        chooses = loader.repository.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
+        within = key.startswith((f"{given}.", f"{given}[")) and not chooses
         return key == given or within or given.startswith(f"{key}.")
 
     return any(gives(override) for override in parse(overrides, loader))
