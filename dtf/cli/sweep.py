@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from dtf.api.schema import show
 from dtf.cli.optuna_search import OptunaSearch
@@ -93,6 +93,7 @@ class _TrialLoader(Loader):
     def __init__(self, composer: Composer) -> None:
         super().__init__(composer.loader.get_search_path())
         self._composer = composer
+        self.scratch = ""  # a folder for the copy of the config that Hydra insists on
         self.reads: dict[str, YamlFile] = {}  # of the latest trial
 
     def load_configuration(
@@ -104,6 +105,8 @@ class _TrialLoader(Loader):
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
         config, self.reads = self._composer.load(overrides)
+        with read_write(config.hydra):
+            config.hydra.sweep.dir = self.scratch
         return config
 
 
@@ -207,10 +210,10 @@ class _Trials:
 
 
 def _hand_to_hydra(plan: _Plan, trials: _Trials, scratch: str) -> None:
-    """Let Hydra's sweeper start the trials. `scratch`: a folder for the copy of the config that Hydra insists on."""
-    folder = [] if plan.first.tree.hydra.sweep.dir else [f"hydra.sweep.dir={scratch}"]
+    """Let Hydra's sweeper start the trials. `scratch`: a folder that is gone afterwards."""
+    trials.loader.scratch = scratch
     # Hydra's own multirun composes without the options swept over, so that keys which only those have would be unknown.
-    config, _ = plan.composer.load([*plan.trials[0], *folder])
+    config = trials.loader.load_configuration(None, plan.trials[0], RunMode.MULTIRUN)
     arguments = [override for override in plan.parsed if not override.is_hydra_override()]
     config.hydra.overrides.task = [str(override.input_line) for override in arguments]
     context = HydraContext(config_loader=trials.loader, callbacks=Callbacks())

@@ -31,7 +31,7 @@ from dtf.config.command_line import parse_arguments
 from dtf.config.hydra_sources import ROOT, YamlFile, make_loader, record_files
 from dtf.config.limits import resolve_interpolations
 from dtf.config.messages import is_set_by, origin, parse, translated, with_suggestions
-from dtf.config.override_checks import check_override, refuse_shadows, refuse_targets
+from dtf.config.override_checks import check_override, refuse_address, refuse_shadows, refuse_targets
 from dtf.config.settings import (
     EXPERIMENT,
     GROUPS,
@@ -260,6 +260,7 @@ class Composer:
                 refuse_targets(plain)
                 notes = drop_advice(plain, composed, CommandLine(self.config_name, overrides, self.loader, reads))
                 config = self._reset_inactive_keys(composed, _fit(plain), overrides)
+                refuse_address(config)
             except (ConfigError, KeyboardInterrupt):
                 raise
             except OmegaConfBaseException as error:  # an interpolation that leads nowhere
