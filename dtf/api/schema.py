@@ -33,8 +33,8 @@ _NAMES = {bool: "bool", int: "int", float: "float", str: "text", type(None): "nu
 
 
 class Interpolated(str):
-    """Text that an interpolation gave, such as an environment variable's. A key that takes no text reads it as a number,
-    a switch or null.
+    """Text that an interpolation gave, such as an environment variable's. A key that takes no text reads it as a
+    number, a switch or null.
     """
 
 

@@ -15,7 +15,6 @@ from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
 from dtf.core.text import quoted
 
-
 _FLAGS_ELSEWHERE = {
     "--config-path": "--config-dir=FOLDER adds the options in a folder to those of dtf, and --config-name=NAME starts "
     "from a root of your own in it",

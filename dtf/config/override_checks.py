@@ -51,16 +51,7 @@ def check_override(override: Override, loader: Loader) -> None:
             raise ConfigError(f"{show(override.input_line)} is not used here; {instead}; set on the command line")
     if name == "hydra/launcher" and override.value() != BASIC:
         raise ConfigError(f"{show(override.input_line)} {ONE_BY_ONE}; set on the command line")
-    if override.package is not None and group in GROUPS and group != "observer":
-        raise ConfigError(
-            f"{show(override.input_line)}: a group has one place in a config of dtf; choose with {group}=NAME, and mix "
-            "options in a file: defaults: [schema/NAME@_here_]; set on the command line"
-        )
-    if override.is_add() and group != "observer" and group in (*GROUPS, EXPERIMENT) and name == group and isinstance(override.value(), str):
-        raise ConfigError(
-            f"{show(override.input_line)}: {group} takes one option; write {group}={override.value()} without +; set on "
-            "the command line"
-        )
+    _check_place(override, group)
     if override.is_delete() and name in GROUPS:
         raise ConfigError(f"{show(override.input_line)} {_instead_of_deletion(group, loader)}; set on the command line")
     chooses = loader.repository.group_exists(name) and not override.is_delete() and not override.is_sweep_override()
@@ -76,6 +67,21 @@ def check_override(override: Override, loader: Loader) -> None:
     if key == "name" and group in GROUPS:
         raise ConfigError(
             f"{name} says which class the other keys belong to; choose with {group}=NAME; set on the command line"
+        )
+
+
+def _check_place(override: Override, group: str) -> None:
+    """Raise ConfigError for a second place of a group that has one."""
+    what, name = show(override.input_line), override.key_or_group
+    if override.package is not None and group in GROUPS and group != "observer":
+        raise ConfigError(
+            f"{what}: a group has one place in a config of dtf; choose with {group}=NAME, and mix options in a file: "
+            "defaults: [schema/NAME@_here_]; set on the command line"
+        )
+    several = name == "observer" or name not in (*GROUPS, EXPERIMENT)
+    if override.is_add() and not several and isinstance(override.value(), str):
+        raise ConfigError(
+            f"{what}: {name} takes one option; write {name}={override.value()} without +; set on the command line"
         )
 
 
