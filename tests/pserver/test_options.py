@@ -14,6 +14,7 @@ from typing import cast
 import pytest
 
 from dtf.api.strategy import Program
+from dtf.api.task import Task
 from dtf.config.compose import compose
 from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError, Exit
@@ -22,6 +23,7 @@ from dtf.distributed.world import World
 from dtf.engine.clock import Plan
 from dtf.engine.summary import startup_table
 from dtf.pserver.manual_start import check_certificates
+from dtf.pserver.strategy import Pserver
 from tests.conftest import Result
 from tests.pserver.test_rpc import certificate
 
@@ -29,6 +31,7 @@ REFUSED = [
     ("record=yes mode=async", "strategy.record=yes is no switch"),
     ("record=on mode=async", "strategy.record=on is no switch"),
     ("mode=geo staleness=1", "as optimizer=adam keeps them, may become negative; leave it at null"),
+    ("mode=geo staleness=1 wire=bf16", "strategy.wire=bf16 narrows gradients"),
     ("mode=asyn", "did you mean async? choices: async, geo, half_async, sync"),
     ("rpc_threads=6", "each of 3 trainers may wait in two"),
     ("rpc_threads=12 mode=async hogwild_threads=2", "each of 6 trainers may wait in two"),
@@ -51,6 +54,22 @@ def test_what_has_no_effect_or_cannot_be_is_refused(words: str, said: str) -> No
     with pytest.raises(ConfigError) as refused:
         check(words)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "window"),
+    [
+        ("recipe=ctr_clicks", 0),
+        ("recipe=ctr_clicks optimizer=sgd", 1),
+        ("recipe=ctr_clicks_sparse optimizer=sgd", 1),
+        ("recipe=ctr_clicks_sparse optimizer=sgd sparse=lazy_adam", 0),
+        ("recipe=ctr_clicks optimizer=sgd strategy.staleness=3", 3),
+    ],
+)
+def test_geo_exchanges_at_once_where_an_optimizer_averages_squares(words: str, window: int) -> None:
+    settings = compose([*words.split(), "strategy=pserver", "strategy.mode=geo", "launcher.devices=cpu"]).check(False)
+    task = Task(settings.recipe, settings.optimizer, settings.precision, settings.step, 0, rows=settings.sparse)
+    assert cast(Pserver, settings.strategy).sync_mode(task).window(2) == window
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ MEANT = {
     "lr.peak=uniform(0, 1)": f"did you mean 'lr.peak=interval(0,1)'? {SEARCH}",
     "seed=randint(0,9)": f"did you mean 'seed=int(interval(0,9))'? {SEARCH}",
     "lr.peak=interval(0.1,1)": "is a sweep and needs -m and hydra/sweeper=optuna",
-    "checkpoint.path=x": "did you mean run.dir=FOLDER",
+    "checkpoint.path=x": "did you mean checkpoint.resume=PATH, or run.dir=FOLDER",
     "trainer.max_epochs=3": "trainer.max_epochs=3 is no known key; did you mean train.epochs?",
     "trainer.devices=3": "trainer.devices=3 is no known key; did you mean launcher.processes?",
     "train.max_steps=5": "did you mean train.steps?",
@@ -50,7 +50,7 @@ MEANT = {
     "strategy=horovod": "did you mean ddp?",
     "accelerator=gpu": "did you mean launcher.devices=cuda?",
     "devices=2": "did you mean launcher.processes?",
-    "resume_from_checkpoint=x": "did you mean run.dir=FOLDER",
+    "resume_from_checkpoint=x": "did you mean checkpoint.resume=PATH?",
     "scheduler=cosine": "did you mean lr=cosine?",
     "lr.scheduler=none": "did you mean lr=NAME?",
 }
