@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dtf.api.recipe import Split as DataSplit
     from dtf.api.registry import option, register
     from dtf.api.row_optimizer import RowOptimizer
-    from dtf.api.sampler import Sampler, Tail
+    from dtf.api.sampler import RowTrait, Sampler, Tail
     from dtf.api.sparse_table import Placement, Table
     from dtf.api.strategy import (
         ExternalProcess,
@@ -153,6 +153,7 @@ _PUBLIC = {
     "report": "api.launcher",
     "RoleContext": "api.strategy",
     "RowOptimizer": "api.row_optimizer",
+    "RowTrait": "api.sampler",
     "Sampler": "api.sampler",
     "Saved": "core.types",
     "Schedule": "api.lr",
@@ -230,6 +231,7 @@ __all__ = [
     "Replica",
     "RoleContext",
     "RowOptimizer",
+    "RowTrait",
     "Sampler",
     "Saved",
     "Schedule",
