@@ -235,7 +235,7 @@ def save_and_load(log: Rows, folder: Path, rounds: int) -> None:
 
     def server() -> tuple[ServerProgram, World]:
         world, strategy = World(Place(slots=2)), Pserver()
-        return ServerProgram(task, world, strategy, strategy.sync_mode(), 1), world
+        return ServerProgram(task, world, strategy, strategy.sync_mode(task), 1), world
 
     full, world = server()
     fill(full.server_state._shards._shards["ids"].store)  # type: ignore[union-attr]

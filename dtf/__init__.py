@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dtf.api.recipe import Split as DataSplit
     from dtf.api.registry import option, register
     from dtf.api.row_optimizer import RowOptimizer
-    from dtf.api.sampler import Sampler, Tail
+    from dtf.api.sampler import RowTrait, Sampler, Tail
     from dtf.api.sparse_table import Placement, Table
     from dtf.api.strategy import Program, Strategy, Update, check_divides, check_layout, check_tables
     from dtf.api.task import Source, Task, Weights
@@ -151,6 +151,7 @@ _PUBLIC = {
     "report": "api.launcher",
     "RoleContext": "api.helper_roles",
     "RowOptimizer": "api.row_optimizer",
+    "RowTrait": "api.sampler",
     "Sampler": "api.sampler",
     "Saved": "core.types",
     "Schedule": "api.lr",
@@ -232,6 +233,7 @@ __all__ = [
     "Replica",
     "RoleContext",
     "RowOptimizer",
+    "RowTrait",
     "Sampler",
     "Saved",
     "Schedule",

@@ -5,7 +5,7 @@ types.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
+    from dtf.api.sampler import RowTrait
     from dtf.api.sparse_table import Table
     from dtf.core.types import Batch, Names
 
@@ -250,6 +251,13 @@ class Recipe(ABC):
         Default: as `tables` says, which may read data.
         """
         return {name: table.width for name, table in self.tables().items()}
+
+    @property
+    def row_traits(self) -> Collection[RowTrait] | None:
+        """What training rows have that some samplers need. Default: None, only the data tell, so that ranks find
+        out.
+        """
+        return None
 
     splits: tuple[Split, ...] = (Split.train, Split.eval)
     """The splits that `open_data` can open."""

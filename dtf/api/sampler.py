@@ -8,7 +8,12 @@ from abc import ABC, abstractmethod
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from dtf.api.registry import name_of
+from dtf.api.schema import KeyProblem
+
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import numpy as np
 
 
@@ -22,6 +27,25 @@ class Tail(Enum):
     drop = "drop"
 
 
+class RowTrait(Enum):
+    """What a sampler may need of training rows: a class for each (`Dataset.groups`), further views of each
+    (`Dataset.repeats`), and that they can be read one by one (no `Dataset.runs`).
+    """
+
+    classes = "classes"
+    views = "views"
+    single = "single"
+
+
+_MISSING = {
+    RowTrait.classes: "balances classes, and the rows of {} have none; give a number per row: sampler.weights=FILE, or "
+    "use sampler=shuffle",
+    RowTrait.views: "shows rows several times, and the data of {} has one view of each; use sampler=shuffle",
+    RowTrait.single: "chooses single rows, and the data of {} are read in runs of rows (recipe.data.mode=queue); use "
+    "sampler=shuffle, or recipe.data.mode=memory",
+}
+
+
 class Sampler(ABC):
     """Decides in which order rows are visited. Fields are the config node `sampler`. Torch-free."""
 
@@ -32,6 +56,19 @@ class Sampler(ABC):
 
     repeats: bool = False
     """Whether `order` also gives ids from `rows` on, which stand for further views of a row. See `Dataset.repeats`."""
+
+    @property
+    def needs(self) -> set[RowTrait]:
+        """What it needs of the training rows. Default: as `once` and `repeats` say."""
+        return ({RowTrait.views} if self.repeats else set()) | (set() if self.once else {RowTrait.single})
+
+    def check_rows(self, traits: Collection[RowTrait], data: str) -> None:
+        """Raise KeyProblem where training rows with these traits do not have what this sampler needs. `data`: their
+        name, for the message.
+        """
+        for trait in RowTrait:
+            if trait in self.needs and trait not in traits:
+                raise KeyProblem("sampler", f"sampler={name_of('sampler', self)} {_MISSING[trait].format(data)}")
 
     def fingerprint(self) -> str:
         """Text that differs when anything outside these options that decides the order differs, such as a file.

@@ -5,9 +5,11 @@ Knows nothing of Hydra, files or command lines. Ranks use it to rebuild objects 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import math
+import os
 import types
 from dataclasses import MISSING, dataclass
 from functools import cache
@@ -29,6 +31,12 @@ RESERVED = "_target_"
 
 _EXACT = 2**53  # the whole numbers that a float holds
 _NAMES = {bool: "bool", int: "int", float: "float", str: "text", type(None): "null"}
+
+
+class Interpolated(str):
+    """Text that an interpolation gave, such as an environment variable's. A key that takes no text reads it as a
+    number, a switch or null.
+    """
 
 
 class KeyProblem(ConfigError):
@@ -135,6 +143,8 @@ def coerce(hint: Any, value: Any, key: str) -> Any:
     """
     if isinstance(value, str) and value == UNSET:
         return UNSET
+    if isinstance(value, Interpolated):
+        value = _read(hint, str(value))
     if type(value) is float and not math.isfinite(value) and (hint is Any or float in (hint, *get_args(hint))):
         raise KeyProblem(key, f"{key}={show(value)} must be a finite number")  # JSON has no other
     if hint is Any:
@@ -168,7 +178,7 @@ def coerce(hint: Any, value: Any, key: str) -> Any:
     if hint is type(None) and value is None:
         return None
     if hint is str and type(value) is str:
-        return _text(value, key)
+        return _text(_at_home(value), key)
     if hint in (bool, int) and type(value) is hint:
         return value
     if hint is float and type(value) is float:
@@ -283,6 +293,22 @@ def _fit_node(cls: type, value: Any, key: str) -> dict[str, Any]:
     return fitted
 
 
+def _read(hint: Any, text: str) -> Any:
+    """`text` as the first of the types that `hint` names which it can be; itself where it is none of them."""
+    arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if str in arms or Any in arms:
+        return text
+    for arm in arms:
+        if arm is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if arm is type(None) and text.lower() in ("null", "none", ""):
+            return None
+        if arm in (int, float):
+            with contextlib.suppress(ValueError):
+                return arm(text)
+    return text
+
+
 def _check_range(wanted: Range, value: Any, key: str) -> None:
     if isinstance(value, list):
         for index, entry in enumerate(value):
@@ -354,6 +380,11 @@ def _text(value: str, key: str) -> str:
     if "\0" in value or any("\ud800" <= char < "\udc80" or "\udcff" < char <= "\udfff" for char in value):
         raise KeyProblem(key, f"{key}={show(value)} must be text without NUL and surrogate characters")
     return value
+
+
+def _at_home(text: str) -> str:
+    """`~` and `~/...` as a shell would read them: shells leave them alone behind `key=`."""
+    return os.path.expanduser(text) if text == "~" or text.startswith("~/") else text
 
 
 def _copy(plain: Any) -> Any:

@@ -83,6 +83,7 @@ def _dispatch(argv: list[str]) -> int:
 
         print(f"dtf {__version__}")
         return Exit.OK
+    from dtf.config.advice import print_notes
     from dtf.config.command_line import parse_arguments
     from dtf.config.compose import Composer
 
@@ -97,6 +98,7 @@ def _dispatch(argv: list[str]) -> int:
 
         return sweep(composer, flags.overrides, _reported)
     composed = composer.compose(flags.overrides)
+    print_notes(composed.notes)
     if flags.cfg:
         return _show(composed, flags)
     if flags.info:
@@ -111,6 +113,10 @@ def _reported(action: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except DtfError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            import traceback
+
+            traceback.print_exc()
         print(error_line(error.exit, " ".join(str(error).split())), file=sys.stderr)
         return error.exit
     except KeyboardInterrupt:
@@ -154,6 +160,8 @@ def _help(composer: Composer, overrides: list[str]) -> int:
 def _show(composed: Composed, flags: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
 
+    from dtf.api.schema import show
+
     tree = composed.tree
     if flags.cfg == "job":
         tree = (
@@ -163,11 +171,14 @@ def _show(composed: Composed, flags: argparse.Namespace) -> int:
         )
     elif flags.cfg == "hydra":
         tree = OmegaConf.masked_copy(tree, ["hydra"])
-    part = OmegaConf.select(tree, flags.package) if flags.package and flags.package != "_global_" else tree
-    if part is None:
+    missing = object()
+    part = tree
+    if flags.package and flags.package != "_global_":
+        part = OmegaConf.select(tree, flags.package, default=missing)
+    if part is missing:
         raise ConfigError(f"--package={flags.package} is no node of the config; see dtf --cfg {flags.cfg}")
     if not OmegaConf.is_config(part):
-        print(part)
+        print(show(part) if part is None else part)
         return Exit.OK
     if part is not tree:
         print(f"# @package {flags.package}")

@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from dtf.api.schema import show
 from dtf.cli.optuna_search import OptunaSearch
 from dtf.cli.sweep_overrides import as_typed, combinations, distinct, title_of
 from dtf.cli.trials import NOT_STARTED, Trial, best_of, digest, finished, folder_name, seconds, table
+from dtf.config.advice import print_notes
 from dtf.config.hydra_internals import Callbacks
 from dtf.config.hydra_sources import OPTUNA, Loader, OptunaOptions, YamlFile
 from dtf.config.messages import display_path, parse
@@ -92,6 +93,7 @@ class _TrialLoader(Loader):
     def __init__(self, composer: Composer) -> None:
         super().__init__(composer.loader.get_search_path())
         self._composer = composer
+        self.scratch = ""  # a folder for the copy of the config that Hydra insists on
         self.reads: dict[str, YamlFile] = {}  # of the latest trial
 
     def load_configuration(
@@ -103,6 +105,8 @@ class _TrialLoader(Loader):
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
         config, self.reads = self._composer.load(overrides)
+        with read_write(config.hydra):
+            config.hydra.sweep.dir = self.scratch
         return config
 
 
@@ -191,6 +195,7 @@ class _Trials:
             OmegaConf.set_readonly(config, False)
             config.hydra = hydra
             composed = plan.composer.finish(config, [*hydra.overrides.hydra, *overrides], self.loader.reads)
+            print_notes(composed.notes)
             _check_trial(plan.first, composed)
             folder = plan.folder / folder_name(distinct(overrides, plan.shared)) if plan.folder else None
             return _run_trial(composed, trial, folder)
@@ -205,10 +210,10 @@ class _Trials:
 
 
 def _hand_to_hydra(plan: _Plan, trials: _Trials, scratch: str) -> None:
-    """Let Hydra's sweeper start the trials. `scratch`: a folder for the copy of the config that Hydra insists on."""
-    folder = [] if plan.first.tree.hydra.sweep.dir else [f"hydra.sweep.dir={scratch}"]
+    """Let Hydra's sweeper start the trials. `scratch`: a folder that is gone afterwards."""
+    trials.loader.scratch = scratch
     # Hydra's own multirun composes without the options swept over, so that keys which only those have would be unknown.
-    config, _ = plan.composer.load([*plan.trials[0], *folder])
+    config = trials.loader.load_configuration(None, plan.trials[0], RunMode.MULTIRUN)
     arguments = [override for override in plan.parsed if not override.is_hydra_override()]
     config.hydra.overrides.task = [str(override.input_line) for override in arguments]
     context = HydraContext(config_loader=trials.loader, callbacks=Callbacks())

@@ -20,7 +20,7 @@ from dtf.core.files import flat
 from dtf.core.renamed import upgraded_config
 from dtf.core.text import number_text
 from dtf.runs.budget import spent_s
-from dtf.runs.run_folder import redact
+from dtf.runs.run_folder import redact, untouched
 
 NOT_STARTED = -1
 _MAY_CHANGE = ("budget", "launcher", "observer", "plugins", "run")
@@ -83,6 +83,8 @@ def finished(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
         raise BusyError(
             f"{folder} holds what is no trial ({type(error).__name__}: {error}); choose another run.dir"
         ) from error
+    if untouched(folder):
+        return None
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     for key in changed:
         if not key.startswith("train."):

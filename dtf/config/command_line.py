@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +13,18 @@ from dtf.api.registry import registered
 from dtf.api.schema import is_node, keys
 from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
+from dtf.core.text import quoted
+
+_FLAGS_ELSEWHERE = {
+    "--config-path": "--config-dir=FOLDER adds the options in a folder to those of dtf, and --config-name=NAME starts "
+    "from a root of your own in it",
+    "--hydra-help": "dtf --help lists the flags, and dtf --cfg hydra the settings of Hydra",
+    "--experimental-rerun": "a run goes on under its own command with the same run.dir",
+}
+"""Flags of Hydra that are not used here: what to write instead."""
+
+_TILDE = re.compile(r"^([^=]+=)(~(?:/[^,]*)?)$")
+"""A path below the home directory, where the shell did not expand it."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,6 +48,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--package", "-p")
     parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--hydra-help", action="store_true")
+    parser.add_argument("--experimental-rerun")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument(
         "--info",
@@ -44,6 +60,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"],
     )
     flags = parser.parse_intermixed_args(list(argv))
+    for flag, instead in _FLAGS_ELSEWHERE.items():
+        if getattr(flags, flag.lstrip("-").replace("-", "_")):
+            raise ConfigError(f"{flag} is not used here; {instead}")
+    flags.overrides = [_TILDE.sub(lambda found: f"{found[1]}{quoted(found[2])}", text) for text in flags.overrides]
     if (flags.resolve or flags.package) and not flags.cfg:
         parser.error("--resolve and --package go with --cfg")
     answers = [flags.run, flags.multirun, flags.shell_completion, flags.cfg is not None, flags.info is not None]

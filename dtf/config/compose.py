@@ -26,11 +26,12 @@ from dtf.api.registry import registered
 from dtf.api.schema import KeyProblem, build_option, unset
 from dtf.api.task import Task
 from dtf.checkpoint.resolve_path import check_weights_path
+from dtf.config.advice import CommandLine, drop_advice
 from dtf.config.command_line import parse_arguments
 from dtf.config.hydra_sources import ROOT, YamlFile, make_loader, record_files
 from dtf.config.limits import resolve_interpolations
 from dtf.config.messages import is_set_by, parse, translated, with_suggestions
-from dtf.config.override_checks import check_override, refuse_shadows, refuse_targets
+from dtf.config.override_checks import check_override, refuse_address, refuse_shadows, refuse_targets
 from dtf.config.provenance import Source, origin, sources
 from dtf.config.settings import (
     EXPERIMENT,
@@ -68,6 +69,7 @@ class Composed:
     tree: DictConfig = field(repr=False, compare=False)
     composer: Composer = field(repr=False, compare=False)
     reads: dict[str, YamlFile] = field(repr=False, compare=False)
+    notes: tuple[str, ...] = ()  # lines on values that the chosen options have no key for, see `drop_advice`
 
     @cached_property
     def settings(self) -> Settings:
@@ -257,7 +259,9 @@ class Composer:
                     OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
                 )
                 refuse_targets(plain)
+                notes = drop_advice(plain, composed, CommandLine(self.config_name, overrides, self.loader, reads))
                 config = self._reset_inactive_keys(composed, _fit(plain), overrides)
+                refuse_address(config)
             except (ConfigError, KeyboardInterrupt):
                 raise
             except OmegaConfBaseException as error:  # an interpolation that leads nowhere
@@ -270,7 +274,7 @@ class Composer:
                 state.cfg = before
         config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
         options: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(choices))  # type: ignore[assignment]
-        return Composed(config, options, tuple(overrides), composed, self, reads)
+        return Composed(config, options, tuple(overrides), composed, self, reads, tuple(notes))
 
     def _reset_inactive_keys(
         self, composed: DictConfig, config: dict[str, Any], overrides: Sequence[str]

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.api.schema import RESERVED, KeyProblem
+from dtf.api.schema import RESERVED, Interpolated, KeyProblem
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +21,13 @@ MAX_DEPTH = 32
 MAX_TEXT = 64 * 1024
 _REFERENCE = re.compile(r"\$\{\s*(\.*)([^${}:]+?)\s*\}")  # ${a.b}, ${.b}, ${..b}: another key
 _READER = re.compile(r"\$\{\s*(?:oc\.env|oc\.decode|now|python_version)\s*:[^${}]*\}")  # reads no key of the config
+BASIC = "basic"
+"""The one launcher of Hydra that sweeps have."""
+
+ONE_BY_ONE = (
+    "starts trials side by side or elsewhere, and trials of dtf follow each other, as each may use the whole machine; "
+    "leave it out, or submit a command for each trial to your cluster"
+)
 _INTERPOLATIONS, _UNCLEAR, _CHAIN = 1000, 16, 100  # more of them, or longer chains, are no config a person wrote
 
 
@@ -61,7 +68,9 @@ def check_hydra(hydra: DictConfig) -> None:
         ("hydra.job.env_set", not job["env_set"], "launcher.env"),
         ("hydra.job.env_copy", not job["env_copy"], "launcher.env"),
         ("hydra.job.chdir", not job["chdir"], "run.dir"),
+        ("hydra.job.name", job["name"] == "dtf", "run.name"),
         ("hydra.run.dir", plain["run"]["dir"] == ".", "run.dir"),
+        ("hydra.sweep.dir", not plain["sweep"]["dir"], "run.dir"),
         ("hydra.sweep.subdir", plain["sweep"]["subdir"] == ".", "run.dir"),
         ("hydra.output_subdir", plain["output_subdir"] is None, "run.dir"),
         ("hydra.mode", plain["mode"] is None, "-m"),
@@ -70,6 +79,9 @@ def check_hydra(hydra: DictConfig) -> None:
     ):
         if not empty:
             raise ConfigError(f"{key} is not used here; use {instead} instead")
+    launcher = plain["runtime"]["choices"].get("hydra/launcher")
+    if launcher not in (None, BASIC):
+        raise ConfigError(f"hydra/launcher={launcher} {ONE_BY_ONE}")
     named = _targets_in([plain["launcher"], plain["sweeper"]])
     if not named <= _registered_targets():
         raise ConfigError(
@@ -126,7 +138,7 @@ def resolve_interpolations(config: DictConfig) -> dict[Any, Any]:
         if nodes_left < 0:
             key = ".".join(name)
             raise KeyProblem(key, f"{key}: interpolation makes more than {MAX_NODES} values or {MAX_TEXT} characters")
-        out[path[-1]] = value
+        out[path[-1]] = Interpolated(value) if isinstance(value, str) else value
         if not (isinstance(value, str) and "${" in value):  # text that only looks like an interpolation now
             parent[path[-1]] = value
 

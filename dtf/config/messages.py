@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dtf.api.registry import registered
 from dtf.api.schema import KeyProblem, is_node, keys, show
+from dtf.config import elsewhere
 from dtf.config.limits import one_line
 from dtf.config.settings import GROUPS, Root
 from dtf.core.errors import ConfigError
@@ -29,17 +30,9 @@ _THEIRS = (HydraException, OmegaConfBaseException, ValueError, AssertionError, O
 COMMAND_LINE = "on the command line"
 _FEW = 3  # keys that an error may offer; more are no help
 
-# What people type who come from elsewhere, by the last part of the key.
-_KEYS_ELSEWHERE = {"lr": "lr.peak", "learning_rate": "lr.peak"}
-_OPTIONS_ELSEWHERE = {
-    "float16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
-    "float32": "fp32",
-    "float": "fp32",
-    "float64": "fp64",
-    "double": "fp64",
-}
+_SPACE = re.compile(r"([^=]+)=(\w+)\(([^,()]+),([^,()]+)[,)].*", re.DOTALL)
+_DOTS = re.compile(r"([\d.eE+-]*\d)\.\.\.?(-?\d[\d.eE+-]*)")
+_SEARCH = " a search for the best value needs -m and hydra/sweeper=optuna"
 
 
 def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Override]:
@@ -50,7 +43,7 @@ def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Overri
         try:
             parsed += parser.parse_overrides([text])
         except OverrideParseException as error:
-            raise ConfigError(_no_override(error.override)) from error
+            raise ConfigError(_no_override(text)) from error
         except ValueError as error:
             raise ConfigError(f"{show(text)} has more digits than a number can have; set {COMMAND_LINE}") from error
     return parsed
@@ -72,7 +65,8 @@ def translated(error: Exception, overrides: Sequence[str], loader: Loader, reads
             f"{COMMAND_LINE}"
         )
     if sweep := re.match(r"Sweep parameters '(.*?)' requires --multirun", text, re.DOTALL):
-        return ConfigError(f"{show(sweep[1])} is a sweep and needs -m; set {COMMAND_LINE}")
+        search = " and hydra/sweeper=optuna" if "interval(" in sweep[1] else ""
+        return ConfigError(f"{show(sweep[1])} is a sweep and needs -m{search}; set {COMMAND_LINE}")
     if several := re.match(r"Multiple values for (\S+?)\.", text):
         return ConfigError(f"{several[1]} takes one option; write {several[1]}=NAME without +")
     if unknown := re.match(r"Could not override '(.*?)'\.\nTo append", text):
@@ -113,17 +107,21 @@ def translated(error: Exception, overrides: Sequence[str], loader: Loader, reads
 
 
 def with_suggestions(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
-    """The problem. Where a few known keys have the same last part as an unknown one, it suggests these, after the
-    nearest key beside it.
+    """The problem, with what was meant where that can be told: what other frameworks call a key, then known keys that
+    have the same last part, after the nearest key beside it.
     """
+    dots = re.fullmatch(rf"{re.escape(problem.key)}=({_DOTS.pattern}) is not of type .*", str(problem))
+    if dots:
+        return KeyProblem(problem.key, f"{problem}; did you mean {problem.key}=interval({dots[2]},{dots[3]})?{_SEARCH}")
     head, unknown, choices = str(problem).partition(" is no known key; ")
     if not unknown:
         return problem
+    key, value = _first_leaf(problem.key, config)
+    if there := _elsewhere(key, value):
+        head = f"{key}={show(value)}" if key != problem.key else head
+        return KeyProblem(problem.key, f"{head}{unknown}did you mean {there}? {choices.rpartition('? ')[2]}")
     parent, dot, last = problem.key.rpartition(".")
-    known = list(_known_keys(config))
-    meant = [key for key in known if key.rpartition(".")[2] == last] or [
-        key for key in known if key == _KEYS_ELSEWHERE.get(last)
-    ]
+    meant = [key for key in _known_keys(config) if key.rpartition(".")[2] == last]
     near = re.match(r"did you mean (\w+)\? ", choices)
     if not meant or len(meant) + bool(near) > _FEW:
         return problem
@@ -132,10 +130,35 @@ def with_suggestions(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
     return KeyProblem(problem.key, f"{head}{unknown}did you mean {' or '.join(meant)}? {choices.rpartition('? ')[2]}")
 
 
-def key_for_number(group: str, value: object) -> str:
-    """`did you mean lr.peak=0.1? ` for `lr=0.1`; empty where a group is not known elsewhere as a number."""
+def meant_option(group: str, value: object) -> str:
+    """`did you mean lr.peak=0.1? ` for `lr=0.1`, `did you mean fp16? ` for `precision=16`; empty where it is not
+    known.
+    """
+    known = elsewhere.OPTIONS.get(group, {}).get(show(value).lower())
+    if known:
+        return f"did you mean {known}? "
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return f"did you mean {_KEYS_ELSEWHERE[group]}={value}? " if number and group in _KEYS_ELSEWHERE else ""
+    return f"did you mean {elsewhere.KEYS[group]}={value}? " if number and group in elsewhere.KEYS else ""
+
+
+def _elsewhere(key: str, value: object) -> str:
+    """What to write in place of a key of another framework; empty where it is not known."""
+    last = key.rpartition(".")[2]
+    names = (f"{key}={show(value)}", key, f"{last}={show(value)}", last)
+    there = next((elsewhere.KEYS[name] for name in names if name in elsewhere.KEYS), "")
+    group = there.removesuffix("=NAME")
+    return f"{group}={value}" if group != there and value in registered(group) else there
+
+
+def _first_leaf(key: str, config: dict[Any, Any]) -> tuple[str, Any]:
+    """The first key at or below `key` that is no mapping, with its value."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    while isinstance(value, dict) and value:
+        name = next(iter(value))
+        key, value = f"{key}.{name}", value[name]
+    return key, value
 
 
 def is_set_by(key: str, overrides: Sequence[str], loader: Loader) -> bool:
@@ -143,9 +166,8 @@ def is_set_by(key: str, overrides: Sequence[str], loader: Loader) -> bool:
 
     def gives(override: Override) -> bool:
         given = override.key_or_group.replace("/", ".")
-        within = key.startswith((f"{given}.", f"{given}[")) and not loader.repository.group_exists(
-            override.key_or_group
-        )
+        chooses = loader.repository.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
+        within = key.startswith((f"{given}.", f"{given}[")) and not chooses
         return key == given or within or given.startswith(f"{key}.")
 
     return any(gives(override) for override in parse(overrides, loader))
@@ -196,17 +218,26 @@ def _chooses(entry: Any, group: str, name: str) -> bool:
 
 def _no_override(text: str) -> str:
     if "=" not in text and not text.startswith("~"):
-        jobs = registered("job")
-        meant = (
-            f"job={text}"
-            if text in jobs
-            else f"key=value, or -{'-' * (len(text) > 1)}{text}"
-            if text in ("help", "h")
-            else "key=value"
-        )
-        return f"{show(text)} is no override; write {meant}"
+        return f"{show(text)} is no override; {_meant_word(text)}"
+    space = _SPACE.fullmatch(text)
+    if space and space[2].lower() in elsewhere.SPACES:
+        there = elsewhere.SPACES[space[2].lower()].format(space[3].strip(), space[4].strip())
+        return f"{show(text)} cannot be read; did you mean '{space[1]}={there}'?{_SEARCH}; set {COMMAND_LINE}"
     example = '["a, b"]' if text.partition("=")[2].startswith("[") else '"a, b"'
     return f"{show(text)} cannot be read; quote a value with special characters: 'key={example}'; set {COMMAND_LINE}"
+
+
+def _meant_word(text: str) -> str:
+    jobs = registered("job")
+    path = Path(text)
+    if path.suffix in (".yaml", ".yml"):
+        return f"a file is named by its folder and its name: --config-dir={path.parent} --config-name={path.stem}"
+    if path.suffix == ".py":
+        return f"a module with parts of your own is named as plugins=[{path.stem}]"
+    if text in jobs or text in elsewhere.WORDS:
+        return f"write {elsewhere.WORDS.get(text) or f'job={text}'}"
+    near = re.match(r"did you mean (\w+)\?", suggest(text, jobs))
+    return f"write key=value{f', or did you mean job={near[1]}?' if near else ''}"
 
 
 def _no_option(path: str, overrides: Sequence[str], loader: Loader, reads: dict[str, YamlFile]) -> ConfigError:
@@ -223,6 +254,6 @@ def _no_option(path: str, overrides: Sequence[str], loader: Loader, reads: dict[
     files = [read.file for read in reads.values() if any(_chooses(entry, group, name) for entry in read.defaults)]
     typed = any(override.key_or_group == group for override in parse(overrides, loader))
     where = f"set {COMMAND_LINE}" if typed else f"set in {display_path(files[-1])}" if files else ""
-    alias = _OPTIONS_ELSEWHERE.get(name)
-    near = f"did you mean {alias}? {suggest('', choices)}" if alias in choices else suggest(name, choices)
+    meant = meant_option(group, name)
+    near = f"{meant}{suggest('', choices)}" if meant else suggest(name, choices)
     return ConfigError("; ".join(filter(None, (what, near, where))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -10,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from dtf.api.registry import registered
 from dtf.api.schema import RESERVED, KeyProblem, show
 from dtf.config.hydra_sources import CONF, Loader, refuse_root
-from dtf.config.messages import key_for_number
+from dtf.config.limits import BASIC, ONE_BY_ONE
+from dtf.config.messages import meant_option
 from dtf.config.settings import EXPERIMENT, GROUPS
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
@@ -22,8 +24,15 @@ if TYPE_CHECKING:
 _HYDRA_ELSEWHERE = {
     "hydra.sweep.dir": "use run.dir instead",
     "hydra.sweeper.params": "write the sweep as lr.peak=0.1,0.2, or the params into a file",
+    "hydra.job.name": "use run.name instead",
+    "hydra.job.config": "trials are called by what sets them apart",
+    "hydra.job.override_dirname": "trials are called by what sets them apart",
+    "hydra.help": "dtf --help is about dtf",
+    "hydra.hydra_help": "dtf --help is about dtf",
 }
-"""Keys of Hydra that only dtf, or only a file, may set: what to write instead."""
+"""Keys of Hydra that only dtf, or only a file, may set: what to write instead. Those below them too."""
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 
 def check_override(override: Override, loader: Loader) -> None:
@@ -37,16 +46,18 @@ def check_override(override: Override, loader: Loader) -> None:
             f"{show(override.input_line)} takes away settings of Hydra that dtf needs; leave it out; "
             "set on the command line"
         )
-    if name in _HYDRA_ELSEWHERE:
-        raise ConfigError(
-            f"{show(override.input_line)} is not used here; {_HYDRA_ELSEWHERE[name]}; set on the command line"
-        )
+    for unused, instead in _HYDRA_ELSEWHERE.items():
+        if name == unused or name.startswith(f"{unused}."):
+            raise ConfigError(f"{show(override.input_line)} is not used here; {instead}; set on the command line")
+    if name == "hydra/launcher" and override.value() != BASIC:
+        raise ConfigError(f"{show(override.input_line)} {ONE_BY_ONE}; set on the command line")
+    _check_place(override, group)
     if override.is_delete() and name in GROUPS:
         raise ConfigError(f"{show(override.input_line)} {_instead_of_deletion(group, loader)}; set on the command line")
     chooses = loader.repository.group_exists(name) and not override.is_delete() and not override.is_sweep_override()
     if chooses and not _may_choose(override.value()):
         drop = f", or ~{group} for none" if group == EXPERIMENT else ""
-        choices = key_for_number(name, override.value()) + suggest("", loader.get_group_options(name))
+        choices = meant_option(name, override.value()) + suggest("", loader.get_group_options(name))
         raise ConfigError(f"{show(override.input_line)} is no option; {choices}{drop}; set on the command line")
     if RESERVED in name:
         raise ConfigError(
@@ -56,6 +67,21 @@ def check_override(override: Override, loader: Loader) -> None:
     if key == "name" and group in GROUPS:
         raise ConfigError(
             f"{name} says which class the other keys belong to; choose with {group}=NAME; set on the command line"
+        )
+
+
+def _check_place(override: Override, group: str) -> None:
+    """Raise ConfigError for a second place of a group that has one."""
+    what, name = show(override.input_line), override.key_or_group
+    if override.package is not None and group in GROUPS and group != "observer":
+        raise ConfigError(
+            f"{what}: a group has one place in a config of dtf; choose with {group}=NAME, and mix options in a file: "
+            "defaults: [schema/NAME@_here_]; set on the command line"
+        )
+    several = name == "observer" or name not in (*GROUPS, EXPERIMENT)
+    if override.is_add() and not several and isinstance(override.value(), str):
+        raise ConfigError(
+            f"{what}: {name} takes one option; write {name}={override.value()} without +; set on the command line"
         )
 
 
@@ -72,6 +98,17 @@ def refuse_targets(value: Any, key: str = "") -> None:
                 inner, f"{inner} is refused, a config names no code; register a class and choose it by name"
             )
         refuse_targets(entry, inner)
+
+
+def refuse_address(config: dict[str, Any]) -> None:
+    """Raise KeyProblem for a run folder on storage that is reached by an address, such as s3://bucket/run."""
+    folder = config["run"]["dir"]
+    if _ADDRESS.match(folder):
+        raise KeyProblem(
+            "run.dir",
+            f"run.dir={show(folder)} is an address, and runs are kept in folders; mount the storage and give a folder "
+            "there, or copy the run afterwards",
+        )
 
 
 def refuse_shadows(composed: DictConfig, choices: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ _UNSAID = object()
 class Source(NamedTuple):
     """One place that gives a key a value."""
 
+    option: str  # the path of the option that it is, such as `recipe/mine`; empty: the command line
     value: Any
     file: Path | None  # None: no file but a class, or the command line
     place: str  # without the line of a file
@@ -44,13 +45,13 @@ def sources(
         if value is _UNSAID:
             continue
         if read is None:
-            found.append(Source(value, None, f"the class {own[0]}" if own else path, True))
+            found.append(Source(path, value, None, f"the class {own[0]}" if own else path, True))
             continue
         default_value = _at(own[1], rest) if own and _is_made(path, read) else _UNSAID
-        found.append(Source(value, read.file, display_path(read.file), value == default_value))
+        found.append(Source(path, value, read.file, display_path(read.file), value == default_value))
     if is_set_by(key, overrides, loader):
         texts = [text for text in overrides if is_set_by(key, [text], loader)]
-        found += [Source(text, None, COMMAND_LINE, False) for text in texts]
+        found += [Source("", text, None, COMMAND_LINE, False) for text in texts]
     return found
 
 

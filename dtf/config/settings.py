@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from dtf.api.lr import Schedule
 from dtf.api.options import BudgetOptions, Remat, RunOptions, StepOptions, TrainOptions
 from dtf.api.recipe import Recipe
-from dtf.api.registry import brings, groups, lookup, option, registered
+from dtf.api.registry import brings, groups, lookup, name_of, option, registered
 from dtf.api.row_optimizer import DEFAULT
 from dtf.api.sampler import Tail
 from dtf.api.schema import KeyProblem, build, build_option, coerce, coerce_option, option_node, show, unset
@@ -112,6 +112,8 @@ class Settings(Root):
     def check(self) -> None:
         """Raise KeyProblem for root keys that make no run."""
         _check_steps(self)
+        if self.job.trains and self.recipe.row_traits is not None:
+            self.sampler.check_rows(self.recipe.row_traits, f"recipe={name_of('recipe', self.recipe)}")
         _check_evaluations(self)
         _check_run(self)
 

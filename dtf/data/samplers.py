@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf.api.registry import option, register
-from dtf.api.sampler import Sampler, Tail
+from dtf.api.sampler import RowTrait, Sampler, Tail
 from dtf.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -68,6 +68,10 @@ class Weighted(Sampler):
     )
 
     once = False
+
+    @property
+    def needs(self) -> set[RowTrait]:
+        return super().needs | (set() if self.weights else {RowTrait.classes})
 
     def order(self, rows: int, seed: int, epoch: int, groups: np.ndarray | None) -> np.ndarray:
         import numpy as np

@@ -81,7 +81,7 @@ def _replay(
     )
     world = json.loads((run / "run.json").read_text())["world"]
     trainers = strategy.count_trainers(world.get("roles", {}).get("trainer", world["processes"]))
-    replay = Replay(task, strategy, strategy.sync_mode(), trainers, rows.loader, _start_checkpoint(run, start))
+    replay = Replay(task, strategy, strategy.sync_mode(task), trainers, rows.loader, _start_checkpoint(run, start))
     pace, total = Pace(send, "updates", min(recorded)), max(recorded)
     send(
         Note(

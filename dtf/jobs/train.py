@@ -10,7 +10,7 @@ from dtf.api.job import Job
 from dtf.api.observer import Observers
 from dtf.api.registry import register
 from dtf.core.errors import BudgetError, ConfigError, DtfError, Exit
-from dtf.core.types import Ended, Event, Failed, Measured, Note, Started
+from dtf.core.types import Ended, Event, Failed, Measured, Note
 from dtf.runs.budget import BudgetMeter, key, limit_s, spent_s
 from dtf.runs.run_folder import Run
 
@@ -67,8 +67,7 @@ class TrainJob(Job):
 
         def see(event: Event) -> None:
             nonlocal cause, raised
-            if isinstance(event, Started):
-                run.ready(event.table)
+            run.see(event)
             if isinstance(event, Failed | Ended):
                 cause, raised = (event.message, event.error) if isinstance(event, Failed) else (event.reason, "")
             if isinstance(event, Measured) and event.best:

@@ -47,7 +47,7 @@ def serve(task: Task, world: World, strategy: PserverOptions, trainers: int, boo
 
     `trainers`: how many there are in all. `bootstrap`: what `rendezvous` has made.
     """
-    program = ServerProgram(task, world, strategy, strategy.sync_mode(), trainers)
+    program = ServerProgram(task, world, strategy, strategy.sync_mode(task), trainers)
     place = world.place
     servicer = Servicer(program, task, world.facts, world.rank, place.hang_timeout_s)
     constants: dict[str, Any] = {
@@ -114,7 +114,7 @@ def train(task: Task, context: RoleContext, strategy: PserverOptions, trainers: 
         return
     team = _join_team(context, number, Shard(member, strategy.team))
     if member:
-        run_follower(task, context, team, strategy.sync_mode().shares(trainers))
+        run_follower(task, context, team, strategy.sync_mode(task).shares(trainers))
         return
     stop_requested = context.stop_requested
     context = replace(context, stop_requested=lambda: stop_requested() or team.stopping)

@@ -13,7 +13,7 @@ from dtf.api.precision import Format
 from dtf.api.registry import name_of
 from dtf.api.schema import KeyProblem
 from dtf.core.errors import ConfigError
-from dtf.pserver.options import Device, Mode, Wire
+from dtf.pserver.options import Device, Mode, Wire, averaging
 from dtf.pserver.placement import check_placement
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _check_task(strategy: PserverOptions, task: Task) -> None:
             f"a loss scale is found step by step, and strategy.mode={mode.value} has none that all share; use "
             "precision=bf16, or sync"
         )
-    if several and task.step.clip_norm and mode is Mode.half_async and not strategy.sync_mode().collective:
+    if several and task.step.clip_norm and mode is Mode.half_async and not strategy.sync_mode(task).collective:
         raise ConfigError(
             f"step.clip_norm={task.step.clip_norm:g} needs the norm of what is merged, and with "
             "strategy.mode=half_async no server has all of it; use strategy.servers=1, or strategy.staleness=0"
@@ -92,18 +92,14 @@ def _check_task(strategy: PserverOptions, task: Task) -> None:
             f"strategy.wire={strategy.wire.value} narrows gradients and parameters of fp32, not those of {what}; use "
             "strategy.wire=same"
         )
-    for group, rule in (
-        {"optimizer": task.optimizer, "sparse": task.rows if tables else None}.items()
-        if mode is Mode.geo and strategy.staleness != 0
-        else ()
-    ):
-        if rule is not None and rule.averages_squares:
-            raise KeyProblem(
-                group,
-                "strategy.mode=geo adds up what trainers learnt from states of different age, and averages of squares, "
-                f"as {group}={name_of(group, rule)} keeps them, may become negative; set strategy.staleness=0, with "
-                f"which all exchange at once, or use {group}=sgd or adagrad",
-            )
+    for group in averaging(task) if mode is Mode.geo and strategy.staleness else ():
+        rule = task.optimizer if group == "optimizer" else task.rows
+        raise KeyProblem(
+            "strategy.staleness",
+            f"strategy.staleness={strategy.staleness}: strategy.mode=geo adds up what trainers learnt from states of "
+            f"different age, and averages of squares, as {group}={name_of(group, rule)} keeps them, may become "
+            f"negative; leave it at null, with which all exchange at once, or use {group}=sgd or adagrad",
+        )
     if mode is Mode.geo and tables and task.rows is not None and task.rows.shrinkage(1.0):
         raise ConfigError(
             "strategy.mode=geo exchanges the rows that a trainer met, and sparse.weight_decay shrinks all others too; "

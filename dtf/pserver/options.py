@@ -10,6 +10,7 @@ from dtf.api.registry import option
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 
 if TYPE_CHECKING:
+    from dtf.api.task import Task
     from dtf.pserver.sync_modes import SyncMode
 
 GEO_STEPS = 400
@@ -75,7 +76,8 @@ class PserverOptions:
         default=None,
         least=0,
         doc="steps (with geo: exchanges) that may be handed out beyond the oldest that is not applied yet, in modes "
-        "other than sync; null: twice the trainers with async, else 1; 0: none, each waits for the one before",
+        "other than sync; 0: none, each waits for the one before; null: twice the trainers with async, 0 with geo "
+        "where an optimizer averages squares (adam), else 1",
         unit="steps",
     )
     geo_steps: int | None = option(
@@ -113,8 +115,8 @@ class PserverOptions:
         """Whether trainers run the engine, and servers hold rows of tables alone."""
         return self.dense is Dense.allreduce
 
-    def sync_mode(self) -> SyncMode:
-        """The mode as a rule over pushes."""
+    def sync_mode(self, task: Task) -> SyncMode:
+        """The mode as a rule over the pushes of `task`."""
         from dtf.pserver.sync_modes import Async, Geo, HalfAsync, Sync
 
         match self.mode:
@@ -125,10 +127,19 @@ class PserverOptions:
             case Mode.half_async:
                 return HalfAsync(self.staleness)
             case Mode.geo:
-                return Geo(self.staleness, self.geo_steps or GEO_STEPS)
+                together = self.staleness is None and averaging(task)
+                return Geo(0 if together else self.staleness, self.geo_steps or GEO_STEPS)
 
     def count_trainers(self, processes: int) -> int:
         """How many trainers there are for `launcher.processes`, as servers count them: each team, or each thread of a
         process.
         """
         return max(1, processes // self.team) * self.hogwild_threads
+
+
+def averaging(task: Task) -> list[str]:
+    """The config groups whose choice keeps averages of squares. Those of states of different age may not be added up,
+    so with geo all exchange at once.
+    """
+    rules = {"optimizer": task.optimizer, "sparse": task.rows if task.recipe.table_widths() else None}
+    return [group for group, rule in rules.items() if rule is not None and rule.averages_squares]

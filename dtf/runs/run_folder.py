@@ -22,9 +22,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.checkpoint.storage import checkpoints
 from dtf.core.endpoint_file import withdraw
 from dtf.core.errors import BusyError, ConfigError
 from dtf.core.files import flat, replace_text
+from dtf.core.types import Ended, Event, Measured, Saved, Started
 from dtf.core.version import __version__
 
 if TYPE_CHECKING:
@@ -139,21 +141,22 @@ class Run:
             if not made:
                 self.folder.chmod(0o700)
             return
-        resume = self.config["checkpoint"].get("resume", "never")
-        if resume != "auto" and not again:
-            raise BusyError(
-                f"{self.folder} holds another run and checkpoint.resume={resume}; choose another run.dir or "
-                "checkpoint.resume=auto"
-            )
         try:
             record = json.loads(path.read_text())
             past, old, id = [*record.pop("earlier", []), record], dict(record["identity"]), str(record["id"])
+            left = any(map(_left_something, past)) or bool(checkpoints(self.folder / "checkpoints"))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BusyError(
                 f"{path} cannot be read ({type(error).__name__}: {error}), so what the folder holds is not known; "
                 "choose another run.dir"
             ) from error
-        new = identity(self.config)
+        resume = self.config["checkpoint"].get("resume", "never")
+        if left and resume != "auto" and not again:
+            raise BusyError(
+                f"{self.folder} holds another run and checkpoint.resume={resume}; choose another run.dir or "
+                "checkpoint.resume=auto"
+            )
+        new = identity(self.config) if left else old
         # other recipes have other keys
         for key in sorted(old.keys() | new.keys(), key=lambda key: (key != "recipe.name", key)):
             if old.get(key) != new.get(key):
@@ -171,7 +174,7 @@ class Run:
     def _begin(self, processes: int, devices: str) -> None:
         import yaml
 
-        earlier = self._record.get("earlier")
+        earlier, trains = self._record.get("earlier"), self.config.get("job", {}).get("name", "train") == "train"
         self._record = {
             "id": self.id,
             "started": _now(),
@@ -187,6 +190,8 @@ class Run:
         roles = self.settings.strategy.roles(processes)
         if len(roles) > 1:
             self._record["world"]["roles"] = roles
+        if trains:
+            self._record["results"] = False
         if earlier:
             self._record["earlier"] = earlier
         self._write()
@@ -198,8 +203,29 @@ class Run:
             self._record["table"] = table
             self._write()
 
+    def see(self, event: Event) -> None:
+        """Write into run.json what an event of the ranks says of the run: the start-up table, and that there are
+        results.
+        """
+        if isinstance(event, Started):
+            self.ready(event.table)
+        result = isinstance(event, Measured | Saved) or (isinstance(event, Ended) and event.step > 0)
+        if result and self.leader and self._record.get("results") is False:
+            self._record["results"] = True
+            self._write()
+
     def _write(self) -> None:
         replace_text(self.folder / "run.json", json.dumps(self._record, indent=2) + "\n")
+
+
+def untouched(folder: Path) -> bool:
+    """Whether the run in a folder ended before its first result, so that another config may take its place."""
+    try:
+        record = json.loads((folder / "run.json").read_text())
+        past = [*record.pop("earlier", []), record]
+        return not any(map(_left_something, past)) and not checkpoints(folder / "checkpoints")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def take_lock(folder: Path) -> int:
@@ -274,6 +300,13 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             numbers[package] = ""
     return numbers
+
+
+def _left_something(record: dict[str, Any]) -> bool:
+    """Whether a launch got as far as a first result, by its record. Those of earlier versions tell only whether its
+    ranks were ready.
+    """
+    return bool(record.get("results", "table" in record or "job.name" in record["identity"]))
 
 
 def _refuse_foreign(folder: Path) -> None:

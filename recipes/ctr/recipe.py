@@ -10,12 +10,13 @@ from dtf.api.layout import Layout
 from dtf.api.options import FineTuning
 from dtf.api.recipe import Dataset, Recipe, Split
 from dtf.api.registry import option, register
+from dtf.api.sampler import RowTrait
 from dtf.api.schema import KeyProblem, show
 from dtf.api.sparse_table import Table
 from dtf.core.errors import ConfigError
 from dtf.recipes.ctr.data import DataOptions
 from dtf.recipes.ctr.generated_data import ClicksOptions
-from dtf.recipes.ctr.log_data import LogOptions
+from dtf.recipes.ctr.log_data import LogOptions, Mode
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -351,6 +352,10 @@ class ClickLog(ClickThrough):
     data: LogOptions = option(factory=LogOptions, doc="the files")
     splits = tuple(Split)
 
+    @property
+    def row_traits(self) -> tuple[RowTrait, ...]:
+        return () if self.data.mode is Mode.queue else (RowTrait.single,)
+
     def open_inputs(self, path: Path) -> tuple[Names, Dataset]:
         rows = self.data.inputs(path)
         return rows.places, self._grouped(rows)
@@ -363,3 +368,7 @@ class GeneratedClicks(ClickThrough):
     """
 
     data: ClicksOptions = option(factory=ClicksOptions, doc="the clicks")
+
+    @property
+    def row_traits(self) -> tuple[RowTrait, ...]:
+        return (RowTrait.single,)

@@ -25,6 +25,8 @@ class Images(Dataset):
     are faster in this one, whatever the layout of the parameters.
     """
 
+    repeats = True
+
     def __init__(
         self,
         pixels: np.ndarray,
@@ -48,13 +50,17 @@ class Images(Dataset):
         return len(self._labels)
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
-        pixels = self._pixels[ids]
+        rows = ids % len(self)
+        pixels = self._pixels[rows]
         if self._crop_pad or self._flip:
             pixels = augment(pixels, draws(self._seed, epoch, ids, 3), self._crop_pad, self._flip)
         count, height, width, channels = pixels.shape
         lines = torch.from_numpy(pixels).view(count, height, width * channels).float()
         inputs = lines.sub_(self._mean).mul_(self._scale).view(count, height, width, channels).permute(0, 3, 1, 2)
-        return inputs, torch.from_numpy(self._labels[ids])
+        return inputs, torch.from_numpy(self._labels[rows])
+
+    def groups(self) -> np.ndarray:
+        return self._labels
 
     def unaugmented(self) -> Images:
         plain = copy.copy(self)

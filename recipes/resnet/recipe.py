@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dtf.api.layout import Layout, Split
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import option, register
+from dtf.api.sampler import RowTrait
 from dtf.core.errors import ConfigError
 from dtf.recipes.resnet.options import BASIC, SMALL, FolderOptions, ModelOptions, ShapesOptions, SplitOptions
 
@@ -34,6 +35,10 @@ class Classification(Recipe):
         doc="share of the target that is spread over all classes (Szegedy et al. 2016, arXiv:1512.00567)",
     )
     data: SplitOptions = option(factory=SplitOptions, doc="the images")
+
+    @property
+    def row_traits(self) -> tuple[RowTrait, ...]:
+        return tuple(RowTrait)
 
     @property
     def train_metrics(self) -> tuple[str, ...]:

@@ -49,7 +49,8 @@ class Shapes(Images):
         self._draw = lambda ids: draw(ids, pixels, classes, seed, split)[0]
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
-        missing = ids[~self._drawn[ids]]
+        rows = ids % len(self)
+        missing = rows[~self._drawn[rows]]
         if len(missing):
             self._pixels[missing] = self._draw(missing)
             self._drawn[missing] = True

@@ -68,7 +68,9 @@ def test_cfg_prints_what_was_composed(capsys: Capture, elsewhere: Path) -> None:
     assert "name: n${seed}" in plain
     assert main(["--cfg", "job", "--resolve", "--package", "run", "run.name=n${seed}"]) == Exit.OK
     assert capsys.readouterr().out.startswith("# @package run\nname: n0\n")
-    assert main(["--cfg", "hydra", "-p", "hydra.output_subdir"]) == Exit.CONFIG  # it is null
+    assert main(["--cfg", "hydra", "-p", "hydra.output_subdir"]) == Exit.OK
+    assert capsys.readouterr().out == "null\n"
+    assert main(["--cfg", "hydra", "-p", "hydra.nothing"]) == Exit.CONFIG
     assert main(["--cfg", "all", "-p", "hydra.run"]) == Exit.OK
     assert "dir: ." in capsys.readouterr().out
     assert not list(elsewhere.iterdir())

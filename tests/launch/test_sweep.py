@@ -66,13 +66,13 @@ def test_new_entries_of_mappings_and_deletions_as_in_a_single_run(configs) -> No
         "launcher.env.A=1",
         "~observer.console",
         "~experiment",
-        "hydra.job.name=mine",
-        "run.name=${hydra:job.name}",
+        "hydra.sweeper.max_batch_size=7",
+        "run.name=n${hydra:sweeper.max_batch_size}",
         "seed=1,2",
     )
     assert [(one["seed"], one["launcher"]["env"], sorted(one["observer"]), one["run"]["name"]) for one in seen] == [
-        (1, {"A": "1"}, ["jsonl", "tensorboard"], "mine"),
-        (2, {"A": "1"}, ["jsonl", "tensorboard"], "mine"),
+        (1, {"A": "1"}, ["jsonl", "tensorboard"], "n7"),
+        (2, {"A": "1"}, ["jsonl", "tensorboard"], "n7"),
     ]
 
 

@@ -144,7 +144,7 @@ def test_an_answer_without_blocks_is_of_those_that_its_question_named() -> None:
 
     context = RoleContext(Place(), {}, lambda *where: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type,return-value]
     strategy = Pserver(mode=Mode.async_)
-    trainer = Trainer(TASK, context, strategy, strategy.sync_mode(), 1, 0, [Slow()])
+    trainer = Trainer(TASK, context, strategy, strategy.sync_mode(TASK), 1, 0, [Slow()])
     state, pulled = trainer._exchange.send([b""], [old])
     assert state == READY and pulled is not None and pulled.dense == [old] and trainer._exchange.latest == [new]
 
@@ -194,7 +194,7 @@ def test_servers_count_threads() -> None:
         [4, 5, 6, 7],
         [8, 9, 10, 11],
     ]
-    assert many.roles(3) == {"server": 1, "trainer": 3} and many.sync_mode().window(many.count_trainers(3)) == 24
+    assert many.roles(3) == {"server": 1, "trainer": 3} and many.sync_mode(TASK).window(many.count_trainers(3)) == 24
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 
 from dtf.api.strategy import Program
+from dtf.api.task import Task
 from dtf.config.compose import compose
 from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError, Exit
@@ -19,12 +20,14 @@ from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan
 from dtf.engine.summary import startup_table
+from dtf.pserver.strategy import Pserver
 from tests.conftest import Result
 
 REFUSED = [
     ("record=yes mode=async", "strategy.record=yes is no switch"),
     ("record=on mode=async", "strategy.record=on is no switch"),
-    ("mode=geo", "as optimizer=adam keeps them, may become negative; set strategy.staleness=0"),
+    ("mode=geo staleness=1", "as optimizer=adam keeps them, may become negative; leave it at null"),
+    ("mode=geo staleness=1 wire=bf16", "strategy.wire=bf16 narrows gradients"),
     ("mode=asyn", "did you mean async? choices: async, geo, half_async, sync"),
     ("geo_steps=400", "strategy.geo_steps=400 is for strategy.mode=geo"),  # whatever stands where nothing is given
     ("team=2", "strategy.team=2 does not divide launcher.processes=3"),
@@ -45,6 +48,22 @@ def test_what_has_no_effect_or_cannot_be_is_refused(words: str, said: str) -> No
     with pytest.raises(ConfigError) as refused:
         check(words)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "window"),
+    [
+        ("recipe=ctr_clicks", 0),
+        ("recipe=ctr_clicks optimizer=sgd", 1),
+        ("recipe=ctr_clicks_sparse optimizer=sgd", 1),
+        ("recipe=ctr_clicks_sparse optimizer=sgd sparse=lazy_adam", 0),
+        ("recipe=ctr_clicks optimizer=sgd strategy.staleness=3", 3),
+    ],
+)
+def test_geo_exchanges_at_once_where_an_optimizer_averages_squares(words: str, window: int) -> None:
+    settings = compose([*words.split(), "strategy=pserver", "strategy.mode=geo", "launcher.devices=cpu"]).check(False)
+    task = Task(settings.recipe, settings.optimizer, settings.precision, settings.step, 0, rows=settings.sparse)
+    assert cast(Pserver, settings.strategy).sync_mode(task).window(2) == window
 
 
 @pytest.mark.parametrize("key", ["job=status job.run_folder", "job=verify job.replay"])

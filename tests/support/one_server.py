@@ -42,7 +42,7 @@ def server(
     recipe = recipe or Toy(batch_norm=False)
     task = Task(recipe, Sgd(), PRECISIONS["fp64"], StepOptions(batch_size=24, micro_batch_rows=6), 0, rows=RowAdagrad())
     world, strategy = World(Place(size=1, slots=trainers)), Pserver(mode=mode, **options)
-    program = ServerProgram(task, world, strategy, strategy.sync_mode(), trainers)
+    program = ServerProgram(task, world, strategy, strategy.sync_mode(task), trainers)
     with ThreadPoolExecutor(1) as engine:
         try:
             yield program, Servicer(program, task, {}, 0, 60.0), engine

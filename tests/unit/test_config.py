@@ -105,14 +105,6 @@ def test_every_recipe_composes_and_is_typed(composer: Composer) -> None:
             check_options(composer, {"recipe": recipe, **others})
 
 
-@pytest.mark.slow
-def test_every_recipe_goes_with_options_that_its_file_may_name(composer: Composer) -> None:
-    for recipe in composer.options("recipe"):
-        composer.compose(
-            [f"recipe={recipe}", *(f"{group}={composer.options(group)[0]}" for group in ("optimizer", "lr"))]
-        )
-
-
 def test_config_is_plain_and_rebuilds_in_a_rank(composer: Composer) -> None:
     composed = composer.compose(["train.steps=3", PLUGIN, "strategy=front_mine", "strategy.extra=4"])
     config = json.loads(json.dumps(composed.config))

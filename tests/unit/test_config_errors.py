@@ -99,7 +99,7 @@ def composer() -> Composer:
             "strategy.name=dp",
             "strategy.name says which class the other keys belong to; choose with strategy=NAME" + HERE,
         ),
-        ("+strategy=dp", "strategy takes one option; write strategy=NAME without +"),
+        ("+strategy=dp", "+strategy=dp: strategy takes one option; write strategy=dp without +" + HERE),
         (
             "optimizer=adamw,sgd",
             "optimizer=adamw,sgd gives several values; a list is optimizer=[adamw,sgd], a sweep over them needs -m"

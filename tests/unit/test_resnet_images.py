@@ -22,6 +22,16 @@ def small(**options: object) -> Images:
     )
 
 
+def test_further_views_of_a_row_differ_in_augmentation_only() -> None:
+    data, rows = small(crop_pad=3, flip=True, seed=7), np.arange(50)
+    (first, labels), (second, again) = data.fetch(rows, epoch=0), data.fetch(rows + 50, epoch=0)
+    assert torch.equal(labels, again) and (first != second).any(dim=(1, 2, 3)).float().mean() > 0.9
+    assert torch.equal(data.unaugmented().fetch(rows + 50, 0)[0], data.unaugmented().fetch(rows, 0)[0])
+    assert data.groups().tolist() == labels.tolist()
+    drawn = shapes.Shapes(6, 8, 3, 0, "train", crop_pad=0, flip=False, augment_seed=0)
+    assert torch.equal(drawn.fetch(np.array([9, 3]), 0)[0][0], drawn.fetch(np.array([3]), 0)[0][0])
+
+
 def test_a_row_has_the_same_pixels_whatever_batch_it_is_in() -> None:
     data = small(crop_pad=3, flip=True, seed=7)
     whole, targets = data.fetch(np.arange(50), epoch=2)

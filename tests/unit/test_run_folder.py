@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +16,7 @@ import yaml
 
 from dtf.config.settings import Settings
 from dtf.core.errors import BusyError, ConfigError
+from dtf.core.types import Failed, Measured, Saved, Started
 from dtf.runs.run_folder import Run, identity, redact, versions
 from dtf.strategies.ddp import Ddp
 
@@ -137,11 +139,49 @@ def test_a_run_goes_on_in_its_folder(here: Path) -> None:
     ],
 )
 def test_another_run_is_not_mixed_with_it(here: Path, changes: dict[str, Any], words: str) -> None:
-    opened(config(run__dir="runs/a")).end(0)
+    first = opened(config(run__dir="runs/a"))
+    first.see(Measured("train", 20, 0.1, 1.0, {"loss": 1.0}))
+    first.end(0)
     before = contents(here / "runs/a")
     with pytest.raises(BusyError, match=words):
         opened(config(run__dir="runs/a", **changes))
     assert contents(here / "runs/a") == before, "nothing is lost"
+
+
+def test_a_folder_without_a_result_takes_another_config(here: Path) -> None:
+    first = opened(config(run__dir="runs/a"))
+    first.see(Started(0, 100, 10, {"recipe": "toy"}))
+    first.see(Failed(0, 0, 2, "a mistake in the recipe", ""))
+    first.end(2)
+    second = opened(config(run__dir="runs/a", seed=1, checkpoint__resume="never"))
+    record = json.loads((second.folder / "run.json").read_text())
+    assert record["identity"]["seed"] == 1 and [old["id"] for old in record["earlier"]] == [first.id]
+    second.see(Saved(5, "checkpoints/step_000005", False, 0.1))
+    second.end(1)
+    with pytest.raises(BusyError, match="holds a run with seed=1, this one has seed=2"):
+        opened(config(run__dir="runs/a", seed=2))
+    opened(config(run__dir="runs/a", seed=1)).end(1)
+    with pytest.raises(BusyError, match="holds a run with seed=1, this one has seed=2"):
+        opened(config(run__dir="runs/a", seed=2))
+
+
+@pytest.mark.parametrize(("left", "fits"), [("table", False), ("checkpoint", False), ("", True)])
+def test_a_folder_of_an_earlier_version_tells_by_its_start_and_checkpoints(here: Path, left: str, fits: bool) -> None:
+    opened(config(run__dir="runs/a")).end(1)
+    file = here / "runs/a/run.json"
+    record = json.loads(file.read_text())
+    del record["results"]
+    file.write_text(json.dumps(record | ({"table": {}} if left == "table" else {})))
+    if left == "checkpoint":
+        (here / "runs/a/checkpoints/step_000005").mkdir(parents=True)
+    with nullcontext() if fits else pytest.raises(BusyError, match="holds a run with seed=0"):
+        opened(config(run__dir="runs/a", seed=1)).end(1)
+
+
+def test_a_job_that_trains_nothing_keeps_its_folder(here: Path) -> None:
+    opened(config(run__dir="runs/a", job={"name": "predict", "top": 1})).end(1)
+    with pytest.raises(BusyError, match="holds a run with job.top=1"):
+        opened(config(run__dir="runs/a", job={"name": "predict", "top": 2}))
 
 
 def test_an_attempt_goes_on_whatever_resume_says(here: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,8 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dtf.api.options import StepOptions
-from dtf.api.registry import registered
-from dtf.api.sampler import Sampler, Tail
+from dtf.api.recipe import Recipe
+from dtf.api.registry import lookup, registered
+from dtf.api.sampler import RowTrait, Sampler, Tail
+from dtf.config.compose import compose
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
 from dtf.data.batches import Epochs, micro_batch_bounds, micro_batches_of
@@ -188,3 +192,37 @@ def test_shares_partition_the_micro_batches_evenly(micro_batches: int, count: in
     assert all(one[1] == other[0] for one, other in pairwise(parts))
     lengths = [last - first for first, last in parts]
     assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("name", ["resnet_shapes", "ctr_generated"])
+def test_recipes_say_what_their_rows_have(name: str) -> None:
+    """As the data themselves do."""
+    recipe = lookup("recipe", name)()
+    assert isinstance(recipe, Recipe) and recipe.row_traits is not None
+    data = recipe.open_data("train", 0)
+    having = {RowTrait.classes: data.groups(), RowTrait.views: data.repeats or None}
+    having |= {RowTrait.single: None if data.runs() is not None else True}
+    assert set(recipe.row_traits) == {trait for trait, has in having.items() if has is not None}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "recipe=ctr_clicks sampler=weighted",
+            "sampler=weighted balances classes, and the rows of recipe=ctr_generated",
+        ),
+        ("recipe=ctr_clicks sampler=repeated", "sampler=repeated shows rows several times, and the data of"),
+        (
+            "recipe=frappe sampler=weighted sampler.weights=w recipe.data.mode=queue",
+            "sampler=weighted chooses single rows, and the data of recipe=ctr_log are read in runs",
+        ),
+        ("recipe=ctr_clicks sampler=weighted sampler.weights=w", ""),
+        ("recipe=ctr_clicks sampler=weighted job=describe", ""),
+        ("recipe=resnet_shapes sampler=weighted", ""),
+        ("recipe=resnet_shapes sampler=repeated", ""),
+    ],
+)
+def test_a_sampler_that_the_rows_do_not_fit_is_refused_before_ranks_start(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) if message else nullcontext():
+        compose(line.split()).check(data=False)

@@ -54,7 +54,7 @@ def run_trainers(
     """
     thread_group, sync_mode, trainers = (
         ThreadGroup(strategy.hogwild_threads, context.beat),
-        strategy.sync_mode(),
+        strategy.sync_mode(task),
         list[Trainer](),
     )
     for thread, number in enumerate(trainer_numbers(process, strategy)):

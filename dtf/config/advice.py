@@ -1,0 +1,119 @@
+"""What a file advises for an option that another choice has replaced.
+
+A recipe's file sets values in nodes of other groups, such as `lr: {peak: 0.1, warmup: 25000}`, for the options that it
+chooses itself. Where the run has another option, values whose key that option has stay; the others are left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hydra.types import RunMode
+from omegaconf import DictConfig, flag_override
+
+from dtf.api.registry import registered
+from dtf.api.schema import is_node, keys, show
+from dtf.config.messages import is_set_by
+from dtf.config.provenance import sources
+from dtf.config.settings import GROUPS
+
+if TYPE_CHECKING:
+    from dtf.config.hydra_sources import Loader, YamlFile
+
+Path = tuple[str, ...]
+
+
+class CommandLine(NamedTuple):
+    """What a config was composed from."""
+
+    config_name: str
+    overrides: Sequence[str]
+    loader: Loader
+    reads: dict[str, YamlFile]
+
+    def file_of(self, key: str) -> str:
+        """The file that set a key, by its path as an option (`recipe/mine`); empty where the command line did."""
+        if is_set_by(key, self.overrides, self.loader):
+            return ""
+        found = sources(key, self.config_name, self.overrides, self.loader, self.reads)
+        return found[-1].option if found and found[-1].file else ""
+
+    def with_file_alone(self, file: str) -> DictConfig:
+        """What it would come to if it chose this file and nothing else."""
+        group, _, option = file.partition("/")
+        kept = [text for text in self.overrides if text.startswith("hydra.searchpath=")]
+        chosen = [*kept, f"{group}={option}"] if option else kept
+        return self.loader.load_configuration(self.config_name, chosen, RunMode.RUN)
+
+
+def drop_advice(config: dict[Any, Any], tree: DictConfig, given: CommandLine) -> list[str]:
+    """Take advice for options that were not chosen out of `config` and `tree`, the same config as Hydra composed it, in
+    place. Returns a line for each value.
+
+    What the command line sets stays, to be refused. So does a key of a file that the option which this file chooses
+    does not know either: that is a mistake.
+    """
+    lines = []
+    for path in [path for group in GROUPS for path in _unknown(config.get(group), group)]:
+        key, group = ".".join(path), path[0]
+        file = given.file_of(key)
+        if not file or file.partition("/")[0] == group:
+            continue
+        meant = given.with_file_alone(file).get(group)
+        if not isinstance(meant, DictConfig) or path in _unknown(meant, group):
+            continue
+        value = _take(config, path)
+        with flag_override(tree, ["readonly", "struct"], False):
+            _take(tree, path)
+        lines.append(f"{key}={show(value)} of {file.replace('/', '=')} is left out: {_why(config, path)}")
+    return lines
+
+
+def print_notes(notes: Sequence[str]) -> None:
+    """Print what `drop_advice` returned, on standard error."""
+    for note in notes:
+        print(f"dtf: {note}", file=sys.stderr, flush=True)
+
+
+def _unknown(node: Any, group: str) -> Iterator[Path]:
+    """Keys of a group's node that the class of its option does not have; observers that were not chosen."""
+    if group == "observer":
+        for name, part in node.items() if _is_mapping(node) else ():
+            if _is_mapping(part):
+                yield from _unknown_of("observer", part, (group, str(name))) if "name" in part else [(group, str(name))]
+    elif _is_mapping(node):
+        yield from _unknown_of(group, node, (group,))
+
+
+def _unknown_of(group: str, node: Any, path: Path) -> Iterator[Path]:
+    cls = registered(group).get(str(node.get("name")))
+    return _below(cls, {name: node[name] for name in node if name != "name"}, path) if cls else iter(())
+
+
+def _below(cls: type, node: Any, path: Path) -> Iterator[Path]:
+    known = {key.name: key.hint for key in keys(cls)}
+    for name, value in node.items():
+        inner = (*path, str(name))
+        if name not in known:
+            yield inner
+        elif is_node(known[name]) and _is_mapping(value):
+            yield from _below(known[name], value, inner)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict | DictConfig)
+
+
+def _take(node: Any, path: Path) -> Any:
+    for part in path[:-1]:
+        node = node[part]
+    return node.pop(path[-1])
+
+
+def _why(config: dict[Any, Any], path: Path) -> str:
+    group = path[0]
+    if group == "observer":
+        return f"observer={show(list(config[group]))} was chosen" if len(path) == 2 else f"{path[1]} has no such key"
+    return f"{group}={config[group]['name']} has no such key"
