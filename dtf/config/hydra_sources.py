@@ -160,6 +160,10 @@ class GuardedFiles(FileConfigSource):
             )
         return result
 
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """What a folder offers; the bases are left out, they are for defaults lists."""
+        return [name for name in super().list(config_path, results_filter) if name != SCHEMA]
+
     def _file_of(self, config_path: str) -> str:
         """The path of an option in this folder; in dtf's own that of its class, see `file_of`."""
         path = config_path.removesuffix(".yaml").strip("/")
@@ -199,9 +203,11 @@ def _yaml_loader() -> Any:
 
 def parse_yaml(text: str) -> Any:
     """The content of a YAML file by the rules of OmegaConf: no dates, 1e3 is a number, no key twice."""
-    import yaml
-
-    return yaml.load(text, Loader=_yaml_loader())
+    loader = _yaml_loader()(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 class Loader(ConfigLoaderImpl):

@@ -72,7 +72,7 @@ def test_rooms_import_downwards_and_never_in_a_circle() -> None:
 
 def test_only_jobs_and_registries_name_the_parameter_server() -> None:
     """Its needs are optional parts of the contracts, and its processes started by hand a launcher."""
-    registries = {"dtf", "dtf.config.settings", "dtf.core.renamed"}
+    registries = {"dtf", "dtf.config.settings", "dtf.config.elsewhere", "dtf.core.renamed"}
     for name, path in sources().items():
         if rooms().room_of(name) not in ("pserver", "jobs") and name not in registries:
             # that strategy=pserver is such a strategy may be said
