@@ -104,7 +104,7 @@ def test_every_strategy_is_tried_below_or_refused_before_anything_starts(trained
     load_parts([])
     # other tests bring some of theirs
     own = {name for name, kind in registered("strategy").items() if kind.__module__.startswith("dtf.")}
-    refused = own - {"ddp", "dp", "fsdp", "tensor", "pipeline"}
+    refused = own - {"ddp", "dp", "fsdp", "tensor", "pipeline", "zero1"}
     assert refused == {"pserver"}
     for job, name in product(("evaluate", "predict", "export"), sorted(refused)):
         result = run_dtf(f"job={job}", f"job.model={trained}", f"strategy={name}")
@@ -113,7 +113,7 @@ def test_every_strategy_is_tried_below_or_refused_before_anything_starts(trained
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "dp", "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tensor"))]
+    "strategy", ["ddp", "dp", "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tensor", "zero1"))]
 )
 def test_an_evaluation_repeats_what_training_saw(strategy: str, trained: Path, run_dtf: Run) -> None:
     """The same metrics, from the averages of the weights; a batch size and number of ranks that divide nothing."""

@@ -115,7 +115,7 @@ def test_a_path_without_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_the_option_off_never_saves() -> None:
     assert compose(["checkpoint=off"]).config["checkpoint"] == {
-        "name": "every",
+        "name": "off",
         "every_steps": 0,
         "keep_last": 3,
         "keep_best": 1,
