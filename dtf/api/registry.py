@@ -155,6 +155,19 @@ def lookup(group: str, name: str) -> type:
     return classes[name]
 
 
+def base_of(group: str, name: str) -> str:
+    """The option that a registered class only gives other defaults to, such as `fp32` for `bf16`; else `name`."""
+    known = {cls: option_name for option_name, cls in registered(group).items()}
+    cls = lookup(group, name)
+    keys = {field.name for field in dataclasses.fields(cls)}
+    for parent in cls.__mro__[1:]:
+        if any(callable(value) and not key.startswith("__") for key, value in vars(cls).items()):
+            break
+        if parent in known and keys == {field.name for field in dataclasses.fields(parent)}:
+            return base_of(group, known[parent])
+    return name
+
+
 def name_of(group: str, part: object) -> str:
     """The name by which a config calls the class of an object."""
     return next((name for name, cls in registered(group).items() if cls is type(part)), type(part).__name__)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dtf.api.registry import base_of, registered
 from dtf.api.schema import show
 from dtf.config.messages import display_path
 from dtf.core.errors import BusyError, Exit, code_name
@@ -125,5 +126,14 @@ def table(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def _lasting(config: dict[str, Any]) -> dict[str, Any]:
+    """What has to be the same. An option that only has other defaults is known by its keys: earlier versions recorded
+    the name of its class.
+    """
     objective = (config.get("run") or {}).get("objective", "")
-    return {key: value for key, value in config.items() if key not in _MAY_CHANGE} | {"run": {"objective": objective}}
+    lasting = {key: value for key, value in config.items() if key not in _MAY_CHANGE} | {
+        "run": {"objective": objective}
+    }
+    for group, node in lasting.items():
+        if isinstance(node, dict) and node.get("name") in registered(group):
+            lasting[group] = node | {"name": base_of(group, node["name"])}
+    return lasting

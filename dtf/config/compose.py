@@ -32,7 +32,7 @@ from dtf.config.hydra_sources import ROOT, YamlFile, make_loader, record_files
 from dtf.config.limits import resolve_interpolations
 from dtf.config.messages import is_set_by, parse, translated, with_suggestions
 from dtf.config.override_checks import check_override, refuse_address, refuse_shadows, refuse_targets
-from dtf.config.provenance import Source, origin, sources
+from dtf.config.provenance import NO_EFFECT, Source, origin, sources
 from dtf.config.settings import (
     EXPERIMENT,
     GROUPS,
@@ -70,6 +70,7 @@ class Composed:
     composer: Composer = field(repr=False, compare=False)
     reads: dict[str, YamlFile] = field(repr=False, compare=False)
     notes: tuple[str, ...] = ()  # lines on values that the chosen options have no key for, see `drop_advice`
+    inactive: tuple[str, ...] = ()  # keys without effect, which have their defaults
 
     @cached_property
     def settings(self) -> Settings:
@@ -157,7 +158,8 @@ class Composed:
     def sources(self, key: str) -> list[Source]:
         """The places that give a key a value; the last one counts."""
         composer = self.composer
-        return sources(key, composer.config_name, self.overrides, composer.loader, self.reads)
+        found = sources(key, composer.config_name, self.overrides, composer.loader, self.reads)
+        return [*found, NO_EFFECT] if any(f"{key}.".startswith(f"{name}.") for name in self.inactive) else found
 
     def _located(self) -> _Located:
         return _Located(self.origin)
@@ -260,7 +262,7 @@ class Composer:
                 )
                 refuse_targets(plain)
                 notes = drop_advice(plain, composed, CommandLine(self.config_name, overrides, self.loader, reads))
-                config = self._reset_inactive_keys(composed, _fit(plain), overrides)
+                config, inactive = self._reset_inactive_keys(composed, _fit(plain), overrides)
                 refuse_address(config)
             except (ConfigError, KeyboardInterrupt):
                 raise
@@ -274,19 +276,20 @@ class Composer:
                 state.cfg = before
         config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
         options: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(choices))  # type: ignore[assignment]
-        return Composed(config, options, tuple(overrides), composed, self, reads, tuple(notes))
+        return Composed(config, options, tuple(overrides), composed, self, reads, tuple(notes), tuple(inactive))
 
     def _reset_inactive_keys(
         self, composed: DictConfig, config: dict[str, Any], overrides: Sequence[str]
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], list[str]]:
         """Set keys that have no effect because of the command line to their defaults, in both configs in place; see
-        `Recipe.inactive_keys`. Returns `config`.
+        `Recipe.inactive_keys`. Returns `config`, and these keys.
         """
-        for key in inactive_keys(config, lambda key: is_set_by(key, overrides, self.loader)):
+        keys = inactive_keys(config, lambda key: is_set_by(key, overrides, self.loader))
+        for key in keys:
             reset_to_default(config, key)
             with flag_override(composed, ["readonly", "struct"], False):
                 reset_to_default(composed, key)
-        return config
+        return config, keys
 
     def origin(self, key: str, overrides: Sequence[str], reads: dict[str, YamlFile]) -> str:
         """See `Composed.origin`."""

@@ -36,7 +36,7 @@ from dtf.config.hydra_internals import (
     get_yaml_loader,
 )
 from dtf.config.limits import check_hydra, one_line, read_checked
-from dtf.config.option_files import SCHEMA, file_of
+from dtf.config.option_files import SCHEMA, file_of, is_base, option_of
 from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
 
@@ -140,7 +140,7 @@ class GuardedFiles(FileConfigSource):
                 provider=self.provider,
                 path=f"{self.scheme()}://{self.path}",
                 config=OmegaConf.create(content),
-                header={"package": None} if SCHEMA in config_path and header["package"] != "_global_" else header,
+                header={"package": None} if is_base(config_path) and header["package"] != "_global_" else header,
             )
         except ConfigError:
             raise
@@ -166,10 +166,9 @@ class GuardedFiles(FileConfigSource):
 
     def _file_of(self, config_path: str) -> str:
         """The path of an option in this folder; in dtf's own that of its class, see `file_of`."""
-        path = config_path.removesuffix(".yaml").strip("/")
-        if Path(self.path) != CONF or super().is_config(path):
+        if Path(self.path) != CONF or super().is_config(config_path):
             return config_path
-        group, _, name = path.replace(f"/{SCHEMA}/", "/").partition("/")
+        group, name = option_of(config_path)
         return file_of(group, name) if name in registered(group) else config_path
 
 
@@ -188,7 +187,9 @@ def _yaml_loader() -> Any:
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen = set()
             for key, _ in node.value:
-                if key.value in seen and key.tag == yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
+                if key.tag != yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
+                    continue
+                if key.value in seen:
                     raise yaml.constructor.ConstructorError(
                         "while constructing a mapping",
                         node.start_mark,
@@ -280,7 +281,8 @@ def make_loader(config_dir: str | None) -> Loader:
             raise ConfigError(
                 f"--config-dir={config_dir} is no folder; give one that holds <group>/<option>.yaml files"
             )
-        refuse_root(folder)  # Hydra would find it before dtf's
+        refuse_root(folder)  # Hydra would find these before dtf's
+        refuse_bases(folder)
         path.append("command-line", f"file://{folder}")
     path.append("main", f"file://{CONF}")
     for plugin in plugins.discover(SearchPathPlugin):
@@ -288,6 +290,13 @@ def make_loader(config_dir: str | None) -> Loader:
     path.append("dtf", "dtf://")
     path.append("schema", "structured://")
     return Loader(path)
+
+
+def refuse_bases(folder: str) -> None:
+    """Raise ConfigError for a folder of the user's that has a place of dtf's bases."""
+    for place in (SCHEMA, *(f"{group}/{SCHEMA}" for group in GROUPS)):
+        if os.path.isdir(os.path.join(folder, place)):
+            raise ConfigError(f"{os.path.join(folder, place)} has the name of dtf's bases; rename the folder")
 
 
 def refuse_root(folder: str) -> None:

@@ -147,7 +147,7 @@ def _elsewhere(key: str, value: object) -> str:
     names = (f"{key}={show(value)}", key, f"{last}={show(value)}", last)
     there = next((elsewhere.KEYS[name] for name in names if name in elsewhere.KEYS), "")
     group = there.removesuffix("=NAME")
-    return f"{group}={value}" if group != there and value in registered(group) else there
+    return f"{group}={value}" if group != there and isinstance(value, str) and value in registered(group) else there
 
 
 def _first_leaf(key: str, config: dict[Any, Any]) -> tuple[str, Any]:

@@ -53,6 +53,17 @@ def file_of(group: str, name: str) -> str:
     return f"{group}/{SCHEMA}/{name}.yaml" if group == "recipe" else f"{group}/{name}.yaml"
 
 
+def option_of(config_path: str) -> tuple[str, str]:
+    """(group, name) of an option or base by its path, such as `strategy/ddp` or `strategy/schema/ddp`."""
+    group, _, name = config_path.removesuffix(".yaml").strip("/").replace(f"/{SCHEMA}/", "/").partition("/")
+    return group, name
+
+
+def is_base(config_path: str) -> bool:
+    """Whether a path is one of a base, which another file starts from."""
+    return SCHEMA in config_path.split("/")[:-1]
+
+
 def is_class_file(group: str, name: str, file: Path, conf: Path) -> bool:
     """Whether a file that Hydra read as an option is the one that is made from its class."""
     return name in registered(group) and file == conf / file_of(group, name)

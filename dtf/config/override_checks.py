@@ -32,7 +32,16 @@ _HYDRA_ELSEWHERE = {
 }
 """Keys of Hydra that only dtf, or only a file, may set: what to write instead. Those below them too."""
 
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+_HYDRA_READ = tuple(
+    f"hydra.{key}"
+    for key in (
+        *("searchpath", "sweeper", "launcher", "callbacks", "job.env_set", "job.env_copy", "job.chdir", "run.dir"),
+        *("sweep.subdir", "output_subdir", "mode", "verbose", "job_logging", "hydra_logging"),
+    )
+)
+"""Keys of Hydra that are used, or that `check_hydra` refuses with what to write instead."""
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def check_override(override: Override, loader: Loader) -> None:
@@ -49,6 +58,8 @@ def check_override(override: Override, loader: Loader) -> None:
     for unused, instead in _HYDRA_ELSEWHERE.items():
         if name == unused or name.startswith(f"{unused}."):
             raise ConfigError(f"{show(override.input_line)} is not used here; {instead}; set on the command line")
+    if group == "hydra" and key and not name.startswith(_HYDRA_READ):
+        raise ConfigError(f"{show(override.input_line)} has no effect here; leave it out; set on the command line")
     if name == "hydra/launcher" and override.value() != BASIC:
         raise ConfigError(f"{show(override.input_line)} {ONE_BY_ONE}; set on the command line")
     _check_place(override, group)
@@ -133,15 +144,16 @@ def refuse_shadows(composed: DictConfig, choices: dict[str, Any]) -> None:
 def _refuse_another_class(composed: DictConfig, choices: dict[str, Any], folder: str) -> None:
     """Raise ConfigError for a file of the user's with the name of a class that holds the keys of another one."""
     for group, choice in choices.items():
-        node = composed.get(group)
-        if group == "observer" or choice not in registered(group) or not OmegaConf.is_dict(node):
-            continue
-        file = os.path.join(folder, group, f"{choice}.yaml")
-        if os.path.isfile(file) and node.get("name") != choice:
-            raise ConfigError(
-                f"{group}={choice} is an option of dtf, and {file} makes {show(node.get('name'))} of it; rename the "
-                f"file, or begin it with defaults: [schema/{choice}@_here_, _self_]"
-            )
+        for name in choice if OmegaConf.is_list(choice) else [choice]:
+            node = composed[group].get(name) if group == "observer" else composed.get(group)
+            file = os.path.join(folder, group, f"{name}.yaml")
+            if name not in registered(group) or not OmegaConf.is_dict(node) or not os.path.isfile(file):
+                continue
+            if node.get("name") != name:
+                raise ConfigError(
+                    f"{group}={name} is an option of dtf, and {file} makes {show(node.get('name'))} of it; rename the "
+                    f"file, or begin it with defaults: [schema/{name}@_here_, _self_]"
+                )
 
 
 def _may_choose(value: Any) -> bool:

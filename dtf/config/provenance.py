@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from hydra.types import RunMode
 
 from dtf.api.registry import registered
-from dtf.api.schema import keys, option_node, show, to_plain
-from dtf.config.hydra_sources import CONF, SCHEMA, Loader, YamlFile
+from dtf.api.schema import option_node, show, to_plain
+from dtf.config.hydra_sources import CONF, Loader, YamlFile
 from dtf.config.messages import COMMAND_LINE, display_path, is_set_by
-from dtf.config.option_files import ROOT_KEYS, is_class_file
+from dtf.config.option_files import ROOT_KEYS, is_class_file, option_of
 from dtf.config.settings import Root
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
@@ -31,6 +31,10 @@ class Source(NamedTuple):
     is_default: bool  # the value is that of the class
 
 
+NO_EFFECT = Source("", "its default", None, "it has no effect beside what the command line chooses", True)
+"""The last place of a key that the command line makes one without effect."""
+
+
 def sources(
     key: str, config_name: str, overrides: Sequence[str], loader: Loader, reads: dict[str, YamlFile]
 ) -> list[Source]:
@@ -41,14 +45,15 @@ def sources(
         if wanted[: len(package)] != package:
             continue
         rest, read, own = wanted[len(package) :], reads.get(path), _class_values(path)
-        value = _at(own[1] if read is None and own else read.content if read else {}, rest)
-        if value is _UNSAID:
-            continue
-        if read is None:
-            found.append(Source(path, value, None, f"the class {own[0]}" if own else path, True))
-            continue
-        default_value = _at(own[1], rest) if own and _is_made(path, read) else _UNSAID
-        found.append(Source(path, value, read.file, display_path(read.file), value == default_value))
+        by_class = _at(own[1], rest) if own else _UNSAID
+        if read is not None:
+            value, is_default = _at(read.content, rest), _is_made(path, read)
+            source = Source(path, value, read.file, display_path(read.file), is_default and value == by_class)
+        else:
+            value = by_class
+            source = Source(path, value, None, f"the class {own[0]}" if own else path, True)
+        if value is not _UNSAID:
+            found.append(source)
     if is_set_by(key, overrides, loader):
         texts = [text for text in overrides if is_set_by(key, [text], loader)]
         found += [Source("", text, None, COMMAND_LINE, False) for text in texts]
@@ -85,7 +90,7 @@ def explain(config: dict[str, Any], sources_of: Callable[[str], list[Source]], k
 
 
 def _said(source: Source) -> str:
-    return source.value if source.place == COMMAND_LINE else show(source.value)
+    return show(source.value) if source.option else source.value
 
 
 def _where(source: Source, key: str) -> str:
@@ -122,15 +127,15 @@ def _class_values(config_path: str) -> tuple[str, dict[str, Any]] | None:
     """(name, values) of the class behind an option's path; None for a path of no class."""
     if config_path == ROOT_KEYS:
         return "Root", to_plain(Root())
-    group, _, name = config_path.replace(f"/{SCHEMA}/", "/").partition("/")
+    group, name = option_of(config_path)
     cls = registered(group).get(name)
-    if cls is None or (not list(keys(cls)) and not name):
+    if cls is None:
         return None
     return f"{cls.__module__}.{cls.__qualname__}", option_node(group, name)
 
 
 def _is_made(config_path: str, read: YamlFile) -> bool:
-    group, _, name = config_path.replace(f"/{SCHEMA}/", "/").partition("/")
+    group, name = option_of(config_path)
     return is_class_file(group, name, read.file, CONF) or read.file == CONF / f"{ROOT_KEYS}.yaml"
 
 

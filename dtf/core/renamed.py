@@ -125,8 +125,12 @@ def refused_keys(group: str, name: str, given: Iterable[str]) -> tuple[str, str]
     return f"{group}.{old[0]}", "; ".join(texts)
 
 
-def upgraded_config(saved: dict[str, Any]) -> dict[str, Any]:
-    """A config that an earlier version recorded, without keys that its options no longer have."""
+def upgraded_config(saved: Any) -> Any:
+    """A config that an earlier version recorded, without keys that its options no longer have. What is no mapping is
+    returned as it is.
+    """
+    if not isinstance(saved, dict):
+        return saved
     config = dict(saved)
     for group, node in saved.items():
         if not isinstance(node, dict):

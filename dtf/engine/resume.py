@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dtf.api.registry import base_of
 from dtf.api.task import Source
 from dtf.core.errors import ConfigError
 from dtf.core.files import flat
@@ -65,6 +66,8 @@ def hyperparameters(setup: TrainingSetup) -> dict[str, Any]:
     if setup.joined.rank.settings.recipe.tables():
         groups.append("sparse")
     values = {group: config[group] for group in groups} | {"train": {"steps": setup.plan.total}}
+    # its keys say all, and earlier versions recorded the name of the class
+    values["precision"] = values["precision"] | {"name": base_of("precision", config["precision"]["name"])}
     # the config's 0 is another number under another strategy
     values["step"] = values["step"] | {"micro_batch_rows": setup.program.micro_batch_rows}
     return values
@@ -97,7 +100,7 @@ def _load(setup: TrainingSetup, path: Path) -> Resumed:
     changed = [
         f"{key}={now.get(key)} (was {before.get(key)})"
         for key in sorted(now.keys() | before.keys())
-        if now.get(key) != before.get(key) and key != "precision.name"  # its keys say all, and earlier versions less
+        if now.get(key) != before.get(key)
     ]
     if changed:
         setup.joined.see(Note("warning", f"from step {scalars['clock']['step']} on with {', '.join(changed)}"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dtf.api.job import Job
 from dtf.api.registry import option, register
-from dtf.core.errors import Exit
+from dtf.core.errors import ConfigError, Exit
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -48,6 +48,11 @@ class Describe(Job):
         from dtf.config.describe import as_json, as_text, as_yaml, catalogue
         from dtf.config.provenance import explain
 
+        if self.key and (self.group or self.option or self.format is not Output.text):
+            raise ConfigError(
+                f"job.key={self.key} says where one key gets its value, as text; leave job.group, job.option and "
+                "job.format out"
+            )
         if self.key:
             print("\n".join(explain(composed.config, composed.sources, self.key)))
             return Exit.OK

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 from dtf.api.precision import Format, set_switches
 from dtf.api.recipe import Recipe
@@ -63,6 +64,7 @@ def _replay(
     strategy = settings.strategy
     if not isinstance(strategy, Pserver) or not strategy.record:
         raise ConfigError(f"job.replay={run} is no run with strategy=pserver and strategy.record=PATH")
+    _refuse_gathered(run)
     torch.set_num_threads(place.threads)
     set_switches(settings.precision)
     final = resolve_checkpoints(str(run), "job.replay")[0]
@@ -105,6 +107,16 @@ def _replay(
     result = {"checkpoint": str(final), "start": start, "updates": updates}
     result |= _compare(final, _merged(replay.boxes()), exact=settings.precision.param is Format.fp64)
     (folder / RESULT).write_text(json.dumps(result | {"losses": _first_and_last_loss(run, config)}))
+
+
+def _refuse_gathered(run: Path) -> None:
+    """Raise ConfigError for a run of an earlier version whose updates were made of another number of pushes."""
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    if gather := saved["strategy"].get("gather"):
+        raise ConfigError(
+            f"job.replay={run} was recorded with strategy.gather={gather}, which this version has no more; replay it "
+            "with the version that recorded it"
+        )
 
 
 def _compare(final: Path, replayed: dict[str, np.ndarray], exact: bool) -> dict[str, Any]:

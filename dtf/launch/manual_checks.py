@@ -15,6 +15,9 @@ from dtf.core.errors import ConfigError
 from dtf.host.network import endpoint
 
 ENDPOINTS, ROLE, ID, TOKEN = "DTF_ENDPOINTS", "DTF_ROLE", "DTF_ID", "DTF_TOKEN"
+NAMES = (ENDPOINTS, ROLE, ID, "DTF_SERVER_ID", "DTF_TRAINER_ID")
+"""Variables that say which process of a run this is."""
+
 LEAST_TOKEN = 16
 """Least characters of a secret."""
 
@@ -42,7 +45,7 @@ def addresses(endpoints: Sequence[str]) -> list[tuple[str, int]]:
 
 def refuse_environment() -> None:
     """ConfigError where the environment says which process of a run this is, for launchers that start all of them."""
-    name = next((name for name in (ENDPOINTS, ROLE) if os.environ.get(name)), "")
+    name = next((name for name in NAMES if os.environ.get(name)), "")
     if name:
         raise ConfigError(
             f"{name}={os.environ[name]} is for launcher=manual, which starts one process of a run, and this launcher "

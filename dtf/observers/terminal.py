@@ -130,7 +130,7 @@ class TerminalView:
             for head, line in zip([name, *[""] * (len(lines) - 1)], lines, strict=True):
                 grid.add_row(plain_text(head), Text(plain_text(line)))
         nodes = [self._config.get(group, {}) for group in ("recipe", "strategy", "precision")]
-        names = [node.get("name", "") for node in nodes]
+        names = [node.get("compute", node.get("name", "")) for node in nodes]  # a precision is known by its arithmetic
         return Panel(
             grid,
             title=Text(" · ".join(["dtf", *filter(None, names)]), style="bold"),

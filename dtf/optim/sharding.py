@@ -45,7 +45,8 @@ class Sharding:
     """What this rank holds of the parameters, and what it exchanges with other ranks around an update.
 
     A strategy gives what differs from the defaults: every rank holds all parameters, and their gradients have been
-    summed or averaged over ranks when the backward pass ends. Functions are collective over the ranks they name.
+    summed or averaged over ranks when the backward pass ends: averaged for `Spmd`, which multiplies the loss by the
+    number of ranks, summed where it has `dims`. Functions are collective over the ranks they name.
     """
 
     params: Mapping[str, ParamShard]
@@ -54,7 +55,7 @@ class Sharding:
     writes: bool = True
     """Whether this rank writes its parameters to checkpoints. Of several ranks that hold the same, one does."""
 
-    sum_gradients: Callable[[list[Tensor]], None] | None = None
+    complete_gradients: Callable[[list[Tensor]], None] | None = None
     """Completes the gradients in place, one for each trained parameter in the order of `params`: over the ranks that
     computed other rows. None: the backward pass did.
     """

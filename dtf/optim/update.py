@@ -129,8 +129,8 @@ class LocalUpdate(Update):
             torch.zeros_like(shard.local) if shard.parameter.grad is None else local(shard.parameter.grad)
             for shard in self._trained
         ]
-        if self._sharding.sum_gradients is not None:
-            self._sharding.sum_gradients(gradients)
+        if self._sharding.complete_gradients is not None:
+            self._sharding.complete_gradients(gradients)
         norm = self._norm(gradients)
         if self._scale is not None:
             norm = norm / self._scale

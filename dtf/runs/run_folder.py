@@ -212,7 +212,8 @@ class Run:
         result = isinstance(event, Measured | Saved) or (isinstance(event, Ended) and event.step > 0)
         if result and self.leader and self._record.get("results") is False:
             self._record["results"] = True
-            self._write()
+            with suppress(OSError):  # a full disk ends the run where it has to write, not here
+                self._write()
 
     def _write(self) -> None:
         replace_text(self.folder / "run.json", json.dumps(self._record, indent=2) + "\n")

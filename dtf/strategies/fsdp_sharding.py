@@ -77,7 +77,7 @@ def fsdp_sharding(
     sharding = Sharding(
         params=params,
         writes=mesh["replicate"].get_local_rank() == 0,
-        sum_gradients=average_scalars if scalars else None,
+        complete_gradients=average_scalars if scalars else None,
         sum_slices=sum_slices,
         drop_gathered=partial(drop_gathered, model),
         tables=tables,

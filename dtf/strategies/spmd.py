@@ -85,7 +85,9 @@ class Spmd(Program):
 
     @property
     def update(self) -> LocalUpdate:
-        """The update of what is here of the parameters."""
+        """The update of what is here of the parameters. A subclass that changes the tensors of its `kept` calls its
+        `refresh` then.
+        """
         return self._update
 
     def prepare(self, batch: Batch | None) -> Batch | None:

@@ -96,7 +96,7 @@ class Tensor(Strategy):
         sharding = Sharding(
             params=param_shards(model, masters, first=dims.broadcast.reads),
             writes=dims.dp_shard.index == 0,
-            sum_gradients=dims.reduce,
+            complete_gradients=dims.reduce,
             sum_slices=dims.total,
             tables=tables,
         )

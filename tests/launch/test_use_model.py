@@ -113,7 +113,8 @@ def test_every_strategy_is_tried_below_or_refused_before_anything_starts(trained
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "dp", "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tensor", "zero1"))]
+    "strategy",
+    ["ddp", "dp", "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tensor", "zero1"))],
 )
 def test_an_evaluation_repeats_what_training_saw(strategy: str, trained: Path, run_dtf: Run) -> None:
     """The same metrics, from the averages of the weights; a batch size and number of ranks that divide nothing."""

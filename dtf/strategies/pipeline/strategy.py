@@ -252,7 +252,7 @@ def _update(
         everyone[positions] = norms[own]
         return dims.total(everyone)
 
-    def sum_gradients(gradients: list[torch.Tensor]) -> None:
+    def complete_gradients(gradients: list[torch.Tensor]) -> None:
         if dims.reduce is not None:
             dims.reduce(gradients)
         tied(gradients)
@@ -260,7 +260,7 @@ def _update(
     sharding = Sharding(
         params=shards,
         writes=dims.dp_shard.index == 0,
-        sum_gradients=sum_gradients,
+        complete_gradients=complete_gradients,
         all_norms=all_norms,
         tables=tables,
         like=torch.empty(0, dtype=dtype, device=world.device),

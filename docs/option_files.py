@@ -1,7 +1,7 @@
 """The YAML files of conf/ that show every key of an option: made from the classes, so that both agree.
 
-python docs/conf.py --check     # what differs, exit status 1
-python docs/conf.py --write     # writes what differs; edited values go back to the classes' defaults
+python docs/option_files.py --check     # what differs, exit status 1
+python docs/option_files.py --write     # writes what differs; edited values go back to the classes' defaults
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8")
     if other and not write:
-        print("python docs/conf.py --write makes them anew; or change the class")
+        print("python docs/option_files.py --write makes them anew; or change the class")
     return int(bool(other) and not write)
 
 
