@@ -6,6 +6,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
+from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.registry import registered
@@ -27,19 +28,15 @@ _HYDRA_ELSEWHERE = {
     "hydra.job.name": "use run.name instead",
     "hydra.job.config": "trials are called by what sets them apart",
     "hydra.job.override_dirname": "trials are called by what sets them apart",
+    "hydra.job.id": "trials are called by what sets them apart",
+    "hydra.job.num": "trials are called by what sets them apart",
+    "hydra.runtime": "Hydra says in it what it found",
+    "hydra.overrides": "Hydra says in it what was typed",
+    "hydra.env": "launcher.env sets variables of ranks",
     "hydra.help": "dtf --help is about dtf",
     "hydra.hydra_help": "dtf --help is about dtf",
 }
 """Keys of Hydra that only dtf, or only a file, may set: what to write instead. Those below them too."""
-
-_HYDRA_READ = tuple(
-    f"hydra.{key}"
-    for key in (
-        *("searchpath", "sweeper", "launcher", "callbacks", "job.env_set", "job.env_copy", "job.chdir", "run.dir"),
-        *("sweep.subdir", "output_subdir", "mode", "verbose", "job_logging", "hydra_logging"),
-    )
-)
-"""Keys of Hydra that are used, or that `check_hydra` refuses with what to write instead."""
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -58,7 +55,7 @@ def check_override(override: Override, loader: Loader) -> None:
     for unused, instead in _HYDRA_ELSEWHERE.items():
         if name == unused or name.startswith(f"{unused}."):
             raise ConfigError(f"{show(override.input_line)} is not used here; {instead}; set on the command line")
-    if group == "hydra" and key and not name.startswith(_HYDRA_READ):
+    if group == "hydra" and name.split(".")[1] not in HydraConf.__dataclass_fields__ and override.is_add():
         raise ConfigError(f"{show(override.input_line)} has no effect here; leave it out; set on the command line")
     if name == "hydra/launcher" and override.value() != BASIC:
         raise ConfigError(f"{show(override.input_line)} {ONE_BY_ONE}; set on the command line")
@@ -143,17 +140,18 @@ def refuse_shadows(composed: DictConfig, choices: dict[str, Any]) -> None:
 
 def _refuse_another_class(composed: DictConfig, choices: dict[str, Any], folder: str) -> None:
     """Raise ConfigError for a file of the user's with the name of a class that holds the keys of another one."""
-    for group, choice in choices.items():
-        for name in choice if OmegaConf.is_list(choice) else [choice]:
-            node = composed[group].get(name) if group == "observer" else composed.get(group)
-            file = os.path.join(folder, group, f"{name}.yaml")
-            if name not in registered(group) or not OmegaConf.is_dict(node) or not os.path.isfile(file):
-                continue
-            if node.get("name") != name:
-                raise ConfigError(
-                    f"{group}={name} is an option of dtf, and {file} makes {show(node.get('name'))} of it; rename the "
-                    f"file, or begin it with defaults: [schema/{name}@_here_, _self_]"
-                )
+    nodes = [(group, name, composed.get(group)) for group, name in choices.items() if group != "observer"]
+    observers = composed.get("observer")
+    nodes += [("observer", name, node) for name, node in (observers.items() if OmegaConf.is_dict(observers) else ())]
+    for group, name, node in nodes:
+        file = os.path.join(folder, group, f"{name}.yaml")
+        if name not in registered(group) or not OmegaConf.is_dict(node) or not os.path.isfile(file):
+            continue
+        if node.get("name") != name:
+            raise ConfigError(
+                f"{group}={name} is an option of dtf, and {file} makes {show(node.get('name'))} of it; rename the "
+                f"file, or begin it with defaults: [schema/{name}@_here_, _self_]"
+            )
 
 
 def _may_choose(value: Any) -> bool:

@@ -94,6 +94,8 @@ MOVED_KEYS = {
 }
 """(group, option) -> where some of its keys went, and their names there."""
 
+_BUCKET_VIEW = {"gradient_as_bucket_view": "gradients always live in the buckets; leave it out"}
+
 GONE_KEYS = {
     ("strategy", "pserver"): {
         "trainers": "there are launcher.processes / strategy.team trainers; give launcher.processes",
@@ -104,7 +106,8 @@ GONE_KEYS = {
         "send_queue": "one push is on its way while the next batch is computed; leave it out",
         "rpc_threads": "a server has as many threads as its trainers need; leave it out",
     },
-    ("strategy", "ddp"): {"gradient_as_bucket_view": "gradients always live in the buckets; leave it out"},
+    ("strategy", "ddp"): _BUCKET_VIEW,
+    ("strategy", "zero1"): _BUCKET_VIEW,
     ("strategy", "dp"): {"output_device": "the first of strategy.device_ids sums metrics and gradients; order these"},
     ("job", "report"): {"published_by": "the labels of job.published say who measured what; write it there"},
 }

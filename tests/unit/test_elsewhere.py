@@ -52,6 +52,7 @@ MEANT = {
     "devices=2": "did you mean launcher.processes?",
     "resume_from_checkpoint=x": "did you mean checkpoint.resume=PATH?",
     "scheduler=cosine": "did you mean lr=cosine?",
+    "++scheduler=[1]": "did you mean lr=NAME?",
     "lr.scheduler=none": "did you mean lr=NAME?",
 }
 

@@ -44,6 +44,11 @@ def test_one_message_tells_of_all() -> None:
     assert refused_keys("strategy", "pserver", ["mode"]) is refused_keys("strategy", "mine", ["endpoints"]) is None
 
 
+@pytest.mark.parametrize("content", [["a"], "text", None, 3])
+def test_what_is_no_config_stays_as_it_is(content: Any) -> None:
+    assert upgraded_config(content) == content
+
+
 OLD: dict[str, Any] = {
     "endpoints": ["127.0.0.1:1", "127.0.0.1:2"],
     "role": "server",

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dtf.api.registry import lookup, registered
+from dtf.api.registry import base_of, lookup, registered
 from dtf.api.schema import option_node
+from dtf.cli.main import main
+from dtf.cli.trials import _lasting
 from dtf.config import hydra_sources
 from dtf.config.compose import Composer
 from dtf.config.hydra_sources import CONF, parse_yaml
@@ -104,3 +106,69 @@ def test_a_class_of_a_plugin_has_a_file_too() -> None:
     composer.compose(["plugins=[tests.support.own_parts]"])
     assert "extra: 3" in option_text("strategy", "front_mine")
     assert lookup("strategy", "front_mine").__module__ == "tests.support.own_parts"
+
+
+def test_a_name_that_only_looks_like_that_of_a_base(tmp_path: Path) -> None:
+    (tmp_path / "observer").mkdir()
+    (tmp_path / "observer" / "schematic.yaml").write_text(
+        "# @package observer.schematic\ndefaults: [schema/jsonl@_here_, _self_]\npath: s.jsonl\n"
+    )
+    observers = Composer(str(tmp_path)).compose(["observer=[schematic]"]).config["observer"]
+    assert observers["schematic"]["path"] == "s.jsonl"
+
+
+@pytest.mark.parametrize("place", ["schema/root.yaml", "recipe/schema/resnet_shapes.yaml"])
+def test_no_folder_of_ones_own_holds_bases(tmp_path: Path, place: str) -> None:
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).write_text("seed: 1\n")
+    with pytest.raises(ConfigError, match=r"schema has the name of dtf's bases; rename the folder"):
+        Composer(str(tmp_path))
+
+
+def test_an_observer_of_another_class_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "observer").mkdir()
+    file = tmp_path / "observer" / "jsonl.yaml"
+    file.write_text("# @package observer.jsonl\nname: console\n")
+    with pytest.raises(ConfigError, match=r"observer=jsonl is an option of dtf, and .*jsonl.yaml makes console of it"):
+        Composer(str(tmp_path)).compose([])
+
+
+def test_options_that_only_have_other_defaults_are_known_by_their_base() -> None:
+    """What earlier versions recorded: a sweep and a checkpoint of theirs go on."""
+    for group, name, base in (
+        ("precision", "bf16", "fp32"),
+        ("precision", "fp32", "fp32"),
+        ("strategy", "zero1", "ddp"),
+        ("strategy", "fsdp", "fsdp"),
+        ("checkpoint", "off", "every"),
+        ("optimizer", "adamw", "adamw"),
+    ):
+        assert base_of(group, name) == base
+    old, new = (
+        _lasting({"precision": option_node("precision", "bf16") | {"name": name}, "run": {"objective": ""}})
+        for name in ("fp32", "bf16")
+    )
+    assert old == new
+
+
+def test_describe_says_where_a_value_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    def lines(*words: str) -> list[str]:
+        assert main(["job=describe", *words]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    batch = lines("job.key=step.batch_size", "recipe=resnet50_imagenet", "step.batch_size=${oc.env:DTF_NOT_SET,64}")
+    assert batch[0] == "step.batch_size=64" and len(batch) == 4
+    assert batch[1].split()[0] == "128" and "dtf's conf/schema/root.yaml, line " in batch[1]
+    assert batch[2].split()[0] == "256" and "dtf's conf/recipe/resnet50_imagenet.yaml, line " in batch[2]
+    assert batch[3].endswith("on the command line  (counts)")
+    dim = lines("job.key=recipe.model.dim", "recipe=dlrm_criteo", "recipe.model.kind=lr")
+    assert dim[0] == "recipe.model.dim=10" and dim[-1].endswith("what the command line chooses  (counts)")
+    assert next(line for line in lines("job.key=lr") if not line.startswith(" ")) == "lr.name=onecycle"
+    assert yaml.safe_load("\n".join(lines("job.format=yaml", "strategy=zero1")))["shard_optimizer"] is True
+    for words, message in (
+        (["job.key=step.bach"], "job.key=step.bach is no key of this config; did you mean step.batch_size"),
+        (["job.key=lr", "job.format=json"], "leave job.group, job.option and job.format out"),
+        (["job.format=yaml"], "job.format=yaml shows the file of one option"),
+    ):
+        assert main(["job=describe", *words]) == 2
+        assert message in capsys.readouterr().err
