@@ -23,12 +23,13 @@ from omegaconf.errors import OmegaConfBaseException
 from dtf.api.job import Job
 from dtf.api.recipe import Recipe
 from dtf.api.registry import registered
+from dtf.api.row_optimizer import DEFAULT
 from dtf.api.schema import KeyProblem, build_option, unset
 from dtf.api.task import Task
 from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.advice import CommandLine, drop_advice
 from dtf.config.command_line import parse_arguments
-from dtf.config.hydra_sources import ROOT, YamlFile, make_loader, record_files
+from dtf.config.hydra_sources import ROOT, YamlFile, make_loader, read_option, record_files, values_of
 from dtf.config.limits import resolve_interpolations
 from dtf.config.messages import is_set_by, parse, translated, with_suggestions
 from dtf.config.override_checks import check_override, refuse_address, refuse_shadows, refuse_targets
@@ -106,7 +107,7 @@ class Composed:
             settings.optimizer.check()
             settings.sparse.check()
             settings.lr.check()
-            settings.check_tables()
+            settings.check_tables(build_option("sparse", values_of(self.composer.loader, "sparse", DEFAULT)))
             settings.checkpoint.check()
             for observer in settings.observer.values():
                 observer.check()
@@ -310,9 +311,7 @@ class Composer:
 
     def read(self, group: str, option: str) -> YamlFile | None:
         """The file of an option; None where it has none."""
-        with record_files() as reads:
-            self.loader.repository.load_config(f"{group}/{option}")
-        return reads.get(f"{group}/{option}")
+        return read_option(self.loader, group, option)
 
     def is_group(self, key: str) -> bool:
         return self.loader.repository.group_exists(key)

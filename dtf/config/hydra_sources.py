@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.registry import registered
-from dtf.api.schema import option_node, to_plain
+from dtf.api.schema import coerce_option, option_node, to_plain
 from dtf.config.hydra_internals import (
     CachingConfigRepository,
     ConfigLoaderImpl,
@@ -290,6 +290,19 @@ def make_loader(config_dir: str | None) -> Loader:
     path.append("dtf", "dtf://")
     path.append("schema", "structured://")
     return Loader(path)
+
+
+def read_option(loader: Loader, group: str, option: str) -> YamlFile | None:
+    """The file of an option; None where it has none."""
+    with record_files() as reads:
+        loader.repository.load_config(f"{group}/{option}")
+    return reads.get(f"{group}/{option}")
+
+
+def values_of(loader: Loader, group: str, option: str) -> dict[str, Any]:
+    """The keys of a registered class as its file has them, which may leave some to the class."""
+    read = read_option(loader, group, option)
+    return coerce_option(group, {**option_node(group, option), **(read.content if read else {})}, group)
 
 
 def refuse_bases(folder: str) -> None:

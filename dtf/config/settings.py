@@ -117,12 +117,12 @@ class Settings(Root):
         _check_evaluations(self)
         _check_run(self)
 
-    def check_tables(self) -> None:
+    def check_tables(self, default: RowOptimizer) -> None:
         """Raise ConfigError for sparse tables that cannot be trained with these settings, and for a choice of `sparse`
-        where there are no tables. Called after the recipe's check.
+        where there are no tables. Called after the recipe's check. `default`: what is no choice.
         """
         if not self.recipe.table_widths():
-            if self.job.trains and self.sparse != lookup("sparse", DEFAULT)():
+            if self.job.trains and self.sparse not in (default, lookup("sparse", DEFAULT)()):
                 name, because = type(self.recipe).__name__, self.recipe.inactive_keys().get("sparse")
                 raise KeyProblem(
                     "sparse",

@@ -55,10 +55,10 @@ def test_clean_for_every_strategy_there_is(run_dtf: Any, recipe: list[str]) -> N
     load_parts([])
     # other tests register faulty ones
     own = [name for name, cls in registered("strategy").items() if cls.__module__.startswith("dtf.")]
-    done = run_dtf("job=verify", *recipe, f"job.strategies=[{','.join([*own, 'zero1'])}]")
+    done = run_dtf("job=verify", *recipe, f"job.strategies=[{','.join(own)}]")
     report = json.loads((done.folder / "verify.json").read_text())
     assert done.code == 0 and report["ok"], done.out
-    assert {row["strategy"] for row in report["runs"]} >= {*own, "zero1"}
+    assert {row["strategy"] for row in report["runs"]} >= set(own)
     assert all(row["tensor"] <= 1e-10 and len(row["tensors"]) > 20 for row in report["runs"])
 
 

@@ -176,7 +176,7 @@ FAULTS = [
         "dtf/strategies/ddp.py",
         "owned, fetch_others = shares[world.rank],",
         "owned, fetch_others = shares[world.rank - 1],",
-        (f"{SAME}[ddp-{{'shard_optimizer': True}}-3]",),
+        (f"{SAME}[zero1-{{}}-3]",),
     ),
     Fault(
         "FSDP gives ranks each other's slices",

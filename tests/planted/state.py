@@ -138,7 +138,7 @@ FAULTS = [
         "dtf/optim/update.py",
         "if self._sharding.writes or self._sharding.owned is not None:",
         "if self._sharding.writes:",
-        (f"{SAME}[ddp-{{'shard_optimizer': True}}-3]",),
+        (f"{SAME}[zero1-{{}}-3]",),
     ),
     Fault(
         "a resumed run begins with a new optimizer",

@@ -305,7 +305,6 @@ def variants() -> list[tuple[str, dict[str, Any]]]:
     load_parts([])
     extra = [
         ("dp", {"reduce": "all"}),
-        ("ddp", {"shard_optimizer": True}),
         ("ddp", {"static_graph": True, "bucket_mb": 0.0001}),
         ("fsdp", {"unit": "layer", "reshard_after_forward": False, "prefetch": 0}),
         ("pipeline", {"schedule": "gpipe", "balance": "flops"}),

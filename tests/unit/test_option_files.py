@@ -69,7 +69,12 @@ def test_an_edit_in_a_checkout_takes_effect(checkout: Path, tmp_path: Path) -> N
     edit(checkout / "schema" / "root.yaml", "log_every: 20", "log_every: 3")
     edit(checkout / "recipe" / "schema" / "resnet_shapes.yaml", "label_smoothing: 0.0", "label_smoothing: 0.25")
     edit(checkout / "observer" / "jsonl.yaml", "path: metrics.jsonl", "path: m.jsonl")
-    config = Composer().compose([]).config
+    edit(
+        checkout / "sparse" / "adagrad.yaml", "lr_factor: 1.0", "lr_factor: 2.0"
+    )  # no choice, where there are no tables
+    composed = Composer().compose([])
+    composed.check()
+    config = composed.config
     assert (config["strategy"]["bucket_mb"], config["train"]["log_every"]) == (7.0, 3)
     assert config["recipe"]["label_smoothing"] == 0.25
     assert config["observer"]["jsonl"]["path"] == "m.jsonl"
