@@ -80,7 +80,7 @@ def as_json(described: dict[str, Any]) -> str:
 
 
 def as_yaml(composer: Composer, group: str, option: str, chosen: Mapping[str, Sequence[str]]) -> str:
-    """The file of one option, with every key: that of its class, or the file itself where it is one of its own.
+    """The file of one option as it is, or what it would be for a class of a plugin, which has none.
 
     ConfigError where several options are asked for.
     """
@@ -94,9 +94,7 @@ def as_yaml(composer: Composer, group: str, option: str, chosen: Mapping[str, Se
     each, name = names[0]
     catalogue(composer, each, name)  # refuses what there is not
     read = composer.read(each, name)
-    if read is None or is_class_file(each, name, read.file, CONF):
-        return option_text(each, name)
-    return read.file.read_text("utf-8")
+    return option_text(each, name) if read is None else read.file.read_text("utf-8")
 
 
 def help_text(composer: Composer, width: int) -> str:

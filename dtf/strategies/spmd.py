@@ -63,7 +63,7 @@ class Spmd(Program):
         if sharding.tables is None and task.recipe.table_widths():
             raise ConfigError(
                 f"{type(task.recipe).__name__} has sparse tables, and this strategy keeps none: its Sharding has no "
-                "tables; use strategy=ddp, or make them with tables_of(task, world, placement)"
+                "tables; use strategy=ddp, or make them with tables_of(task, world, placement, share=1 / world.size)"
             )
         self._update = LocalUpdate(sharding, task.optimizer, task.step.clip_norm, task.precision.loss_scale)
         self._tables, self._to_sum = sharding.tables, to_sum
