@@ -228,6 +228,11 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
     settings, config = rank.settings, rank.config
     check_names(settings.recipe)
     program = settings.strategy.setup(inputs.task, joined.world)
+    if not isinstance(program, Program):
+        raise ConfigError(
+            f"strategy={config['strategy']['name']}: setup() returned a {type(program).__name__}; it must return a "
+            "dtf.Program"
+        )
     if settings.recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):
         raise ConfigError(
             f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} "

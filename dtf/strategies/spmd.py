@@ -36,6 +36,7 @@ from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.replica import Replica
 from dtf.strategies.replica_digests import compare_replicas, whole_and_slices
+from dtf.strategies.sharding_check import check_sharding
 from dtf.strategies.start_check import Collectives, check_evaluation, differing_module
 from dtf.strategies.start_padding import pads
 from dtf.strategies.trial_numbers import trial
@@ -48,6 +49,8 @@ class Spmd(Program):
     `dims`: given where several ranks compute one replica. Then gradients arrive summed over replicas, otherwise
     averaged over ranks, as torch's wrappers do. `exchange`: bytes in flight between ranks, see Memory. `to_sum`: makes
     the wrapper sum gradients in place of averaging them.
+
+    To make one is collective. ConfigError on all ranks when `sharding` is not that of the replica's model.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Spmd(Program):
         exchange: int = 0,
         to_sum: Callable[[], None] | None = None,
     ) -> None:
+        check_sharding(sharding, replica.model, world)
         if sharding.tables is None and task.recipe.table_widths():
             raise ConfigError(
                 f"{type(task.recipe).__name__} has sparse tables, and this strategy keeps none: its Sharding has no "
