@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dtf.api.row_optimizer import RowOptimizer
     from dtf.api.sampler import RowTrait, Sampler, Tail
     from dtf.api.sparse_table import Placement, Table
-    from dtf.api.strategy import Program, Strategy, Update, check_divides, check_layout, check_tables
+    from dtf.api.strategy import Program, Strategy, check_divides, check_layout, check_tables
     from dtf.api.task import Source, Task, Weights
     from dtf.core.errors import (
         AuthError,
@@ -171,7 +171,6 @@ _PUBLIC = {
     "target_rank": "model.losses",
     "Task": "api.task",
     "Train": "core.types",
-    "Update": "api.strategy",
     "weighted_sums": "model.metrics",
     "Weights": "api.task",
     "WORK": "api.launcher",
@@ -250,7 +249,6 @@ __all__ = [
     "Tail",
     "Task",
     "Train",
-    "Update",
     "Weights",
     "World",
     "__version__",

@@ -1,5 +1,5 @@
-"""The contracts of a strategy: how it spreads a task over ranks (Strategy), what it makes of it (Program), and where
-parameters come from and gradients go (Update). Torch-free.
+"""The contracts of a strategy: how it spreads a task over ranks (Strategy), and what it makes of it (Program).
+Torch-free.
 """
 
 from __future__ import annotations
@@ -161,60 +161,6 @@ class Program(ABC):
     def skipped(self) -> int:
         """How many updates were skipped so far because loss or gradient was not finite. The same number on all ranks.
         May synchronise with the device.
-        """
-
-
-class Update(ABC):
-    """What happens around forward and backward: where parameters come from, and where gradients go. Tensors are on the
-    device of the parameters.
-    """
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        accept_old_names(Update, cls, {"use_averages": "swap_ema"})
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Called before the first forward pass of a step. Does nothing, or takes parameters that were pulled."""
-
-    @abstractmethod
-    def scale(self, factor: Tensor) -> Tensor:
-        """The factor () with which the loss is differentiated: `factor` (), times the loss scale if there is one."""
-
-    @abstractmethod
-    def apply(self, step: int, lr: float) -> Tensor:
-        """Clip, step and clear gradients, or push them. Called once after the backward passes of step `step` (counted
-        from 0), with the learning rate `lr`. Collective where ranks share parameters.
-
-        Returns the global L2 norm of the gradient before clipping and after unscaling, as (2,) [norm, 1], the same on
-        all ranks; [0, 0] when an overflow hides it. A norm that is not finite changes no parameter: every rank skips
-        and counts the step.
-        """
-
-    @abstractmethod
-    def state(self) -> State:
-        """What this rank contributes to a checkpoint."""
-
-    @abstractmethod
-    def load(self, source: Source) -> None:
-        """Take this rank's part from a checkpoint."""
-
-    @abstractmethod
-    def swap_ema(self, on: bool) -> None:
-        """As `Program.swap_ema`. Only where the optimizer keeps averages."""
-
-    @abstractmethod
-    def skipped(self) -> int:
-        """How many updates were skipped so far. The same on all ranks. May synchronise with the device."""
-
-    @abstractmethod
-    def bytes(self) -> tuple[int, int, int, int]:
-        """Bytes on this rank of the parameters, gradients, optimizer state and sparse tables."""
-
-    @abstractmethod
-    def held(self) -> dict[str, Tensor]:
-        """The parameters on this rank: by name, and slices by name and offset. Parameters of one name are bitwise equal
-        on all ranks.
         """
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from dtf.api.optimizer import Optimizer
 from dtf.api.precision import Precision
-from dtf.api.strategy import Update
 from dtf.api.task import Source
 from dtf.core.errors import ConfigError
 from dtf.core.types import Box, State
@@ -66,8 +65,9 @@ def trial_update(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], Non
     return prepare
 
 
-class LocalUpdate(Update):
-    """The optimizer runs in this process, over the parameters that are here, or over those that this rank owns.
+class LocalUpdate:
+    """What happens after the backward passes. The optimizer runs in this process, over the parameters that are here, or
+    over those that this rank owns. Tensors are on the device of the parameters.
 
     `clip_norm`: the largest gradient norm, 0 for no clipping. `loss_scale`: the first dynamic loss scale, 0 for none.
     ConfigError for a model without a parameter to train.
@@ -116,14 +116,19 @@ class LocalUpdate(Update):
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped: int | Tensor = 0 if self._host else torch.zeros((), device=device)
 
-    def begin(self) -> None:
-        """Does nothing: parameters are here."""
-
     def scale(self, factor: Tensor) -> Tensor:
+        """The factor () with which the loss is differentiated: `factor` (), times the loss scale if there is one."""
         return factor if self._scale is None else factor * self._scale
 
     @torch.no_grad()
     def apply(self, step: int, lr: float) -> Tensor:
+        """Clip, step and clear gradients. Called once after the backward passes of step `step` (counted from 0), with
+        the learning rate `lr`. Collective where ranks share parameters.
+
+        Returns the global L2 norm of the gradient before clipping and after unscaling, as (2,) [norm, 1], the same on
+        all ranks; [0, 0] when an overflow hides it. A norm that is not finite changes no parameter: every rank skips
+        and counts the step.
+        """
         # Zeros for parameters that the loss did not reach: their update is the optimizer's own (decay, momentum).
         gradients = [
             torch.zeros_like(shard.local) if shard.parameter.grad is None else local(shard.parameter.grad)
@@ -217,6 +222,7 @@ class LocalUpdate(Update):
 
     @torch.no_grad()
     def swap_ema(self, on: bool) -> None:
+        """As `Program.swap_ema`. Only where the optimizer keeps averages."""
         for name in self._own:
             master, average = self._shards[name].master, self._bound.states[name][EMA]
             if master.dtype is average.dtype:  # they change places, one by one: a copy of all weights might not fit
@@ -232,9 +238,11 @@ class LocalUpdate(Update):
         self._drop_gathered()
 
     def skipped(self) -> int:
+        """How many updates were skipped so far. The same on all ranks. May synchronise with the device."""
         return int(self._skipped)
 
     def bytes(self) -> tuple[int, int, int, int]:
+        """Bytes on this rank of the parameters, gradients, optimizer state and sparse tables."""
         shards, trained = [*self._shards.values(), *self._frozen.values()], [shard.local for shard in self._trained]
         parameters = [shard.local for shard in shards] + [
             shard.master for shard in shards if shard.master is not shard.local
@@ -245,6 +253,9 @@ class LocalUpdate(Update):
         return byte_count(parameters), byte_count(gradients), states, rows
 
     def held(self) -> dict[str, Tensor]:
+        """The parameters on this rank: by name, and slices by name and offset. Parameters of one name are bitwise equal
+        on all ranks.
+        """
         self._drop_gathered()  # who asks may change them
         shards = {**self._shards, **self._frozen}
         return {
@@ -267,6 +278,7 @@ class LocalUpdate(Update):
         self._drop_gathered()
 
     def state(self) -> State:
+        """What this rank contributes to a checkpoint."""
         boxes: list[Box] = []
         if self._sharding.writes:
             boxes += [
@@ -287,6 +299,7 @@ class LocalUpdate(Update):
 
     @torch.no_grad()
     def load(self, source: Source) -> None:
+        """Take this rank's part from a checkpoint."""
         for name, shard in [*self._shards.items(), *self._frozen.items()]:
             shard.master.copy_(source.read(f"model/{name}", shard.offset, tuple(shard.master.shape)))
             if shard.local is not shard.master:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from dtf.api.layout import Layout
-from dtf.api.strategy import Update
 from dtf.api.task import Task
 from dtf.core.consistency import Peers
 from dtf.core.types import Batch, Evaluated, Memory, Shard, Train
@@ -41,6 +40,7 @@ from dtf.model.outside_tensors import OutsideTensors, refuse_kept_copies
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.model.shared_state import SharedState
+from dtf.optim.update import LocalUpdate
 from dtf.strategies.pass_probes import (
     Reached,
     count_calls,
@@ -361,7 +361,7 @@ class Replica:
             self._trials.append((len(part.ids), footprint))
         return numbers
 
-    def memory(self, update: Update, micro_batches: int, rows: int) -> Memory:
+    def memory(self, update: LocalUpdate, micro_batches: int, rows: int) -> Memory:
         """Bytes of a step with this number of micro-batches, of this number of rows each. After `warmup`."""
         parameters, gradients, optimizer, tables = update.bytes()
         if self._forward is self.model and self._sync is None:

@@ -143,7 +143,6 @@ class Spmd(Program):
         assert batch is not None
         bounds = micro_batch_bounds(ticket.rows, self.micro_batch_rows)
         micro_batches = micro_batches_of(len(bounds) - 1, self._share)
-        self._update.begin()
         if self._tables is not None:
             batch = self._tables.lookup(self._received(ticket, batch, bounds, micro_batches), train=True)
         factor = self._update.scale(self._factor / ticket.rows)

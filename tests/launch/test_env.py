@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -48,9 +49,13 @@ def environment(monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port for the store of rank 0. It is bound here, so that the system gives it to nobody who asks for any."""
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does: it may bind it too
+        kept.bind(("127.0.0.1", 0))
+        yield kept.getsockname()[1]
 
 
 def test_the_world_comes_from_the_environment(environment) -> None:
@@ -130,7 +135,7 @@ def test_a_rank_that_differs_is_named_to_all(ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 2], [3, 2, 3]])
-def test_a_rank_of_another_world_is_named(ranks, tmp_path: Path, sizes: list[int]) -> None:
+def test_a_rank_of_another_world_is_named(ranks, tmp_path: Path, sizes: list[int], port: int) -> None:
     for found in ranks(
         len(sizes),
         "tests.launch.test_env:meet",
@@ -138,7 +143,7 @@ def test_a_rank_of_another_world_is_named(ranks, tmp_path: Path, sizes: list[int
         seeds=[5] * len(sizes),
         sizes=sizes,
         hosted=False,
-        port=free_port(),
+        port=port,
     ):
         assert found["exit"] == Exit.CONFIG and found["made"] == []
         assert found["message"].startswith(
@@ -146,7 +151,7 @@ def test_a_rank_of_another_world_is_named(ranks, tmp_path: Path, sizes: list[int
         )
 
 
-def test_a_rank_that_nobody_waits_for_ends_by_itself(ranks, tmp_path: Path) -> None:
+def test_a_rank_that_nobody_waits_for_ends_by_itself(ranks, tmp_path: Path, port: int) -> None:
     *others, extra = ranks(
         3,
         "tests.launch.test_env:meet",
@@ -154,7 +159,7 @@ def test_a_rank_that_nobody_waits_for_ends_by_itself(ranks, tmp_path: Path) -> N
         seeds=[5, 5, 5],
         sizes=[2, 2, 3],
         hosted=False,
-        port=free_port(),
+        port=port,
     )
     assert [other["id"] for other in others] == ["run-0", "run-0"]
     assert extra["exit"] == Exit.CONFIG and extra["message"].startswith(
@@ -162,8 +167,7 @@ def test_a_rank_that_nobody_waits_for_ends_by_itself(ranks, tmp_path: Path) -> N
     )
 
 
-def test_who_did_not_come_is_named_to_all(ranks, tmp_path: Path) -> None:
-    port = free_port()
+def test_who_did_not_come_is_named_to_all(ranks, tmp_path: Path, port: int) -> None:
     for found in ranks(
         2,
         "tests.launch.test_env:meet",
@@ -182,8 +186,9 @@ def test_who_did_not_come_is_named_to_all(ranks, tmp_path: Path) -> None:
         )
 
 
-def test_a_rank_that_waits_says_for_whom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    port = free_port()
+def test_a_rank_that_waits_says_for_whom(
+    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     environment = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     for name, value in {**environment, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, str(value))
@@ -205,10 +210,8 @@ def test_ranks_restarted_by_torchrun_go_on_in_the_first_folder(ranks, tmp_path: 
     assert second["id"] == "run-1"
 
 
-def test_rank_0_hosts_the_store_on_its_address_alone(ranks, tmp_path: Path) -> None:
-    first, second = ranks(
-        2, "tests.launch.test_env:meet", folder=str(tmp_path), seeds=[5, 5], hosted=False, port=free_port()
-    )
+def test_rank_0_hosts_the_store_on_its_address_alone(ranks, tmp_path: Path, port: int) -> None:
+    first, second = ranks(2, "tests.launch.test_env:meet", folder=str(tmp_path), seeds=[5, 5], hosted=False, port=port)
     assert first.get("folder") == second.get("folder") == str(tmp_path), (first, second)
     assert set(first["listening"]) == {"0100007F"}
 

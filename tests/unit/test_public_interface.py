@@ -78,8 +78,7 @@ OLD_NAMES = {
     "dtf.sampler": "Tail Sampler Shuffle Sequential Weighted Repeated Epochs cut within share",
     "dtf.seeding": "seed_of draws mix",
     "dtf.spmd": "Replica Spmd alone workload waiting",
-    "dtf.strategy": "Weights Task Source Program Errand Standing Update Strategy check_divides check_layout "
-    "check_tables",
+    "dtf.strategy": "Weights Task Source Program Errand Standing Strategy check_divides check_layout check_tables",
     "dtf.table": "NO_NUMBA Table Placement",
     "dtf.update": "GROWTH_INTERVAL Piece whole made state_bytes rehearsed LocalUpdate",
     "dtf.world": "World",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from dtf.api.strategy import Program, Update
+from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
@@ -38,7 +38,7 @@ from dtf.model.loss_terms import per_count
 from dtf.model.memory import Footprint, activations
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
-from dtf.optim.update import update_applied
+from dtf.optim.update import LocalUpdate, update_applied
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.pipeline.messages import PipelineRanks, StageMessages
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
@@ -81,7 +81,7 @@ class PipelineProgram(Program):
         stages: list[Stage],
         pipeline: PipelineRanks,
         schedule: Schedule,
-        update: Update,
+        update: LocalUpdate,
         task: Task,
         world: World,
         dims: ParallelDims,
@@ -172,7 +172,6 @@ class PipelineProgram(Program):
         bounds = micro_batch_bounds(ticket.rows, self.micro_batch_rows)
         first, last = micro_batches_of(len(bounds) - 1, self._dims.dp_shard)
         at = [bound - bounds[first] for bound in bounds[first : last + 1]]
-        self._update.begin()
         self._counts = torch.zeros_like(self._one)
         self._copied.mark()
         factor = self._update.scale(self._one / ticket.rows)
