@@ -37,6 +37,12 @@ class RowTrait(Enum):
     single = "single"
 
 
+def row_traits(repeats: bool, groups: np.ndarray | None, runs: np.ndarray | None) -> set[RowTrait]:
+    """The traits of rows whose `Dataset` has these."""
+    has = {RowTrait.classes: groups is not None, RowTrait.views: repeats, RowTrait.single: runs is None}
+    return {trait for trait, there in has.items() if there}
+
+
 _MISSING = {
     RowTrait.classes: "balances classes, and the rows of {} have none; give a number per row: sampler.weights=FILE, or "
     "use sampler=shuffle",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtf.api.sampler import Sampler, Tail
-from dtf.core.errors import ConfigError
 from dtf.core.types import Shard
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ class Epochs:
     again.
 
     `groups`: as in `Sampler.order`. `runs`: as in `Dataset.runs`. The sampler then orders runs, whose rows stay
-    together, and no list of all rows is made. ConfigError for runs with a sampler that chooses single rows.
+    together, and no list of all rows is made. `Sampler.check_rows` says which samplers can.
     """
 
     def __init__(
@@ -29,11 +28,6 @@ class Epochs:
         groups: np.ndarray | None = None,
         runs: np.ndarray | None = None,
     ) -> None:
-        if runs is not None and not sampler.once:
-            raise ConfigError(
-                f"sampler={type(sampler).__name__.lower()} chooses single rows, and these data are read in runs of "
-                "rows (recipe.data.mode=queue); use sampler=shuffle, or recipe.data.mode=memory"
-            )
         self._sampler, self._rows, self._batch_size, self._seed, self._groups, self._runs = (
             sampler,
             rows,

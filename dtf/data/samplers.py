@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dtf.api.registry import option, register
 from dtf.api.sampler import RowTrait, Sampler, Tail
-from dtf.core.errors import ConfigError, DataError
+from dtf.core.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,12 +80,8 @@ class Weighted(Sampler):
 
         if self.weights:
             weight = self._read(rows)
-        elif groups is None:
-            raise ConfigError(
-                "sampler=weighted: the recipe's rows have no classes to balance; give a number per row: "
-                "sampler.weights=FILE"
-            )
         else:
+            assert groups is not None, "Sampler.check_rows has refused it"
             weight = np.bincount(groups).astype(np.float64)[groups] ** -self.balance
         ends = np.cumsum(weight)
         uniform = np.random.Generator(np.random.Philox(seed_of(seed, "weighted", epoch))).random(rows)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import name_of
-from dtf.api.sampler import Sampler
-from dtf.core.errors import ConfigError, DataError
+from dtf.api.sampler import Sampler, row_traits
+from dtf.core.errors import DataError
 from dtf.core.types import WHOLE, Batch, Shard
 from dtf.data.answers import opened
 from dtf.data.batches import Epochs
@@ -77,12 +77,9 @@ class Splits:
         ConfigError or DataError where the options leave no batch.
         """
         sampler, batch = self._sampler, self._batch
-        if sampler.repeats and not self.train.repeats:
-            raise ConfigError(
-                f"sampler={name_of('sampler', sampler)} shows rows several times, and the data of "
-                f"recipe={name_of('recipe', self._recipe)} has one view of each"
-            )
-        epochs = Epochs(sampler, len(self.train), batch, self._seed, self.train.groups(), self.train.runs())
+        groups, runs = self.train.groups(), self.train.runs()
+        sampler.check_rows(row_traits(self.train.repeats, groups, runs), f"recipe={name_of('recipe', self._recipe)}")
+        epochs = Epochs(sampler, len(self.train), batch, self._seed, groups, runs)
         if not epochs.batches:
             raise DataError(
                 f"step.batch_size={batch} is more than the {len(self.train)} training rows, sampler.tail=drop leaves "

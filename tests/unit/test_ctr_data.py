@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from dtf.api.recipe import Dataset
-from dtf.api.registry import registered
 from dtf.api.sampler import Tail
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
@@ -107,12 +106,6 @@ def test_runs_of_single_rows_are_the_order_of_rows(tail: Tail) -> None:
     for epoch in range(3):
         for index in range(plain.batches):
             assert np.array_equal(plain.ids(epoch, index), runs.ids(epoch, index))
-
-
-@pytest.mark.parametrize("name", [name for name, cls in registered("sampler").items() if not cls.once])
-def test_samplers_of_single_rows_refuse_runs(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"sampler={name} chooses single rows.*recipe.data.mode=memory"):
-        Epochs(registered("sampler")[name](), 50, 12, 3, None, np.arange(51))
 
 
 def test_a_queue_holds_no_more_rows_than_it_may(tmp_path: Path) -> None:

@@ -15,12 +15,17 @@ from hypothesis import strategies as st
 from dtf.api.options import StepOptions
 from dtf.api.recipe import Recipe
 from dtf.api.registry import lookup, registered
-from dtf.api.sampler import RowTrait, Sampler, Tail
+from dtf.api.sampler import Sampler, Tail, row_traits
 from dtf.config.compose import compose
+from dtf.config.settings import load_parts
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
 from dtf.data.batches import Epochs, micro_batch_bounds, micro_batches_of
 from dtf.data.samplers import Repeated, Weighted
+from dtf.data.splits import Splits
+from tests.support.toy import Rows, Toy
+
+load_parts([])
 
 NAMES = list(registered("sampler"))
 ONCE = [name for name, cls in registered("sampler").items() if cls.once]
@@ -133,8 +138,24 @@ def test_weights_that_make_no_sense_are_refused(tmp_path: Path, text: str) -> No
     file.write_text(text)
     with pytest.raises(DataError, match="sampler.weights="):
         Weighted(weights=str(file)).order(3, 0, 0, None)
-    with pytest.raises(ConfigError, match="no classes to balance"):
-        Weighted().order(3, 0, 0, None)
+
+
+class InRuns(Rows):
+    """Rows that are read in runs, without classes, with one view of each."""
+
+    def runs(self) -> np.ndarray:
+        return np.arange(0, len(self) + 1, 4)
+
+
+@pytest.mark.parametrize("name", registered("sampler"))
+def test_rows_that_a_recipe_does_not_describe_are_judged_when_they_are_open(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Toy, "open_data", lambda toy, split, seed: InRuns(8, split, -1))
+    sampler = make(name, Tail.partial)
+    splits = Splits(Toy(), sampler, 4, 0, pin=False)
+    with pytest.raises(ConfigError, match=f"sampler={name} .* recipe=toy ") if sampler.needs else nullcontext():
+        splits.cut()
 
 
 @given(seed=seeds, epoch=epochs)
@@ -200,9 +221,7 @@ def test_recipes_say_what_their_rows_have(name: str) -> None:
     recipe = lookup("recipe", name)()
     assert isinstance(recipe, Recipe) and recipe.row_traits is not None
     data = recipe.open_data("train", 0)
-    having = {RowTrait.classes: data.groups(), RowTrait.views: data.repeats or None}
-    having |= {RowTrait.single: None if data.runs() is not None else True}
-    assert set(recipe.row_traits) == {trait for trait, has in having.items() if has is not None}
+    assert set(recipe.row_traits) == row_traits(data.repeats, data.groups(), data.runs())
 
 
 @pytest.mark.parametrize(
