@@ -139,6 +139,11 @@ class Verify(Job):
         return Exit.BUG if broken else Exit.CONFIG if wrong_layout else Exit.OK
 
     def _check(self, composed: Composed) -> list[str]:
+        if not composed.settings.launcher.starts_ranks:
+            raise ConfigError(
+                f"launcher={composed.config['launcher']['name']} takes part in one run, and job=verify starts many, "
+                "each with all of its processes; use launcher=local"
+            )
         strategies = list(dict.fromkeys(self.strategies)) or composed.composer.options("strategy")
         for text in strategies:
             read_entry(

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dtf.api.schema import show
 from dtf.core.errors import ConfigError
+from dtf.host.devices import MOST_PROCESSES
 from dtf.host.network import endpoint
 
 ENDPOINTS, ROLE, ID, TOKEN = "DTF_ENDPOINTS", "DTF_ROLE", "DTF_ID", "DTF_TOKEN"
@@ -77,16 +80,22 @@ def number_of(given: int | None, role: str, listening: int | None) -> int:
     variables = f"DTF_{role.upper()}_ID", ID
     variable = next((name for name in variables if name in os.environ), variables[0])
     text = str(given) if given is not None else os.environ.get(variable, "0" if listening == 1 else "")
-    if not text.isdecimal() or len(text) > 6:
-        shown = f"{variable}={text} is no number" if text else "launcher.id is not given"
+    if not text:
         raise ConfigError(
-            f"{shown}, and each {role} needs one, from 0 on; give launcher.id=N or {' or '.join(variables)}"
+            f"launcher.id is not given, and each {role} needs one, from 0 on; give launcher.id=N or "
+            f"{' or '.join(variables)}"
         )
-    if listening is not None and int(text) >= listening:
+    shown = f"{variable}={show(text)}" if given is None else f"launcher.id={text}"
+    number = int(text) if re.fullmatch(r"[+-]?[0-9]{1,9}", text) else None
+    if number is None:
+        raise ConfigError(f"{shown} must be a whole number: the number of this {role}, from 0 on")
+    if listening is not None and not 0 <= number < listening:
         raise ConfigError(
-            f"launcher.id={text} must be less than the {listening} of launcher.endpoints; {role}s are counted from 0"
+            f"{shown} must be 0 to {listening - 1}: launcher.endpoints names {listening} {role}{'s' * (listening > 1)}"
         )
-    return int(text)
+    if not 0 <= number < MOST_PROCESSES:
+        raise ConfigError(f"{shown} must be 0 to {MOST_PROCESSES - 1}: a number that no other {role} has")
+    return number
 
 
 def token(file: str) -> str:

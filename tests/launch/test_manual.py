@@ -64,6 +64,27 @@ def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert place(Manual(processes=3, devices="cpu", endpoints=TWO[:1]), Pserver()).rank == 0  # there is no other server
 
 
+@pytest.mark.parametrize(
+    ("role", "text", "rule"),
+    [
+        ("server", "-1", "must be 0 to 1: launcher.endpoints names 2 servers"),
+        ("server", "2", "must be 0 to 1"),
+        ("server", "one", "must be a whole number"),
+        ("trainer", "-1", "must be 0 to 1023: a number that no other trainer has"),
+        ("trainer", "1024", "must be 0 to 1023"),
+        ("trainer", "9" * 5000, "must be a whole number"),
+    ],
+)
+@pytest.mark.parametrize("variable", ["DTF_ID", "DTF_{}_ID"])
+def test_a_wrong_number_is_told_by_the_name_of_its_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str, role: str, text: str, rule: str
+) -> None:
+    name = variable.format(role.upper())
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"^{name}={text[:77]}[9.]* {rule}"):
+        Manual(processes=3, devices="cpu", endpoints=TWO, role=role).check(Pserver(servers=2))
+
+
 def test_a_place_travels_as_json() -> None:
     import json
     from dataclasses import asdict
@@ -78,7 +99,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"role": ""}, "launcher.role is not given"),
     ({"role": "servant"}, "launcher.role=servant.*give launcher.role=server or launcher.role=trainer"),
     ({"id": None}, "launcher.id is not given"),
-    ({"id": 2}, "launcher.id=2 must be less than the 2 of launcher.endpoints"),
+    ({"id": 2}, "launcher.id=2 must be 0 to 1: launcher.endpoints names 2 servers"),
     ({"role": "trainer", "id": None}, "launcher.id is not given, and each trainer needs one"),
     ({"endpoints": TWO[:1]}, "launcher.endpoints names 1 server.*give strategy.servers=1"),
     ({"endpoints": [TWO[0], TWO[0]]}, "names one twice"),
@@ -212,3 +233,9 @@ def test_what_commands_must_have_alike() -> None:
 def test_nobody_answers() -> None:
     with pytest.raises(PeerError):
         ask(EndpointFile(endpoints(1), viewer(TOKEN), {}, False))
+
+
+def test_verify_says_that_it_starts_many_runs() -> None:
+    composed = compose(["job=verify", "launcher=manual", "launcher.processes=1"])
+    with pytest.raises(ConfigError, match="launcher=manual takes part in one run, and job=verify starts many"):
+        composed.job.run(composed)
