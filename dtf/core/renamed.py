@@ -114,6 +114,31 @@ GONE_KEYS = {
 """(group, option) -> keys that it no longer has, and what does their work."""
 
 
+LOST_EFFECTS = {
+    "gather": (0, ("half_async",), "so many pushes made one update, and now as many as there are trainers do"),
+    "send_queue": (
+        1,
+        ("async", "half_async", "geo"),
+        "so many pushes were on their way while the next batch was computed, and now one is",
+    ),
+}
+"""Keys of GONE_KEYS of strategy=pserver that decided the numbers -> the value that does what is done now, the modes in
+which they had an effect, and what they did.
+"""
+
+
+def lost_effects(saved: Any) -> list[str]:
+    """A line for each key of a config that an earlier version recorded which decided the numbers and is gone."""
+    strategy = saved.get("strategy") if isinstance(saved, dict) else None
+    if not isinstance(strategy, dict) or strategy.get("name") != "pserver":
+        return []
+    return [
+        f"the run was recorded with strategy.{key}={strategy[key]}, which this version has no more: {effect}"
+        for key, (same, modes, effect) in LOST_EFFECTS.items()
+        if strategy.get(key, same) != same and strategy.get("mode") in modes
+    ]
+
+
 def refused_keys(group: str, name: str, given: Iterable[str]) -> tuple[str, str] | None:
     """The first of the keys `given` that an option had once, and a text about all of these. None: there is none."""
     where, moved = MOVED_KEYS.get((group, name), ("", {}))

@@ -85,6 +85,8 @@ class TrainJob(Job):
         )
         try:
             observers.open(run.folder, run.redacted())
+            for text in run.notes:
+                see(Note("warning", text))
             with meter or nullcontext():
                 exit = Exit(launcher.launch(run, see))
         except DtfError as error:

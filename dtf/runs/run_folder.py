@@ -22,10 +22,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.checkpoint.resolve_path import run_folder_of
 from dtf.checkpoint.storage import checkpoints
 from dtf.core.endpoint_file import withdraw
 from dtf.core.errors import BusyError, ConfigError
 from dtf.core.files import flat, replace_text
+from dtf.core.renamed import lost_effects
 from dtf.core.types import Ended, Event, Measured, Saved, Started
 from dtf.core.version import __version__
 
@@ -53,6 +55,7 @@ class Run:
         self.folder, self.id, self.config, self.settings, self.leader = folder, id, config, settings, leader
         # of this process alone, a secret that its ranks share
         self.token = secrets.token_hex(32)
+        self.notes: list[str] = []
         self._lock: int | None = None
         self._temporary = False
         self._record: dict[str, Any] = {}
@@ -82,6 +85,7 @@ class Run:
             run._lock = take_lock(folder)
             try:
                 _refuse_foreign(folder)
+                run.notes = _lost_effects(folder, config["checkpoint"].get("resume", "never"))
                 run._continue(made, bool(again))
                 run._begin(processes, devices)
             except BaseException:
@@ -317,6 +321,21 @@ def _refuse_foreign(folder: Path) -> None:
             f"{folder} is not empty and holds no run ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); "
             "choose another run.dir"
         )
+
+
+def _lost_effects(folder: Path, resume: str) -> list[str]:
+    """Lines on what the run that is resumed did and this version does not, by its recorded config; see
+    `renamed.lost_effects`.
+    """
+    source = folder if checkpoints(folder / "checkpoints") else run_folder_of(resume)
+    if source is None or not (source / "config.yaml").is_file():
+        return []
+    import yaml
+
+    try:
+        return lost_effects(yaml.safe_load((source / "config.yaml").read_text()))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
 
 
 def _show(value: Any) -> str:

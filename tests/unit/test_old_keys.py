@@ -15,7 +15,7 @@ from dtf.config.compose import compose
 from dtf.config.inherit import saved_config
 from dtf.config.settings import load_parts, parse_settings
 from dtf.core.errors import ConfigError, Exit
-from dtf.core.renamed import GONE_KEYS, MOVED_KEYS, refused_keys, upgraded_config
+from dtf.core.renamed import GONE_KEYS, LOST_EFFECTS, MOVED_KEYS, lost_effects, refused_keys, upgraded_config
 from dtf.pserver.strategy import Pserver
 
 load_parts([])
@@ -93,3 +93,20 @@ def test_a_trial_that_an_earlier_version_finished_stays_finished(tmp_path: Path)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "strategy": strategy}))
     (tmp_path / "run.json").write_text(json.dumps({"exit": Exit.OK}))
     assert trials.finished(tmp_path, config) == {"exit": Exit.OK}
+
+
+def test_what_an_earlier_version_did_otherwise_is_told_in_a_line() -> None:
+    assert LOST_EFFECTS.keys() <= GONE_KEYS["strategy", "pserver"].keys()
+    told = lost_effects({"strategy": {**OLD, "name": "pserver", "mode": "half_async", "gather": 5, "send_queue": 3}})
+    assert len(told) == 2
+    assert told[0].startswith("the run was recorded with strategy.gather=5, which this version has no more: ")
+    assert told[1].startswith("the run was recorded with strategy.send_queue=3, which this version has no more: ")
+    for quiet in (
+        {**OLD, "name": "pserver", "mode": "half_async"},
+        {"name": "pserver", "mode": "sync", "gather": 5, "send_queue": 3},
+        {"name": "pserver", "mode": "async", "gather": 5},
+        {"name": "mine", "mode": "half_async", "gather": 5},
+        "pserver",
+    ):
+        assert lost_effects({"strategy": quiet}) == []
+    assert lost_effects("text") == lost_effects(None) == []

@@ -122,6 +122,23 @@ def test_a_run_goes_on_in_its_folder(here: Path) -> None:
     assert len(json.loads((second.folder / "run.json").read_text())["earlier"]) == 2
 
 
+def test_a_run_that_goes_on_tells_what_an_earlier_version_did_otherwise(here: Path) -> None:
+    old = {"name": "pserver", "mode": "half_async", "gather": 5}
+    opened(config(run__dir="runs/a", strategy=old)).end(75)
+    assert opened(config(run__dir="runs/b", checkpoint__resume="runs/a")).notes == [], "there is no checkpoint"
+    (here / "runs/a/checkpoints/step_000004").mkdir(parents=True)
+    (here / "runs/a/checkpoints/step_000004/manifest.json").write_text("{}")
+    told = ["the run was recorded with strategy.gather=5"]
+    for run in (
+        opened(config(run__dir="runs/c", checkpoint__resume="runs/a")),
+        opened(config(run__dir="runs/d", checkpoint__resume="runs/a/checkpoints/step_000004")),
+        opened(config(run__dir="runs/a")),
+    ):
+        assert [text.partition(", which")[0] for text in run.notes] == told
+        run.end(75)
+    assert opened(config(run__dir="runs/a")).notes == [], "it was told, and is recorded without it"
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
