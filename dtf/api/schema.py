@@ -214,11 +214,10 @@ def coerce_option(group: str, value: Any, key: str) -> dict[str, Any]:
     rest = dict(value)
     name = rest.pop("name", None)
     if not isinstance(name, str):
-        raise KeyProblem(
-            key,
-            f"{key}.name={show(name)} names no registered class; a {group} file starts from one: defaults: "
-            "[schema/NAME@_here_, _self_]",
-        )
+        rule = f"a {group} file starts from one: defaults: [schema/NAME@_here_, _self_]"
+        if isinstance(name, bool):
+            rule = "YAML reads off, no, on and yes without quotes as false and true; quote it: name: 'off'"
+        raise KeyProblem(f"{key}.name", f"{key}.name={show(name)} names no registered class; {rule}")
     try:
         cls = lookup(group, name)
     except ConfigError as error:

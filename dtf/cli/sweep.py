@@ -30,8 +30,9 @@ from dtf.cli.optuna_search import OptunaSearch
 from dtf.cli.sweep_overrides import as_typed, combinations, distinct, title_of
 from dtf.cli.trials import NOT_STARTED, Trial, best_of, digest, finished, folder_name, seconds, table
 from dtf.config.advice import print_notes
+from dtf.config.defaults_lists import YamlFile
 from dtf.config.hydra_internals import Callbacks
-from dtf.config.hydra_sources import OPTUNA, Loader, OptunaOptions, YamlFile
+from dtf.config.hydra_sources import OPTUNA, Loader, OptunaOptions
 from dtf.config.messages import display_path, parse
 from dtf.core.errors import INTERRUPTED, BusyError, ConfigError, Exit
 from dtf.core.text import time_text

@@ -16,11 +16,12 @@ from omegaconf import DictConfig, flag_override
 from dtf.api.registry import registered
 from dtf.api.schema import is_node, keys, show
 from dtf.config.messages import is_set_by
-from dtf.config.provenance import sources
+from dtf.config.provenance import Source, sources
 from dtf.config.settings import GROUPS
 
 if TYPE_CHECKING:
-    from dtf.config.hydra_sources import Loader, YamlFile
+    from dtf.config.defaults_lists import YamlFile
+    from dtf.config.hydra_sources import Loader
 
 Path = tuple[str, ...]
 
@@ -37,8 +38,12 @@ class CommandLine(NamedTuple):
         """The file that set a key, by its path as an option (`recipe/mine`); empty where the command line did."""
         if is_set_by(key, self.overrides, self.loader):
             return ""
-        found = sources(key, self.config_name, self.overrides, self.loader, self.reads)
+        found = self.places(key)
         return found[-1].option if found and found[-1].file else ""
+
+    def places(self, key: str) -> list[Source]:
+        """See `sources`."""
+        return sources(key, self.config_name, self.overrides, self.loader, self.reads)
 
     def with_file_alone(self, file: str) -> DictConfig:
         """What it would come to if it chose this file and nothing else."""

@@ -29,9 +29,11 @@ from dtf.api.task import Task
 from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.advice import CommandLine, drop_advice
 from dtf.config.command_line import parse_arguments
-from dtf.config.hydra_sources import ROOT, YamlFile, make_loader, read_option, record_files, values_of
+from dtf.config.defaults_lists import ROOT, YamlFile, require_base
+from dtf.config.hydra_sources import make_loader, read_option, record_files, values_of
 from dtf.config.limits import resolve_interpolations
 from dtf.config.messages import is_set_by, parse, translated, with_suggestions
+from dtf.config.node_names import check_nodes, refuse_bare_variant
 from dtf.config.override_checks import check_override, refuse_address, refuse_shadows, refuse_targets
 from dtf.config.provenance import NO_EFFECT, Source, origin, sources
 from dtf.config.settings import (
@@ -241,6 +243,7 @@ class Composer:
                     failure = error
             named = [name for read in reads.values() for name in _plugins_in(read.content)]
             if set(named) <= set(self._plugins):
+                require_base(self.config_name, reads)
                 if failure is not None:
                     raise translated(failure, overrides, self.loader, reads) from failure
                 return result, reads  # type: ignore[return-value]
@@ -255,6 +258,7 @@ class Composer:
         refuse_shadows(composed, choices)
         state = HydraConfig.instance()
         before, state.cfg = state.cfg, None
+        given = CommandLine(self.config_name, overrides, self.loader, reads)
         with _Located(lambda key: self.origin(key, overrides, reads)):
             try:
                 state.set_config(composed)  # for ${hydra:...}
@@ -262,8 +266,10 @@ class Composer:
                     OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
                 )
                 refuse_targets(plain)
-                notes = drop_advice(plain, composed, CommandLine(self.config_name, overrides, self.loader, reads))
+                check_nodes(plain, reads, given.places)
+                notes = drop_advice(plain, composed, given)
                 config, inactive = self._reset_inactive_keys(composed, _fit(plain), overrides)
+                refuse_bare_variant(config)
                 refuse_address(config)
             except (ConfigError, KeyboardInterrupt):
                 raise

@@ -7,6 +7,7 @@ file in dtf's conf; a class of a plugin has none, and is read from the registry.
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.registry import registered
 from dtf.api.schema import coerce_option, option_node, to_plain
+from dtf.config.defaults_lists import ROOT, YamlFile, check_defaults, refuse_cycle
 from dtf.config.hydra_internals import (
     CachingConfigRepository,
     ConfigLoaderImpl,
@@ -41,21 +43,8 @@ from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
 
 CONF = Path(__file__).parents[1] / "conf"
-ROOT = "config"
-"""Name of dtf's own root config, conf/config.yaml."""
-
 HYDRA_GROUPS = ("launcher", "sweeper")
 """The groups of `hydra/` that have a choice here."""
-
-
-@dataclass(frozen=True)
-class YamlFile:
-    """A YAML file as it was read."""
-
-    file: Path
-    content: dict[Any, Any]  # plain, interpolations as written, without its defaults list
-    defaults: list[Any]  # as written
-    header: dict[str, str | None]
 
 
 _reads: ContextVar[dict[str, YamlFile] | None] = ContextVar("reads", default=None)
@@ -153,11 +142,13 @@ class GuardedFiles(FileConfigSource):
                 f"{file}: hydra={content['hydra']} takes Hydra's own settings away; it must be a mapping, or left out"
             )
         defaults = content.pop("defaults", None)  # the result has copies
+        check_defaults(file, config_path, defaults)
         reads = _reads.get()
         if reads is not None:
-            reads[config_path.removesuffix(".yaml")] = YamlFile(
-                file, content, defaults if isinstance(defaults, list) else [], result.header
-            )
+            path = config_path.removesuffix(".yaml")
+            reads[path] = YamlFile(file, content, defaults or [], result.header)
+            if not ours:
+                refuse_cycle(path, reads)
         return result
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
@@ -172,12 +163,31 @@ class GuardedFiles(FileConfigSource):
         return file_of(group, name) if name in registered(group) else config_path
 
 
+_DIGITS, _WHOLE = "[0-9](?:_?[0-9])*", "(?:0|[1-9](?:_?[0-9])*)"
+_NUMBERS = {
+    "int": re.compile(rf"[-+]?{_WHOLE}$"),
+    "float": re.compile(
+        rf"[-+]?(?:(?:{_WHOLE}?\.{_DIGITS}|{_WHOLE}\.)(?:[eE][-+]?{_DIGITS})?|{_WHOLE}[eE][-+]?{_DIGITS}"
+        r"|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
+    ),
+}
+"""Texts that are numbers, those of the command line: 010, 0x10 and 1:30, which YAML 1.1 reads as 8, 16 and 90, are
+not.
+"""
+
+
 @cache
 def _yaml_loader() -> Any:
-    """OmegaConf's loader on top of libyaml, where that is there: it reads ten times as fast."""
+    """OmegaConf's loader with the numbers of the command line, on top of libyaml, where that is there: it reads ten
+    times as fast.
+    """
     import yaml
 
     slow = get_yaml_loader()
+    slow.yaml_implicit_resolvers = {
+        first: [(tag, _NUMBERS.get(tag.rpartition(":")[2], regexp)) for tag, regexp in pairs]
+        for first, pairs in slow.yaml_implicit_resolvers.items()
+    }
     if not hasattr(yaml, "CSafeLoader"):
         return slow
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
     from hydra.core.override_parser.types import Override
 
-    from dtf.config.hydra_sources import Loader, YamlFile
+    from dtf.config.defaults_lists import YamlFile
+    from dtf.config.hydra_sources import Loader
 
 _THEIRS = (HydraException, OmegaConfBaseException, ValueError, AssertionError, OSError, UserWarning, RecursionError)
 COMMAND_LINE = "on the command line"
@@ -32,6 +34,8 @@ _FEW = 3  # keys that an error may offer; more are no help
 
 _SPACE = re.compile(r"([^=]+)=(\w+)\(([^,()]+),([^,()]+)[,)].*", re.DOTALL)
 _DOTS = re.compile(r"([\d.eE+-]*\d)\.\.\.?(-?\d[\d.eE+-]*)")
+_NOT_DECIMAL = re.compile(r"[-+]?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-9]+|[0-9]+(?::[0-5]?[0-9])+)")
+"""What YAML 1.1 reads as a whole number to another base."""
 _SEARCH = " a search for the best value needs -m and hydra/sweeper=optuna"
 
 
@@ -54,6 +58,11 @@ def translated(error: Exception, overrides: Sequence[str], loader: Loader, reads
     if isinstance(error, ConfigError) or not isinstance(error, _THEIRS):
         return error
     text = str(error)
+    if unordered := re.match(r"In '(.*?)': Defaults list is missing `_self_`", text):
+        return ConfigError(
+            f"{_place(unordered[1], reads) or unordered[1]}: its defaults list has no _self_, the place of the file's "
+            "own keys among those of the others; write - _self_ at its end"
+        )
     if isinstance(error, OverrideParseException):
         return ConfigError(_no_override(error.override))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
@@ -72,7 +81,7 @@ def translated(error: Exception, overrides: Sequence[str], loader: Loader, reads
     if unknown := re.match(r"Could not override '(.*?)'\.\nTo append", text):
         return ConfigError(f"{show(unknown[1])} is no known key; see dtf job=describe; set {COMMAND_LINE}")
     if unused := re.match(r"(?:In '(.*?)': )?Could not override '(hydra/.*?)'", text):
-        where = display_path(reads[unused[1]].file) if unused[1] in reads else ""
+        where = _place(unused[1], reads)
         return ConfigError(
             f"{show(unused[2])} is not used here; leave it out; set {f'in {where}' if where else COMMAND_LINE}"
         )
@@ -113,6 +122,11 @@ def with_suggestions(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
     dots = re.fullmatch(rf"{re.escape(problem.key)}=({_DOTS.pattern}) is not of type .*", str(problem))
     if dots:
         return KeyProblem(problem.key, f"{problem}; did you mean {problem.key}=interval({dots[2]},{dots[3]})?{_SEARCH}")
+    other = re.fullmatch(
+        rf"{re.escape(problem.key)}=({_NOT_DECIMAL.pattern}) is not of type .*(?:int|float).*", str(problem)
+    )
+    if other:
+        return KeyProblem(problem.key, f"{problem}; numbers are decimal: write {_decimal(other[1])}")
     head, unknown, choices = str(problem).partition(" is no known key; ")
     if not unknown:
         return problem
@@ -128,6 +142,17 @@ def with_suggestions(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
     if near:
         meant.insert(0, f"{parent}{dot}{near[1]}")
     return KeyProblem(problem.key, f"{head}{unknown}did you mean {' or '.join(meant)}? {choices.rpartition('? ')[2]}")
+
+
+def _decimal(text: str) -> str:
+    """A text of `_NOT_DECIMAL` as one writes it; with both readings of a leading zero."""
+    sign, digits = ("-" if text.startswith("-") else ""), text.lstrip("+-")
+    if ":" in digits:
+        return f"{sign}{functools.reduce(lambda whole, part: 60 * whole + int(part), digits.split(':'), 0)}"
+    if digits[1].isdecimal():
+        octal = "" if set(digits) & {"8", "9"} else f", or {sign}{int(digits, 8)} where it is octal"
+        return f"{sign}{int(digits)}{octal}"
+    return f"{sign}{int(digits, 0)}"
 
 
 def meant_option(group: str, value: object) -> str:
@@ -177,6 +202,11 @@ def display_path(path: Path) -> str:
     """A path as text: relative to the current directory where it lies below that, else absolute."""
     absolute, current = os.path.abspath(path), os.getcwd()
     return os.path.relpath(absolute, current) if absolute.startswith(f"{current}{os.sep}") else absolute
+
+
+def _place(path: str | None, reads: dict[str, YamlFile]) -> str:
+    """The file that was read as an option; empty for one that was not."""
+    return display_path(reads[path].file) if path in reads else ""
 
 
 def _known_keys(config: dict[Any, Any]) -> Iterator[str]:

@@ -72,9 +72,10 @@ def check_override(override: Override, loader: Loader) -> None:
             f"{name} is refused, a config names no code; register a class and choose it by name; "
             "set on the command line"
         )
-    if key == "name" and group in GROUPS:
+    value = {} if override.is_delete() or override.is_sweep_override() else override.value()
+    if group in GROUPS and (key == "name" or (name == group and isinstance(value, dict) and "name" in value)):
         raise ConfigError(
-            f"{name} says which class the other keys belong to; choose with {group}=NAME; set on the command line"
+            f"{group}.name says which class the other keys belong to; choose with {group}=NAME; set on the command line"
         )
 
 

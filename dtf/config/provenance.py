@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from hydra.types import RunMode
 
 from dtf.api.registry import registered
-from dtf.api.schema import option_node, show, to_plain
-from dtf.config.hydra_sources import CONF, Loader, YamlFile
-from dtf.config.messages import COMMAND_LINE, display_path, is_set_by
+from dtf.api.schema import KeyProblem, option_node, show, to_plain
+from dtf.config.defaults_lists import YamlFile
+from dtf.config.hydra_sources import CONF, Loader
+from dtf.config.messages import COMMAND_LINE, display_path, is_set_by, with_suggestions
 from dtf.config.option_files import ROOT_KEYS, is_class_file, option_of
 from dtf.config.settings import Root
-from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 
 _UNSAID = object()
@@ -65,6 +65,8 @@ def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader,
     if is_set_by(key, overrides, loader):  # most often; and the rest asks Hydra once more
         return COMMAND_LINE
     found = sources(key, config_name, overrides, loader, reads)
+    if not found and key.endswith(".name"):  # it is missing: in the file of the node
+        found = [source for source in sources(key[:-5], config_name, overrides, loader, reads) if source.file]
     return f"in {found[-1].place}" if found and not found[-1].is_default else ""
 
 
@@ -76,8 +78,12 @@ def explain(config: dict[str, Any], sources_of: Callable[[str], list[Source]], k
     value, parts = _at(config, key.split(".")), key.split(".")
     if value is _UNSAID:
         depth = next(depth for depth in reversed(range(len(parts))) if isinstance(_at(config, parts[:depth]), dict))
+        unknown = ".".join(parts[: depth + 1])
         beside = [".".join([*parts[:depth], str(name)]) for name in _at(config, parts[:depth])]
-        raise ConfigError(f"job.key={show(key)} is no key of this config; {suggest(key, beside)}")
+        head = f"job.key={show(key)} is no known key; "
+        plain = KeyProblem(unknown, head + suggest("", beside))
+        meant = with_suggestions(plain, config)
+        raise meant if meant is not plain else KeyProblem(unknown, head + suggest(unknown, beside))
     lines = []
     for name, leaf in _leaves(value, key):
         lines.append(f"{name}={show(leaf)}")

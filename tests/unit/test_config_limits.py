@@ -93,7 +93,7 @@ def test_wide_but_small_chains_are_fine(tmp_path: Path) -> None:
         ("hydra: {sweeper: {_target_: os.getcwd}}\n", "_target_ is refused"),
         ("hydra:\n  sweeper: {params: \"${oc.create:'{a: 1}'}\"}\n", "is no class of an installed Hydra plugin"),
         ("hydra: {searchpath: [file:///]}\n", "hydra.searchpath is only supported"),
-        ("launcher: {name: inline}\n", "is no known key"),  # the keys of another launcher
+        ("launcher: {name: inline}\n", "launcher.name=inline is another class than local"),
         ("plugins: ['../x']\n", "is no module name"),
     ],
 )

@@ -171,7 +171,10 @@ def test_describe_says_where_a_value_comes_from(capsys: pytest.CaptureFixture[st
     assert next(line for line in lines("job.key=lr") if not line.startswith(" ")) == "lr.name=onecycle"
     assert yaml.safe_load("\n".join(lines("job.format=yaml", "strategy=zero1")))["shard_optimizer"] is True
     for words, message in (
-        (["job.key=step.bach"], "job.key=step.bach is no key of this config; did you mean step.batch_size"),
+        (["job.key=step.bach"], "job.key=step.bach is no known key; did you mean step.batch_size? choices: "),
+        (["job.key=batch_size"], "job.key=batch_size is no known key; did you mean step.batch_size? choices: "),
+        (["job.key=stp.batch_size"], "job.key=stp.batch_size is no known key; did you mean step? choices: "),
+        (["job.key=optimizer.lr"], "job.key=optimizer.lr is no known key; did you mean lr.peak? choices: "),
         (["job.key=lr", "job.format=json"], "leave job.group, job.option and job.format out"),
         (["job.format=yaml"], "job.format=yaml shows the file of one option"),
     ):

@@ -1,0 +1,181 @@
+"""Faults of config files themselves: their defaults lists, the class that a node's name says, and how numbers are
+written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dtf.config.compose import Composer
+from dtf.config.describe import help_text
+from dtf.config.hydra_sources import parse_yaml
+from dtf.config.messages import parse
+from dtf.config.settings import load_parts
+from dtf.core.errors import ConfigError
+
+BASE = "defaults: [schema/ddp@_here_, _self_]\n"
+load_parts([])
+
+
+def with_files(folder: Path, files: dict[str, str], config_name: str | None = None) -> Composer:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return Composer(str(folder), config_name)
+
+
+@pytest.mark.parametrize(
+    ("files", "chosen", "message"),
+    [
+        (
+            {"strategy/a.yaml": "defaults: [a, _self_]\n"},
+            "strategy=a",
+            "{}/strategy/a.yaml: its defaults list leads back to the file itself (strategy/a); take that entry out",
+        ),
+        (
+            {"strategy/a.yaml": "defaults: [b@_here_]\n", "strategy/b.yaml": "defaults: [/strategy/a@_here_]\n"},
+            "strategy=a",
+            "{}/strategy/b.yaml: its defaults list leads back to the file itself (strategy/b), by way of strategy/a; ",
+        ),
+        (
+            {"strategy/a.yaml": "defaults: schema/ddp\n"},
+            "strategy=a",
+            "{}/strategy/a.yaml: defaults=schema/ddp must be a list, such as defaults: [schema/NAME@_here_, _self_]",
+        ),
+        (
+            {"strategy/a.yaml": "defaults: [schema/ddp, _self_]\n"},
+            "strategy=a",
+            "{}/strategy/a.yaml: schema/ddp in its defaults list puts the keys into strategy.schema; write "
+            "schema/ddp@_here_",
+        ),
+        (
+            {"strategy/a.yaml": f"{BASE}name: zero1\n"},
+            "strategy=a",
+            "strategy.name=zero1 is another class than ddp, from which the node starts; leave the name out, or write "
+            "schema/zero1@_here_ into the defaults list; set in {}/strategy/a.yaml",
+        ),
+        (
+            {"experiment/a.yaml": "# @package _global_\nstrategy: {name: zero1}\n"},
+            "experiment=a",
+            "strategy.name=zero1 is another class than ddp, from which the node starts; leave the name out, or write "
+            "override /strategy: zero1 into the defaults list; set in {}/experiment/a.yaml",
+        ),
+        (
+            {"strategy/a.yaml": "name: off\n"},
+            "strategy=a",
+            "strategy.name=false names no registered class; YAML reads off, no, on and yes without quotes as false and "
+            "true; quote it: name: 'off'; set in {}/strategy/a.yaml",
+        ),
+        (
+            {"strategy/a.yaml": "bucket_mb: 3\n"},
+            "strategy=a",
+            "strategy.name=null names no registered class; a strategy file starts from one: defaults: "
+            "[schema/NAME@_here_, _self_]; set in {}/strategy/a.yaml",
+        ),
+        (
+            {"observer/a.yaml": "defaults: [schema/console@_here_, _self_]\nlive: false\n"},
+            "observer=[a,jsonl]",
+            "{}/observer/a.yaml puts its keys beside the names of observers; begin it with the line # @package "
+            "observer.a",
+        ),
+        (
+            {"strategy/a.yaml": "defaults: [schema/zero1@_here_, _self_]\nshard_optimizer: false\n"},
+            "strategy=a",
+            "strategy.shard_optimizer=false makes strategy=ddp of strategy=zero1; choose strategy=ddp; set in "
+            "{}/strategy/a.yaml",
+        ),
+        (
+            {"strategy/a.yaml": f"{BASE}powersgd_rank: 010\n"},
+            "strategy=a",
+            "strategy.powersgd_rank=010 is not of type int; numbers are decimal: write 10, or 8 where it is octal; set "
+            "in {}/strategy/a.yaml",
+        ),
+        (
+            {"experiment/a.yaml": "# @package _global_\ntrain: {steps: 1:30}\n"},
+            "experiment=a",
+            "train.steps=1:30 is not of type int | null; numbers are decimal: write 90; set in {}/experiment/a.yaml",
+        ),
+        (
+            {"experiment/a.yaml": "# @package _global_\nlr: {peak: 0x10}\n"},
+            "experiment=a",
+            "lr.peak=0x10 is not of type float; numbers are decimal: write 16; set in {}/experiment/a.yaml",
+        ),
+    ],
+)
+def test_a_fault_names_its_file_and_the_remedy(
+    tmp_path: Path, files: dict[str, str], chosen: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_files(tmp_path, files).compose([chosen])
+    assert str(caught.value).startswith(message.format(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "defaults: [schema/root, job: train]\n",
+            "its defaults list has no `config`, dtf's own root, from which a root of yours starts; begin it with",
+        ),
+        ("seed: 3\n", "its defaults list has no `config`"),
+        ("defaults: [config]\nseed: 3\n", "its defaults list has no _self_, the place of the file's own keys"),
+        ("defaults: [root, config, _self_]\n", "its defaults list leads back to the file itself (root)"),
+        ("defaults: config\n", "defaults=config must be a list, such as defaults: [config, _self_]"),
+    ],
+)
+def test_a_root_of_ones_own_starts_from_that_of_dtf(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_files(tmp_path, {"root.yaml": text}, "root").compose([])
+    assert str(caught.value).startswith(f"{tmp_path}/root.yaml: {message}")
+
+
+def test_a_name_that_says_the_truth_stays(tmp_path: Path) -> None:
+    files = {
+        "strategy/same.yaml": f"{BASE}name: ddp\n",
+        "strategy/whole.yaml": "name: zero1\nbucket_mb: 3\n",
+        "strategy/later.yaml": "defaults: [schema/ddp@_here_, schema/zero1@_here_, _self_]\n",
+        "experiment/e.yaml": "# @package _global_\ndefaults: [override /strategy: zero1]\nstrategy: {name: zero1}\n",
+        "mine.yaml": "defaults: [config, _self_]\nseed: 4\n",
+        "theirs.yaml": "defaults: [mine, _self_]\n",
+    }
+    composer = with_files(tmp_path, files, "theirs")
+    for chosen, name in (("same", "ddp"), ("whole", "zero1"), ("later", "zero1")):
+        strategy = composer.compose([f"strategy={chosen}"]).config["strategy"]
+        assert (strategy["name"], strategy["shard_optimizer"]) == (name, name == "zero1")
+    composed = composer.compose(["experiment=e"]).config
+    assert (composed["strategy"]["name"], composed["seed"]) == ("zero1", 4)
+
+
+def test_an_option_with_the_values_of_its_class_is_that_class() -> None:
+    composer = Composer()
+    for words, message in (
+        (["strategy=zero1", "strategy.shard_optimizer=false"], "makes strategy=ddp of strategy=zero1"),
+        (
+            ["precision=bf16", "precision.compute=fp32", "precision.cast=module"],
+            "makes precision=fp32 of precision=bf16",
+        ),
+        (["strategy={name: zero1}"], "strategy.name says which class the other keys belong to"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            composer.compose(words)
+    assert composer.compose(["precision=bf16", "precision.cast=module"]).config["precision"]["name"] == "bf16"
+
+
+NUMBERS = "0 00 010 -010 +3 0x10 0b11 0o17 1:30 1:30.5 1_000 1__0 1_ 0_1 -0 1e3 1E-3 1e+03 1.5 1. .5 -.5e3 01.5 1_0.5_0"
+
+
+@pytest.mark.parametrize("text", NUMBERS.split())
+def test_a_file_has_the_numbers_of_the_command_line(text: str) -> None:
+    from_file, typed = parse_yaml(text), parse([f"x={text}"])[0].value()
+    assert (type(from_file), from_file) == (type(typed), typed)
+
+
+def test_help_shows_what_the_files_of_the_root_say(tmp_path: Path) -> None:
+    files = {
+        "inner.yaml": "defaults: [config, _self_]\nseed: 6\nstep: {clip_norm: 2.5}\n",
+        "root.yaml": "defaults: [inner, _self_]\nseed: 7\n",
+    }
+    said = help_text(with_files(tmp_path, files, "root"), 100)
+    assert "  seed=7 " in said and "  step.clip_norm=2.5 " in said and "  step.batch_size=128 " in said
