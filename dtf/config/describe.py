@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
 from dtf.api.registry import registered
 from dtf.api.schema import coerce_option, is_node, keys, option_node, show, to_plain, type_text
-from dtf.config.hydra_sources import CONF
+from dtf.config.hydra_sources import CONF, record_files
 from dtf.config.option_files import is_class_file, option_text
 from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
@@ -18,6 +18,8 @@ from dtf.core.text import suggest
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composer
+    from dtf.config.defaults_lists import YamlFile
+    from dtf.config.hydra_sources import Loader
 
 WHAT = {**GROUPS, EXPERIMENT: "complete named runs"}
 
@@ -49,7 +51,10 @@ def catalogue(
                 for option_name in chosen.get(name) or ([option] if option else known)
             },
         }
-    return {**({} if group or chosen else {"root": _keys(Root, to_plain(Root()), "")}), "groups": groups}
+    return {
+        **({} if group or chosen else {"root": _keys(Root, _root_values(composer), "")}),
+        "groups": groups,
+    }
 
 
 def as_text(described: dict[str, Any], width: int) -> str:
@@ -113,11 +118,46 @@ def help_text(composer: Composer, width: int) -> str:
         )
         lines += [f"{'':14}{what}"]
     lines += ["", "Keys outside groups (key=value):", ""]
-    for key in _keys(Root, to_plain(Root()), ""):
+    for key in _keys(Root, _root_values(composer), ""):
         unit = f" [{key['unit']}]" if key["unit"] else ""
         text = f"{key['key']}={show(key['default'])}".ljust(30) + f" {key['help'].split(';')[0]}{unit}"
         lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent=" " * 33)
     return "\n".join([*lines, "", _TAIL])
+
+
+def _root_values(composer: Composer) -> dict[str, Any]:
+    """The keys outside groups as the files of a root have them, before a recipe or an experiment sets some. What a file
+    writes stays as it is written.
+    """
+    values: dict[str, Any] = to_plain(Root())
+    with record_files() as reads:
+        for content in _root_contents(composer.loader, composer.config_name, reads):
+            _merge(values, {name: content[name] for name in values if name in content})
+    return values
+
+
+def _root_contents(loader: Loader, path: str, reads: dict[str, YamlFile]) -> Iterator[dict[Any, Any]]:
+    """The content of a file, and of those of its defaults list that are no options, in their order."""
+    if path in reads:
+        return
+    loader.repository.load_config(path)
+    if (read := reads.get(path)) is None:
+        return
+    named = [entry for entry in read.defaults if isinstance(entry, str)]
+    for entry in named if "_self_" in named else [*named, "_self_"]:
+        if entry == "_self_":
+            yield read.content
+        else:
+            yield from _root_contents(loader, entry.strip("/"), reads)
+
+
+def _merge(values: dict[Any, Any], more: dict[Any, Any]) -> None:
+    """Set what `more` has, at any depth, in `values`."""
+    for name, value in more.items():
+        if isinstance(value, dict) and isinstance(values.get(name), dict):
+            _merge(values[name], value)
+        else:
+            values[name] = value
 
 
 def _option(composer: Composer, group: str, name: str) -> dict[str, Any]:
