@@ -30,12 +30,20 @@ class YamlFile:
 
 
 def check_defaults(file: Path, config_path: str, defaults: Any) -> None:
-    """Raise ConfigError for a defaults list that is none, or that puts a base in a node of its own."""
+    """Raise ConfigError for a defaults list that is none, names no option, or puts a base in a node of its own."""
     group, name = option_of(config_path)
     here = "@recipe" if group == "recipe" else "@_here_"
     if defaults is not None and not isinstance(defaults, list):
         example = f"{SCHEMA}/NAME{here}" if group in GROUPS and name else ROOT
         raise ConfigError(f"{file}: defaults={show(defaults)} must be a list, such as defaults: [{example}, _self_]")
+    for entry in defaults or []:
+        for value in entry.values() if isinstance(entry, dict) else [entry]:
+            for option in value if isinstance(value, list) else [value]:
+                if not isinstance(option, str) and (option is not None or entry is None):
+                    raise ConfigError(
+                        f"{file}: {show(option)} in its defaults list is no name of an option; quote a name that YAML "
+                        "reads as something else, such as 'off'"
+                    )
     for entry in (defaults or []) if group in GROUPS and name else []:
         if isinstance(entry, str) and entry.startswith(f"{SCHEMA}/") and "@" not in entry:
             raise ConfigError(

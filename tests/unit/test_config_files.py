@@ -45,6 +45,12 @@ def with_files(folder: Path, files: dict[str, str], config_name: str | None = No
             "{}/strategy/a.yaml: defaults=schema/ddp must be a list, such as defaults: [schema/NAME@_here_, _self_]",
         ),
         (
+            {"experiment/a.yaml": "# @package _global_\ndefaults: [override /checkpoint: off]\n"},
+            "experiment=a",
+            "{}/experiment/a.yaml: false in its defaults list is no name of an option; quote a name that YAML reads as "
+            "something else, such as 'off'",
+        ),
+        (
             {"strategy/a.yaml": "defaults: [schema/ddp, _self_]\n"},
             "strategy=a",
             "{}/strategy/a.yaml: schema/ddp in its defaults list puts the keys into strategy.schema; write "
