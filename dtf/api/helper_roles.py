@@ -36,7 +36,10 @@ class RoleContext:
     """Show a line of text to the people who watch this process."""
 
     folder: Path = Path()
-    """The run folder."""
+    """The run folder; of a process that a command of its own started, a folder for its log."""
+
+    run_dir: str = ""
+    """`run.dir`, where it was given."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class RendezvousContext:
 
     say: Callable[[str], None]
     """Show a line of text to the people who watch this process."""
+
+    stop_requested: Callable[[], bool] = lambda: False
+    """Whether this process got a signal to stop."""
 
 
 class HelperRoles:

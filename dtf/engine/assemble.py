@@ -125,7 +125,7 @@ def _rendezvous(rank: Rank, facts: dict[str, Any]) -> Rank:
     """The rank with the place, folder and id that the strategy's rendezvous gives. Preempted when told to stop."""
 
     def wait() -> None:
-        rank.beat("start", 0)
+        rank.beat("rendezvous", 0)
         if rank.stop_requested():
             raise Preempted(
                 "asked to stop before the others were there; nothing is lost; start again with the same command"
@@ -135,8 +135,9 @@ def _rendezvous(rank: Rank, facts: dict[str, Any]) -> Rank:
         rank.send(Note("info", text))
 
     context = rank.settings.strategy.helper_roles.rendezvous(
-        RendezvousContext(rank.place, rank.folder, rank.run_id, facts, wait, say)
+        RendezvousContext(rank.place, rank.folder, rank.run_id, facts, wait, say, rank.stop_requested)
     )
+    rank.beat("start", 0)
     return replace(rank, place=context.place, folder=context.folder, run_id=context.run_id)
 
 

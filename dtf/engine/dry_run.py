@@ -24,7 +24,7 @@ from dtf.model.class_probabilities import class_probabilities
 LEAST_STEPS = 3
 """Steps of the shortest plan that a dry run makes up: two before a save, and one after it."""
 
-_PARTS = {"log": "metrics", "stop": "end", "wait": "start"}
+_PARTS = {"log": "metrics", "stop": "end", "wait": "start", "rendezvous": "start"}
 """Phases of a rank whose parts are called otherwise."""
 
 

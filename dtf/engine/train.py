@@ -86,7 +86,14 @@ def _run_helper(joined: JoinedRank, inputs: TaskInputs) -> None:
         rank.send(Note("info", text))
 
     context = RoleContext(
-        rank.place, inputs.facts, inputs.splits.loader, rank.beat, rank.stop_requested, say, rank.folder
+        rank.place,
+        inputs.facts,
+        inputs.splits.loader,
+        rank.beat,
+        rank.stop_requested,
+        say,
+        rank.folder,
+        rank.settings.run.dir,
     )
     rank.settings.strategy.helper_roles.run(inputs.task, context)
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from dtf.host import waits
 
-PHASES = ("start", "fetch", "step", "log", "evaluate", "save", "wait", "stop", "end")
-"""`wait`: for work that others hand out. `end`: its work has returned."""
+PHASES = ("start", "rendezvous", "fetch", "step", "log", "evaluate", "save", "wait", "stop", "end")
+"""`rendezvous`: it waits for processes that somebody else starts, and says so itself. `wait`: for work that others hand
+out. `end`: its work has returned."""
 _NUMBER = {phase: float(number) for number, phase in enumerate(PHASES)}
 _BYTES = 32  # of a beat: time, phase, step, beats of phase `step`; float64 each
 _CELL = 1 << 18  # per rank: the beat, then the memory of `waits`. Only pages that are written take memory

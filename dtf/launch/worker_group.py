@@ -203,7 +203,7 @@ class WorkerGroup:
             self._look_for_hang(now)
 
     def _starting(self, rank: RankHandle) -> bool:
-        return self._board.read(rank.place.rank).phase == "start"
+        return self._board.read(rank.place.rank).phase in ("start", "rendezvous")  # nothing to save yet
 
     def _look_for_hang(self, now: float) -> None:
         alive = self._alive()

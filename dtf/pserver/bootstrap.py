@@ -67,6 +67,7 @@ def serve(task: Task, world: World, strategy: PserverOptions, trainers: int, boo
         endpoint = service.endpoint
         connections.publish_endpoint(connections.launcher_store(place), world.rank, endpoint)
     service.on_error, service.ready = program.fail, lambda: program.begun
+    program.while_waiting = bootstrap.while_waiting or program.while_waiting
     monitor = LivenessMonitor(bootstrap.failure, program.fail) if bootstrap.failure else None
 
     def close() -> None:

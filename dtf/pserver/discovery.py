@@ -7,14 +7,14 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dtf.core.consistency import describe_differences
-from dtf.core.errors import ConfigError, PeerError
+from dtf.core.errors import ConfigError, DtfError, Exit, PeerError, Preempted
 from dtf.pserver.net.codec import decode, encode
 from dtf.pserver.net.messages import MEET, json_of, meet_schemas
 from dtf.pserver.net.transport import Lost, Refused, Transport
@@ -29,13 +29,32 @@ LOOK_S = 1.0
 """Time between two checks of a LivenessMonitor."""
 
 QUIET_S = 3.0
-"""Waiting shorter than this is not reported."""
+"""Waiting shorter than this is not reported. Each line doubles the time until the next."""
 
 
 class RendezvousTimeout(PeerError):
     """Servers did not come, or come back, within `launcher.timeout_s`."""
 
     patient = True
+
+
+class WaitReport:
+    """Tells `say` what is waited for: after QUIET_S, and again and again as long as it lasts."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._start, self._next_s = say, monotonic(), QUIET_S
+
+    def tell(self, what: str) -> None:
+        """To be called regularly while waiting."""
+        waited_s = monotonic() - self._start
+        if waited_s > self._next_s:
+            self._next_s = 2 * waited_s
+            self._say(f"{what} ({waited_s:.0f} s so far)")
+
+
+def named(servers: Iterable[int], endpoints: Sequence[str]) -> str:
+    """Servers with their endpoints, for people."""
+    return ", ".join(f"server {server} (at {endpoints[server]})" for server in servers)
 
 
 class RendezvousInfo(NamedTuple):
@@ -46,6 +65,7 @@ class RendezvousInfo(NamedTuple):
     folder: str
     run_id: str
     host: str
+    missing: Sequence[int] = ()  # servers that are not there
 
 
 class Coordinator:
@@ -54,9 +74,14 @@ class Coordinator:
     Threads of the service call `answer`. `silence_s`: a server that has not asked for so long is lost.
     """
 
+    stop_requested = False
+    """Whether another server was asked to stop."""
+
     def __init__(self, info: RendezvousInfo, servers: int, facts: dict[str, Any], silence_s: float) -> None:
         self._info, self._facts, self._silence_s = info, facts, silence_s
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._over: DtfError | None = None
+        self._heard_end: set[int] = set()  # servers that know of it
         self._others = set(range(1, servers))
         self._process_ids: dict[int, int] = {}  # by server: the random number that its process drew
         self._heard_at: dict[int, float] = {}
@@ -83,22 +108,37 @@ class Coordinator:
                 if self._complete and self._process_ids[server] != born:
                     self._lost = self._lost or f"server {server} was started again"
                 self._process_ids[server], self._heard_at[server] = born, monotonic()
-            info = np.frombuffer(json.dumps(self._info).encode(), np.uint8)
-            return encode(self._schemas[1], {"complete": int(self._complete and not self._lost)}, {"told": info})
+                self.stop_requested = self.stop_requested or bool(message.scalars["stopping"])
+                if self._over:
+                    self._heard_end.add(server)
+                    self._lock.notify_all()
+            info = np.frombuffer(json.dumps(self._info._replace(missing=self._missing())).encode(), np.uint8)
+            complete = int(self._complete and not self._lost)
+            over = {"over": int(self._over.exit if self._over else 0), "reason": str(self._over or "")}
+            return encode(self._schemas[1], {"complete": complete, **over}, {"told": info})
 
     def complete(self) -> bool:
         """Whether all servers have come. Once true it stays true: a server that leaves later ends the attempt."""
         with self._lock:
-            now = monotonic()
-            self._complete = self._complete or all(
-                now - self._heard_at.get(server, -self._silence_s) < self._silence_s for server in self._others
-            )
+            self._complete = self._complete or not self._missing()
             return self._complete
 
     def missing(self) -> list[int]:
-        """Servers that have never asked."""
+        """Servers that have not come, or have gone."""
         with self._lock:
-            return sorted(self._others - self._heard_at.keys())
+            return self._missing()
+
+    def _missing(self) -> list[int]:
+        now, never = monotonic(), -self._silence_s
+        return sorted(server for server in self._others if now - self._heard_at.get(server, never) >= self._silence_s)
+
+    def end(self, why: DtfError) -> None:
+        """The run is over before it made a step: all who ask end with the error. Returns when the other servers know,
+        after DEADLINE_S at most.
+        """
+        with self._lock:
+            self._over = why
+            self._lock.wait_for(lambda: self._heard_end >= self._others, DEADLINE_S)
 
     def failure(self) -> str:
         """Why this attempt cannot go on; empty while it can."""
@@ -121,26 +161,40 @@ def refuse_rendezvous(server: int) -> Callable[[bytes], bytes]:
 
 
 class Member:
-    """The part of all other processes: it asks server 0. `server`: the number of this server, or TRAINER."""
+    """The part of all other processes: it asks server 0. `server`: the number of this server, or TRAINER.
 
-    def __init__(self, transport: Transport, server: int, servers: int, facts: dict[str, Any]) -> None:
-        self._transport = transport
-        request = {"server": server, "born": secrets.randbits(62), "servers": servers}
+    `stop_requested`: whether this server was asked to stop.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        server: int,
+        endpoints: Sequence[str],
+        facts: dict[str, Any],
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._transport, self._endpoints, self._stop_requested = transport, endpoints, stop_requested
+        self._request = {"server": server, "born": secrets.randbits(62), "servers": len(endpoints)}
         self._schemas = meet_schemas()
-        self._request = encode(
-            self._schemas[0], request, {"facts": np.frombuffer(json.dumps(facts).encode(), np.uint8)}
-        )
+        self._facts = np.frombuffer(json.dumps(facts).encode(), np.uint8)
         self._generation, self._heard_at = "", 0.0
 
     def ask(self) -> tuple[bool, RendezvousInfo]:
         """Whether all servers are there, and where they meet.
 
-        Lost, AuthError, or ConfigError for a process that cannot take part.
+        Lost, AuthError, or ConfigError for a process that cannot take part. Preempted or RendezvousTimeout where server
+        0 has ended the run.
         """
+        request = self._request | {"stopping": int(self._stop_requested())}
         try:
-            answer = decode(self._schemas[1], self._transport.call(MEET, self._request, DEADLINE_S))
+            data = self._transport.call(MEET, encode(self._schemas[0], request, {"facts": self._facts}), DEADLINE_S)
         except Refused as refused:
             raise ConfigError(str(refused)) from None
+        answer = decode(self._schemas[1], data)
+        if over := int(answer.scalars["over"]):
+            reason = f"server 0 has ended the run: {answer.scalars['reason']}"
+            raise Preempted(reason) if over == Exit.PREEMPTED else RendezvousTimeout(reason)
         return bool(answer.scalars["complete"]), RendezvousInfo(*json.loads(answer.arrays["told"].tobytes()))
 
     def wait_complete(self, patience_s: float, wait: Callable[[], None], say: Callable[[str], None]) -> RendezvousInfo:
@@ -148,7 +202,7 @@ class Member:
 
         See `RendezvousContext` for `wait` and `say`.
         """
-        start, pause, reported = monotonic(), threading.Event(), False
+        start, pause, report = monotonic(), threading.Event(), WaitReport(say)
         while True:
             wait()
             try:
@@ -156,15 +210,12 @@ class Member:
                 if complete:
                     self._generation, self._heard_at = info.generation, monotonic()
                     return info
-                why = "server 0 waits for other servers"
+                why = f"server 0 waits for {named(info.missing, self._endpoints) or 'a server that was started again'}"
             except Lost as lost:
-                why = f"server 0 cannot be reached: {lost}"
-            waited_s = monotonic() - start
-            if waited_s > patience_s:
+                why = f"server 0 cannot be reached: {lost}; it was not started yet, or the run has ended"
+            if monotonic() - start > patience_s:
                 raise RendezvousTimeout(f"the servers were not all there within launcher.timeout_s: {why}")
-            if waited_s > QUIET_S and not reported:
-                say(f"waiting for the servers: {why}")
-                reported = True
+            report.tell(f"waiting for the servers: {why}")
             pause.wait(ASK_S)
 
     def failure(self, patience_s: float) -> str:

@@ -20,17 +20,19 @@ from torch.distributed import TCPStore
 from dtf.api.helper_roles import RendezvousContext, RoleContext
 from dtf.api.task import Task
 from dtf.core.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
+from dtf.core.run_record import finished
 from dtf.core.types import ManualStart, Shard
 from dtf.host import network
 from dtf.pserver.connections import PATIENCE_S, make_service, tls_files
 from dtf.pserver.discovery import (
     ASK_S,
-    QUIET_S,
     TRAINER,
     Coordinator,
     Member,
     RendezvousInfo,
     RendezvousTimeout,
+    WaitReport,
+    named,
     refuse_rendezvous,
 )
 from dtf.pserver.net import messages
@@ -40,6 +42,7 @@ from dtf.pserver.net.rpc import Client, Service
 from dtf.pserver.net.shared_memory import SharedMemoryTransport
 from dtf.pserver.net.transport import Lost, RetryingTransport
 from dtf.pserver.trainer.hogwild import run_trainers, trainer_numbers
+from dtf.pserver.trainer_watch import TrainerWatch
 
 if TYPE_CHECKING:
     from dtf.core.types import Batches
@@ -59,6 +62,7 @@ class ServerBootstrap:
     service: Service | None = None  # already started
     endpoint: str = ""  # of the service
     failure: Callable[[], str] | None = None  # why this attempt of the run cannot go on, or nothing
+    while_waiting: TrainerWatch | None = None  # on server 0
     store: TCPStore | None = None  # on server 0: the store of all servers, open as long as this object lives
 
 
@@ -93,6 +97,7 @@ def rendezvous(context: RendezvousContext, trainers: int) -> tuple[RendezvousCon
     service.start()
     _wait_for_servers(coordinator, manual, context)
     bootstrap.failure = coordinator.failure
+    bootstrap.while_waiting = TrainerWatch(coordinator, context, manual.timeout_s)
     return replace(context, place=replace(place, store=store)), bootstrap
 
 
@@ -126,7 +131,7 @@ def _join(
     service.add({MEET: refuse_rendezvous(place.rank)})
     service.start()
     client = Client(endpoints[0], place.token, UNKNOWN, tls=tls_files(place))
-    member = Member(client, place.rank, len(endpoints), facts)
+    member = Member(client, place.rank, endpoints, facts, context.stop_requested)
     info = member.wait_complete(manual.timeout_s, context.wait, context.say)
     service.generation = info.generation
     bootstrap.failure = lambda: member.failure(_retry_s(manual))
@@ -142,18 +147,18 @@ def _join(
 def _wait_for_servers(coordinator: Coordinator, manual: ManualStart, context: RendezvousContext) -> None:
     """On server 0: wait until all servers are there. RendezvousTimeout when one is missing for too long."""
     timeout_s, endpoints = manual.timeout_s, manual.endpoints
-    start, reported = time.monotonic(), False
+    start, report = time.monotonic(), WaitReport(context.say)
     while not coordinator.complete():
         context.wait()
-        waited_s = time.monotonic() - start
-        missing = ", ".join(f"server {server} (at {endpoints[server]})" for server in coordinator.missing())
-        missing = missing or "servers that came and have gone"
-        if waited_s > timeout_s:
+        missing = named(coordinator.missing(), endpoints)
+        if time.monotonic() - start > timeout_s:
             raise RendezvousTimeout(f"{missing} did not come within launcher.timeout_s={timeout_s:g}")
-        if waited_s > QUIET_S and not reported:
-            context.say(f"server 0 waits for {missing}")
-            reported = True
+        report.tell(f"server 0 waits for {missing}")
         time.sleep(ASK_S)
+
+
+class _Finished(Exception):
+    """The run has finished, and its servers are gone. The text: its folder."""
 
 
 class ManualTrainer:
@@ -166,14 +171,19 @@ class ManualTrainer:
         self._trainers, self._number, self._manual = trainers, number, context.place.manual or ManualStart()
         self._endpoints, self._loaders = self._manual.endpoints, list[Any]()
         self._deadline = 0.0  # for the next step to be made
-        self._member = Member(self._client(0, UNKNOWN), TRAINER, len(self._endpoints), _facts(context))
+        self._folders = {Path(context.run_dir)} if context.run_dir else set[Path]()  # where the run may be
+        self._member = Member(self._client(0, UNKNOWN), TRAINER, self._endpoints, _facts(context))
 
     def run(self) -> None:
         """Work to the end of the run.
 
         Preempted when this trainer or the run was told to stop, BudgetError when the run's budget is spent.
         """
-        reason = self._run()
+        try:
+            reason = self._run()
+        except _Finished as end:
+            self._context.say(f"the run in {end} has finished; nothing is left to do for trainer {self._number}")
+            return
         if reason == "preempted":
             raise Preempted(
                 "the run was asked to stop; start its servers again with the same run.dir, and its trainers, to go on"
@@ -184,10 +194,11 @@ class ManualTrainer:
     def _run(self) -> str:
         """Why the run is over. RendezvousTimeout when no step is made within `launcher.timeout_s`."""
         self._deadline = time.monotonic() + self._manual.timeout_s
-        generation, quiet_until = "", time.monotonic() + QUIET_S
+        generation, report = "", WaitReport(self._context.say)
         while True:
             left_s = max(0.0, self._deadline - time.monotonic())
-            info = self._member.wait_complete(left_s, lambda: self._beat("wait", 0), self._context.say)
+            info = self._member.wait_complete(left_s, self._wait, self._context.say)
+            self._folders.add(Path(info.folder))
             clients = [self._client(server, info.generation) for server in range(len(self._endpoints))]
             try:
                 for server, client in enumerate(clients):
@@ -204,9 +215,8 @@ class ManualTrainer:
                     raise RendezvousTimeout(f"no step was finished within {timeout}: {error}") from None
                 if generation == info.generation:
                     self._context.say(f"{error}; waiting for the servers to come back")
-                elif time.monotonic() > quiet_until:
-                    self._context.say(f"waiting for the servers: {error}")
-                    quiet_until = self._deadline
+                else:
+                    report.tell(f"waiting for the servers: {error}")
             except Preempted:
                 self._leave(clients[0])
                 raise
@@ -214,6 +224,13 @@ class ManualTrainer:
                 for resource in (*clients, *self._loaders):
                     resource.close()
                 self._loaders.clear()
+
+    def _wait(self) -> None:
+        """Called while it looks for the servers. _Finished where there is nothing to look for."""
+        self._beat("wait", 0)
+        for folder in self._folders:
+            if finished(folder, self._context.facts["config"]):
+                raise _Finished(folder)
 
     def _work(self, clients: list[Client]) -> str:
         context = replace(self._context, beat=self._beat, stop_requested=lambda: False, open=self._open)

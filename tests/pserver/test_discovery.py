@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Callable
@@ -12,12 +13,13 @@ from typing import Any, cast
 import pytest
 
 from dtf.api.helper_roles import RendezvousContext, RoleContext
-from dtf.core.errors import BusyError, ConfigError, PeerError
+from dtf.core.errors import BusyError, ConfigError, PeerError, Preempted
 from dtf.core.types import ManualStart, Place
 from dtf.pserver import discovery, manual_rendezvous
 from dtf.pserver.net.rpc import Client
 from dtf.pserver.net.transport import Lost
 from dtf.pserver.strategy import Pserver
+from dtf.pserver.trainer_watch import TrainerWatch
 from tests.support.manual_start import TOKEN, endpoints
 
 
@@ -60,7 +62,7 @@ def test_a_server_that_is_taken_for_server_0_says_so_and_that_it_waits_for_it(mo
         client = Client(where[1], TOKEN, "none")
         try:
             with pytest.raises(ConfigError) as refused:
-                discovery.Member(client, discovery.TRAINER, 2, {}).ask()
+                discovery.Member(client, discovery.TRAINER, where, {}).ask()
             refusals.append(str(refused.value))
         finally:
             client.close()
@@ -72,7 +74,7 @@ def test_a_server_that_is_taken_for_server_0_says_so_and_that_it_waits_for_it(mo
 
 
 def test_a_trainer_says_which_server_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manual_rendezvous, "QUIET_S", 0.0)
+    monkeypatch.setattr(discovery, "QUIET_S", 0.0)
     monkeypatch.setattr(manual_rendezvous, "READY_S", 0.1)
     where, messages = endpoints(2), list[str]()
     place = Place(rank=2, size=3, token=TOKEN, manual=ManualStart(tuple(where), timeout_s=0.3))
@@ -92,9 +94,7 @@ def test_a_trainer_says_which_server_it_waits_for(monkeypatch: pytest.MonkeyPatc
     )
     with pytest.raises(PeerError, match=f"within launcher.timeout_s=0.3: server 1 is not ready at {where[1]}"):
         trainer.run()
-    assert len(messages) == 1 and messages[0].startswith(
-        f"waiting for the servers: server 1 is not ready at {where[1]}"
-    )
+    assert messages and messages[0].startswith(f"waiting for the servers: server 1 is not ready at {where[1]}")
 
 
 def waits(server: int) -> Callable[[float], None]:
@@ -104,3 +104,138 @@ def waits(server: int) -> Callable[[float], None]:
             raise Lost("DEADLINE_EXCEEDED")
 
     return wait_ready
+
+
+class Clock:
+    """Stands for time.monotonic()."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+        self.now = 1000.0
+        for module in modules:
+            monkeypatch.setattr(f"{module}.monotonic", lambda: self.now)
+
+
+class Direct:
+    """A transport to a coordinator of this process."""
+
+    def __init__(self, coordinator: discovery.Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+        return self._coordinator.answer(data)
+
+
+WHERE = ["10.0.0.1:4000", "10.0.0.2:4000", "10.0.0.3:4000"]
+INFO = discovery.RendezvousInfo("run/0", "", "", "run", "host")
+
+
+def member(coordinator: discovery.Coordinator, server: int, stopping: bool = False) -> discovery.Member:
+    return discovery.Member(cast(Any, Direct(coordinator)), server, WHERE, {}, lambda: stopping)
+
+
+def test_each_line_about_a_wait_doubles_the_time_until_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, said = Clock(monkeypatch, "dtf.pserver.discovery"), list[str]()
+    report = discovery.WaitReport(said.append)
+    for _ in range(60):
+        clock.now += 1
+        report.tell("waiting")
+    assert said == [f"waiting ({seconds} s so far)" for seconds in (4, 9, 19, 39)]
+
+
+def test_who_is_missing_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a server that came and has gone."""
+    clock, said = Clock(monkeypatch, "dtf.pserver.discovery"), list[str]()
+    coordinator = discovery.Coordinator(INFO, 3, {}, silence_s=60.0)
+    member(coordinator, 1).ask()
+    assert coordinator.missing() == [2] and not coordinator.complete()
+
+    def wait() -> None:
+        clock.now += 4
+
+    with pytest.raises(PeerError, match=r"server 0 waits for server 2 \(at 10.0.0.3:4000\)$"):
+        member(coordinator, discovery.TRAINER).wait_complete(10.0, wait, said.append)
+    assert "waiting for the servers: server 0 waits for server 2 (at 10.0.0.3:4000) (" in said[0]
+    clock.now += 60
+    assert coordinator.missing() == [1, 2]
+
+
+def test_a_run_that_server_0_ends_ends_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "DEADLINE_S", 0.0)  # nobody asks meanwhile
+    coordinator = discovery.Coordinator(INFO, 3, {}, silence_s=60.0)
+    member(coordinator, 2, stopping=True).ask()
+    assert coordinator.stop_requested
+    for why in (Preempted("asked to stop"), discovery.RendezvousTimeout("no trainer came")):
+        coordinator.end(why)
+        for server in (1, discovery.TRAINER):
+            with pytest.raises(type(why), match=f"server 0 has ended the run: {why}"):
+                member(coordinator, server).failure(10.0)
+
+
+def watched(
+    monkeypatch: pytest.MonkeyPatch, stop_requested: bool = False
+) -> tuple[Any, Clock, TrainerWatch, list[str]]:
+    """A program without trainers, and the watch of its server."""
+    monkeypatch.setattr(discovery, "DEADLINE_S", 0.0)
+    clock, said = Clock(monkeypatch, "dtf.pserver.discovery", "dtf.pserver.trainer_watch"), list[str]()
+    context = RendezvousContext(
+        Place(slots=3), Path(), "run", {}, lambda: None, said.append, stop_requested=lambda: stop_requested
+    )
+    watch = TrainerWatch(discovery.Coordinator(INFO, 1, {}, 60.0), context, timeout_s=30.0)
+    ledger = SimpleNamespace(members=lambda: program.here, ever_joined=set[int]())
+    program = SimpleNamespace(ledger=ledger, here=list[int](), unsaved=lambda: False)
+    return program, clock, watch, said
+
+
+def test_a_server_whose_trainers_never_come_says_so_and_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, clock, watch, said = watched(monkeypatch)
+    with pytest.raises(discovery.RendezvousTimeout, match=r"no trainer came within launcher\.timeout_s=30"):
+        for _ in range(60):
+            watch(program)
+            clock.now += 1
+    assert clock.now < 1032
+    assert said[0] == "server 0 waits for trainers: none has come, of launcher.processes=3 (4 s so far)" and said[1:]
+
+
+def test_a_server_whose_trainers_have_left_holds_what_they_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, clock, watch, said = watched(monkeypatch)
+    program.ledger.ever_joined.add(0)
+    for program.here in ([0], []):
+        for _ in range(60):
+            watch(program)
+            clock.now += 1
+    assert said and all("server 0 waits for trainers: all have left" in text for text in said)
+
+
+@pytest.mark.parametrize(("unsaved", "kept"), [(False, "nothing is lost"), (True, "since the last checkpoint is lost")])
+def test_a_server_without_trainers_stops_at_once(unsaved: bool, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, _, watch, _ = watched(monkeypatch, stop_requested=True)
+    program.unsaved = lambda: unsaved
+    program.here = [0]
+    watch(program)  # a trainer finishes the step, and the server saves
+    program.here = []
+    with pytest.raises(Preempted, match=kept):
+        watch(program)
+
+
+def test_a_trainer_that_comes_after_the_end_of_the_run_ends_too(tmp_path: Path) -> None:
+    said = list[str]()
+    (tmp_path / "run.json").write_text(json.dumps({"ended": "2026-01-01", "exit": 0}))
+    (tmp_path / "config.yaml").write_text("{seed: 1, launcher: {role: server}, run: {dir: here}}")
+
+    def trainer(seed: int, timeout_s: float) -> manual_rendezvous.ManualTrainer:
+        place = Place(rank=1, size=2, token=TOKEN, manual=ManualStart((endpoints(1)[0],), timeout_s))
+        context = RoleContext(
+            place,
+            {"config": {"seed": seed, "run": {}}},
+            cast(Any, None),
+            lambda phase, step: None,
+            lambda: False,
+            said.append,
+            run_dir=str(tmp_path),
+        )
+        return manual_rendezvous.ManualTrainer(cast(Any, None), context, Pserver(), 1, 0)
+
+    trainer(1, 600.0).run()
+    assert said == [f"the run in {tmp_path} has finished; nothing is left to do for trainer 0"]
+    with pytest.raises(PeerError, match="it was not started yet, or the run has ended"):
+        trainer(2, 0.1).run()  # of another config: its servers are still to come

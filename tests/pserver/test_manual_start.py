@@ -103,7 +103,7 @@ def test_status_by_endpoint_needs_the_secret_and_what_the_folder_tells_is_good_f
     from dtf.pserver.net.rpc import Client
 
     with pytest.raises(AuthError):
-        Member(Client(live.where[0], find(live.folder).token, "none"), TRAINER, 1, {}).ask()
+        Member(Client(live.where[0], find(live.folder).token, "none"), TRAINER, live.where, {}).ask()
 
 
 def test_who_is_refused(live: Underway, run_dtf: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def test_the_first_step_of_a_process_has_the_time_of_a_start() -> None:
     silences = {phase: limits.silence(Beat(0, phase, 120, 2)) for phase in heartbeat.PHASES}
     assert silences == {
         "start": 600,
+        "rendezvous": 600,
         "fetch": 3,
         "step": 3,
         "log": 3,

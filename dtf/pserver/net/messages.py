@@ -70,11 +70,12 @@ def json_of(message: Message, name: str) -> Any:
 def meet_schemas() -> tuple[Schema, Schema]:
     """Request and reply of MEET.
 
-    `server`: who asks, -1 for a trainer. `born`: a random number of this process. `told`: JSON of
-    `discovery.RendezvousInfo`, valid once `complete`.
+    `server`: who asks, -1 for a trainer. `born`: a random number of this process. `stopping`: it is a server that was
+    asked to stop. `told`: JSON of `discovery.RendezvousInfo`, valid once `complete`. `over`: exit code of a run that
+    all leave without a step, 0 while it goes on; `reason`: why.
     """
-    return Schema({"server": int, "born": int, "servers": int}, {"facts": BYTES}), Schema(
-        {"complete": int}, {"told": BYTES}
+    return Schema({"server": int, "born": int, "servers": int, "stopping": int}, {"facts": BYTES}), Schema(
+        {"complete": int, "over": int, "reason": str}, {"told": BYTES}
     )
 
 

@@ -78,6 +78,9 @@ class ServerProgram(Program):
         self.reason = ""  # why it is over
         self._last = -1  # step that was opened last
         self.version = -1  # first step whose update is not whole
+        self._kept = 0  # updates that are in the last checkpoint
+        self.while_waiting: Callable[[ServerProgram], None] = lambda program: None
+        """Called regularly while this server waits for trainers, with `change` held."""
         self.dropped = 0  # pushes that came again
         self._metric_count = 1 + len(task.recipe.train_metrics)
         self.metrics = MetricAccumulator(self._metric_count)
@@ -176,7 +179,12 @@ class ServerProgram(Program):
         self.server_state.swap_ema(on)
 
     def state(self) -> State:
+        self._kept = self.server_state.applied
         return self.server_state.state()
+
+    def unsaved(self) -> bool:
+        """Whether updates were made since the last checkpoint."""
+        return self.server_state.applied > self._kept
 
     def load(self, source: Source) -> None:
         self.server_state.load(source)
@@ -356,6 +364,7 @@ class ServerProgram(Program):
             if ready():
                 return
             heartbeat.beat("wait", max(0, self.version))
+            self.while_waiting(self)
             self.change.wait(WAIT_S)
 
 
