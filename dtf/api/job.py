@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from dtf.core.types import Event
 
 
 class ComposedConfig(Protocol):
@@ -52,3 +55,10 @@ class Job(ABC):
     @abstractmethod
     def run(self, composed: ComposedConfig) -> int:
         """Do the job and return an exit code. The caller prints DtfErrors and turns them into exit codes."""
+
+
+@runtime_checkable
+class Watchable(Protocol):
+    """A job whose run can be watched."""
+
+    watch: Callable[[Event], None]  # hears every event; set before `run`

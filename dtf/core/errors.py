@@ -53,6 +53,10 @@ class LayoutError(ConfigError):
     """A recipe's layout says what does not hold for its model. A layout that says nothing is none."""
 
 
+class NeverMeetError(ConfigError):
+    """Ranks wait in different operations, and no module that some rows do not use explains it: the program is wrong."""
+
+
 class DataError(DtfError):
     """The data set or a checkpoint to load is missing, unreadable or corrupt."""
 

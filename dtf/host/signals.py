@@ -18,7 +18,7 @@ _ONE_SIGNAL_S = 0.2
 class Stop:
     """Counts SIGTERM, SIGINT and SIGHUP while it is open. `socket` becomes readable at each of them.
 
-    Outside the main thread no signal arrives.
+    One that is opened while another is open tells that one too. Outside the main thread no signal arrives.
     """
 
     def __init__(self) -> None:
@@ -45,6 +45,9 @@ class Stop:
         self._waker.close()
 
     def _heard(self, number: int, frame: object) -> None:
+        outer = getattr(self._old.get(number), "__self__", None)
+        if isinstance(outer, Stop):
+            outer._heard(number, frame)
         now, before = time.monotonic(), self._last
         self._last = now
         if now - before < _ONE_SIGNAL_S:

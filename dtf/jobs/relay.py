@@ -12,14 +12,13 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
-from dtf.api.job import Job
+from dtf.api.job import Job, Watchable
 from dtf.api.registry import option, register
 from dtf.config.strategy_spec import Entry, read_entry
 from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
@@ -30,7 +29,6 @@ from dtf.runs.run_folder import unique_id
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
-    from dtf.core.types import Event
     from dtf.runs.compare import Comparison
     from dtf.runs.recorded_run import RecordedRun
 
@@ -58,13 +56,6 @@ STOP_REQUESTED = (
 )
 LATEST = 2
 """Steps before the end of a segment after which nobody is killed: the ranks are ahead of what they have reported."""
-
-
-@runtime_checkable
-class Watchable(Protocol):
-    """A job whose run can be watched."""
-
-    watch: Callable[[Event], None]  # hears every event; set before `run`
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,14 +16,16 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.api.job import Job
+from dtf.api.job import Job, Watchable
 from dtf.api.launcher import refusals_told
 from dtf.api.registry import option, register
 from dtf.config.inherit import saved_config
 from dtf.config.strategy_spec import read_entry
-from dtf.core.errors import ConfigError, DtfError, Exit, LayoutError, Preempted
-from dtf.core.text import quoted
+from dtf.core.errors import ConfigError, DtfError, Exit, LayoutError, NeverMeetError, Preempted
+from dtf.core.text import count_text, quoted
+from dtf.core.types import Event, Note
 from dtf.host.devices import cores
+from dtf.host.signals import Stop
 from dtf.jobs.verify_text import EXACT, explain, line, markdown, replayed
 from dtf.runs.run_folder import Run, unique_id
 
@@ -93,7 +96,7 @@ class Verify(Job):
         folder.mkdir(parents=True, mode=0o700, exist_ok=bool(run["dir"]))
         rows: list[dict[str, Any]] = []
         references: dict[tuple[str, int], _Reference] = {}
-        with _runs(folder, self.keep) as runs:
+        with _runs(folder, self.keep) as runs, Stop() as self._stop:
             for precision in self.precisions:
                 for processes in self.processes:
                     for count in self.micro_batches:
@@ -242,19 +245,21 @@ class Verify(Job):
         from dtf.runs.recorded_run import RecordedRun
 
         folder = runs / f"{name}-{precision}-{micro}"
+        who = f"strategy={strategy} on {count_text(processes, 'process')} with precision={precision}"
         again = self._composed(composed, folder, strategy, processes, precision, micro, noise)
+        job = again.job
+        if isinstance(job, Watchable):
+            job.watch = lambda event: _tell(who, event)
         with refusals_told():
-            code = again.job.run(again)
-        cause, raised = _cause(folder)
-        if code == Exit.CONFIG:
-            raise (LayoutError if raised == LayoutError.__name__ else ConfigError)(cause)
-        if code == Exit.PREEMPTED:
+            code = 0 if self._stop.count else job.run(again)
+        if self._stop.count or code == Exit.PREEMPTED:  # however the run ended that was cut
             raise Preempted("asked to stop while comparing; nothing is said of the runs that are left")
+        cause, raised = _cause(folder)
+        if code == Exit.CONFIG and raised != NeverMeetError.__name__:
+            raise (LayoutError if raised == LayoutError.__name__ else ConfigError)(cause)
         if code:
-            raise RunFailed(
-                f"strategy={strategy} on {processes} processes with precision={precision} ended with exit code {code}: "
-                f"{cause}"
-            )
+            kept = "; job.keep=true keeps its logs" if ".log" in cause and not self.keep else ""
+            raise RunFailed(f"{who} ended with exit code {code}: {cause}{kept}")
         return RecordedRun.read(folder)
 
     def _composed(
@@ -293,6 +298,8 @@ class Verify(Job):
             "observer": "[jsonl]",
             "run.dir": quoted(folder),
         }
+        if "max_restarts" in composed.config["launcher"]:
+            overrides["launcher.max_restarts"] = 0  # what hangs would hang again
         return composed.recompose([f"{key}={value}" for key, value in overrides.items()])
 
     def _row(
@@ -346,6 +353,12 @@ class _Reference:
 
     def noisy(self) -> list[RecordedRun]:
         return [self.run(noise) for noise in NOISES]
+
+
+def _tell(who: str, event: Event) -> None:
+    """Say what a run has to say beside its numbers, such as who waits for whom."""
+    if isinstance(event, Note):
+        print(f"dtf: {who}: {event.text}", file=sys.stderr, flush=True)
 
 
 def _cause(folder: Path) -> tuple[str, str]:

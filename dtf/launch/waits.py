@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from dtf.core.errors import Exit
+from dtf.core.errors import ConfigError, Exit, NeverMeetError
 from dtf.core.types import Failed, Note
 from dtf.host.heartbeat import Beat, Board
 from dtf.host.waits import RING, Entry, Position
@@ -33,11 +33,12 @@ class Seen(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What there is to say, and the rank it is about."""
+    """What there is to say, and the rank it is about. `error`: the name of a class, for a refusal."""
 
     text: str
     rank: int
     step: int
+    error: str = ""
 
 
 class _Wait(NamedTuple):
@@ -85,7 +86,8 @@ class WaitWatch:
                 Note(
                     "info",
                     f"the start takes long: {_listed(starting)} in {_place(self._seen(starting[0], {}))} "
-                    f"after {now - self._started_at:.0f} s; models are built, and tried on a few rows",
+                    f"after {now - self._started_at:.0f} s; libraries are loaded, models are built, and tried on a "
+                    "few rows",
                 )
             )
 
@@ -127,7 +129,7 @@ class WaitWatch:
 
 
 def _failed(found: Finding) -> Failed:
-    return Failed(found.rank, found.step, int(Exit.CONFIG), found.text, "")
+    return Failed(found.rank, found.step, int(Exit.CONFIG), found.text, "", error=found.error)
 
 
 def stuck(seen: Mapping[int, Seen], now: float, after_s: float) -> Finding | None:
@@ -149,7 +151,8 @@ def _refusal(seen: Mapping[int, Seen], waits: list[_Wait], now: float) -> Findin
         for wait in sorted(waits, key=lambda wait: wait.rank == strayed)
     ]
     text = f"{'; '.join(parts)}. They never meet. {advice or 'All ranks have to do the same, in the same order'}"
-    return Finding(text, strayed, seen[strayed].beat.step)
+    error = ConfigError if advice else NeverMeetError
+    return Finding(text, strayed, seen[strayed].beat.step, error.__name__)
 
 
 def waiting(seen: Mapping[int, Seen], now: float, after_s: float) -> Finding | None:

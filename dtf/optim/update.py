@@ -16,12 +16,19 @@ from dtf.api.task import Source
 from dtf.core.errors import ConfigError
 from dtf.core.types import Box, State
 from dtf.distributed.sharding import byte_count, local
+from dtf.host.waits import Group, Operation
 from dtf.model.ema import EMA
 from dtf.model.init import formats
 from dtf.optim.sharding import ParamShard, Sharding
 
 # steps without overflow before the loss scale doubles; as in Micikevicius et al. 2018, section 3.2
 GROWTH_INTERVAL = 2000
+
+_NOBODY = Group("", ())  # who takes part is the strategy's affair
+_COMPLETING, _FETCHING = (
+    Operation(f"{name} of the strategy's Sharding", _NOBODY, ordered=False)
+    for name in ("complete_gradients", "fetch_others")
+)
 
 
 def update_applied(norm: Tensor) -> Tensor:
@@ -135,7 +142,8 @@ class LocalUpdate:
             for shard in self._trained
         ]
         if self._sharding.complete_gradients is not None:
-            self._sharding.complete_gradients(gradients)
+            with _COMPLETING:
+                self._sharding.complete_gradients(gradients)
         norm = self._norm(gradients)
         if self._scale is not None:
             norm = norm / self._scale
@@ -191,7 +199,8 @@ class LocalUpdate:
         for computing, master in self._copies:
             computing.copy_(master)
         if self._sharding.fetch_others is not None:
-            self._sharding.fetch_others()
+            with _FETCHING:
+                self._sharding.fetch_others()
 
     def _drop_gathered(self) -> None:
         if self._sharding.drop_gathered is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ import pytest
 
 from dtf.api.registry import registered
 from dtf.config.settings import load_parts
+from dtf.core.errors import Exit
+from dtf.core.types import Note
+from dtf.launch import waits
 
 SMALL = [
     "recipe=resnet_shapes",
@@ -194,3 +199,42 @@ def test_a_refusal_says_why_in_its_row(run_dtf: Any) -> None:
     done = run_dtf(*toys, "recipe=wrong_layout")
     assert done.code == 2 and "refused: the recipe's layout splits 1 as row" in done.out
     assert "the recipe's own layout is wrong" in done.out and "splits 1 as row" not in done.err, "it is said once"
+
+
+BROKEN = [*TOYS, "plugins=[tests.support.rounding_models,tests.support.broken_strategies]", "recipe=toy"]
+
+
+def test_ranks_that_never_meet_or_are_lost_are_a_break_at_once_and_the_others_go_on(run_dtf: Any) -> None:
+    done = run_dtf("job=verify", *BROKEN[1:], "job.precisions=[fp64]", "job.strategies=[never_meets,dies,ddp]")
+    wrong, lost, right = json.loads((done.folder / "verify.json").read_text())["runs"]
+    assert done.code == Exit.BUG and right["ok"] and not wrong["ok"] and not lost["ok"], done.out
+    assert "exit code 69: killed by SIGKILL" in lost["first"]
+    assert "strategy=never_meets on 2 processes with precision=fp64 ended with exit code 2: " in wrong["first"]
+    assert "They never meet" in wrong["first"] and "restart" not in done.err
+
+
+def test_who_waits_is_told_and_a_run_that_is_cut_meanwhile_is_no_break(
+    run_dtf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "WAIT_S", 1.0)
+
+    def note(level: str, text: str) -> Note:
+        if "has waited" in text:
+            os.kill(os.getpid(), signal.SIGINT)
+        return Note(level, text)
+
+    monkeypatch.setattr(waits, "Note", note)
+    done = run_dtf(
+        "job=verify",
+        *BROKEN[1:],
+        "job.precisions=[fp64]",
+        "job.strategies=[broadcasts_alone,ddp]",
+        "launcher.grace_s=0",
+    )
+    assert done.code == Exit.PREEMPTED and "BREAK" not in done.out, done.out
+    assert re.search(
+        r"strategy=broadcasts_alone on 2 processes with precision=fp64: rank 1 has waited for \d+ s in .*, rank 0 has "
+        r"not entered it: it has waited for \d+ s in complete_gradients of the strategy's Sharding",
+        done.err,
+    ), done.err
+    assert "E_PREEMPTED" in done.err.splitlines()[-1] and not list(done.folder.glob("runs-*"))

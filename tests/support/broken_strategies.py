@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from dtf.api.registry import option, register
 from dtf.api.strategy import Program
 from dtf.api.task import Task
 from dtf.core.types import Shard
+from dtf.host.waits import group_of, operation
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.fsdp import Fsdp
 from dtf.strategies.pipeline.strategy import Pipeline
@@ -164,6 +166,61 @@ class StaleAverage(Ddp):
         program = _ddp(self, task, world)
         program.sync = lambda: None
         return program
+
+
+class Waits(Ddp):
+    """Ranks wait for each other for ever in the exchange of gradients."""
+
+    def exchange(self, world: World, gradients: list[torch.Tensor]) -> None:
+        raise NotImplementedError
+
+    def setup(self, task: Task, world: World) -> Program:
+        from dtf import Replica, Sharding, Spmd, cast, full_params, model_of
+
+        model = model_of(task)
+        params = full_params(model, cast(model, task.precision, world.device))
+        sharding = Sharding(
+            params=params, writes=world.rank == 0, complete_gradients=lambda gradients: self.exchange(world, gradients)
+        )
+        return Spmd(Replica(model, task, world.device), sharding, task, world)
+
+
+@register("strategy", "never_meets")
+class NeverMeets(Waits):
+    """Each rank waits in an operation of its own."""
+
+    def exchange(self, world: World, gradients: list[torch.Tensor]) -> None:
+        if world.size > 1:
+            with operation(f"the sum of rank {world.rank}", group_of("gradients", (0, 1))):
+                threading.Event().wait()
+
+
+@register("strategy", "broadcasts_alone")
+class BroadcastsAlone(Waits):
+    """Rank 0 waits for a broadcast of rank 1, which makes none."""
+
+    def exchange(self, world: World, gradients: list[torch.Tensor]) -> None:
+        import torch.distributed as dist
+
+        if world.rank == 0 and world.size > 1:
+            dist.broadcast(gradients[0], src=1)
+
+
+@register("strategy", "dies")
+class Dies(Waits):
+    """Rank 1 is killed."""
+
+    def exchange(self, world: World, gradients: list[torch.Tensor]) -> None:
+        if world.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@register("strategy", "keeps_gradients")
+class KeepsGradients(Waits):
+    """Ranks step by their own gradients."""
+
+    def exchange(self, world: World, gradients: list[torch.Tensor]) -> None:
+        """Nobody tells the others."""
 
 
 @register("strategy", "forgetful")

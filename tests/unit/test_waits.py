@@ -140,7 +140,7 @@ def test_a_start_of_many_signs_of_life_gets_lines_too(board: Board) -> None:
     begun = board.read(0).at
     for second in range(0, 65, 5):  # a rank that has just given a sign of life
         assert watch.look([0, 1], begun + second, begun + second) is None
-    what = "models are built, and tried on a few rows"
+    what = "libraries are loaded, models are built, and tried on a few rows"
     assert said == [
         f"the start takes long: ranks 0 to 1 in phase start after {seconds} s; {what}" for seconds in (30, 60)
     ]
