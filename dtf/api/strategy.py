@@ -76,6 +76,9 @@ class Program(ABC):
     leased: LeasedWork = LeasedWork()
     """What other processes compute for this rank. Default: nothing, as `step` and `eval_step` return all."""
 
+    plugin = ""
+    """The strategy that made it, where that is none of dtf's own; for messages."""
+
     @property
     def evaluation_micro_batches(self) -> int:
         """How many micro-batches of an evaluation are computed at once. Default: one for each share."""

@@ -228,12 +228,15 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
     rank, splits, epochs = joined.rank, inputs.splits, inputs.epochs
     settings, config = rank.settings, rank.config
     check_names(settings.recipe)
-    program = settings.strategy.setup(inputs.task, joined.world)
+    strategy = settings.strategy
+    program = strategy.setup(inputs.task, joined.world)
     if not isinstance(program, Program):
         raise ConfigError(
             f"strategy={config['strategy']['name']}: setup() returned a {type(program).__name__}; it must return a "
             "dtf.Program"
         )
+    if not type(strategy).__module__.startswith("dtf."):
+        program.plugin = f"strategy={config['strategy']['name']} ({type(strategy).__qualname__})"
     if settings.recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):
         raise ConfigError(
             f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} "

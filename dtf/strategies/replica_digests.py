@@ -14,6 +14,7 @@ from dtf.core.consistency import Peers
 from dtf.core.errors import ConfigError
 from dtf.model.attributes import GENERATOR, digests
 from dtf.model.fingerprint import fingerprints
+from dtf.optim.sharding import Sharding
 
 KEPT = "nothing is saved at this step, and the last checkpoint is kept"
 
@@ -38,13 +39,18 @@ _Digests = dict[str, tuple[dict[str, int], dict[str, str]]]
 
 
 def compare_replicas(
-    replicas: Sequence[Sequence[Part]], peers: Peers, judge: Callable[[], str | None], instead: str
+    replicas: Sequence[Sequence[Part]],
+    peers: Peers,
+    judge: Callable[[], str | None],
+    instead: str,
+    suspect: str = "",
 ) -> None:
     """Raise ConfigError on all ranks where replicas differ. `replicas`: the parts of those of this process. Collective.
 
     Tensors are compared bit by bit. A plain attribute may differ, such as a clock or what a layer keeps to be looked
     at: then `judge` has all replicas compute the same rows, and says which module gives other numbers, or None; see
-    `differing_module`. `instead`: what to use for a model that cannot be divided.
+    `differing_module`. `instead`: what to use for a model that cannot be divided. `suspect`: what to look at first
+    where a tensor differs; see `exchange_of`.
     """
     own = [_digests(parts) for parts in replicas]
     everyone = peers.gather([{name: _crc(found) for name, found in one.items()} for one in own])
@@ -61,14 +67,25 @@ def compare_replicas(
     tensors, attributes = peers.broadcast(found)
     if tensors:
         name, first, other = tensors[0]
+        others = "otherwise the model" if suspect else "the model"
         raise ConfigError(
-            f"{name} of {other} is not that of {first}, and replicas start and are updated alike: the model changes it "
-            f"by the rows of one rank, or memory was damaged; {KEPT}. Let the model change nothing but buffers with a "
-            f"rule in the recipe's Layout.buffers, or use {instead}; if it does not, look at the machine"
+            f"{name} of {other} is not that of {first}, and replicas start and are updated alike: {suspect}{others} "
+            f"changes it by the rows of one rank, or memory was damaged; {KEPT}. Let the model change nothing but "
+            f"buffers with a rule in the recipe's Layout.buffers, or use {instead}; if it does not, look at the machine"
         )
     module = judge() if attributes else None
     if module is not None:
         raise ConfigError(_refusal(attributes, module, instead))
+
+
+def exchange_of(strategy: str, sharding: Sharding) -> str:
+    """To look first at what a strategy, which is not dtf's own, exchanges between ranks."""
+    completes = "" if sharding.complete_gradients else " (it has none: right where the backward pass sums over ranks)"
+    fetches = "" if sharding.fetch_others else " (it has none: right where each rank steps all parameters)"
+    return (
+        f"look first at {strategy}, whose Sharding has to give all ranks the same gradients by complete_gradients"
+        f"{completes} and the same parameters by fetch_others{fetches}; "
+    )
 
 
 def _refusal(attributes: list[list[str]], module: str, instead: str) -> str:

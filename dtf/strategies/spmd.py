@@ -35,7 +35,7 @@ from dtf.optim.update import LocalUpdate, update_applied
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.replica import Replica
-from dtf.strategies.replica_digests import compare_replicas, whole_and_slices
+from dtf.strategies.replica_digests import compare_replicas, exchange_of, whole_and_slices
 from dtf.strategies.sharding_check import check_sharding
 from dtf.strategies.start_check import Collectives, check_evaluation, differing_module
 from dtf.strategies.start_padding import pads
@@ -70,7 +70,7 @@ class Spmd(Program):
                 "tables; use strategy=ddp, or make them with tables_of(task, world, placement, share=1 / world.size)"
             )
         self._update = LocalUpdate(sharding, task.optimizer, task.step.clip_norm, task.precision.loss_scale)
-        self._tables, self._to_sum = sharding.tables, to_sum
+        self._sharding, self._tables, self._to_sum = sharding, sharding.tables, to_sum
         self._share = dims.dp_shard if dims else Shard(world.rank, world.size)
         self._reads = dims is None or dims.broadcast.reads
         self.shard = self._share if self._reads else None
@@ -216,7 +216,10 @@ class Spmd(Program):
         parts = [*whole_and_slices(self._update.held()), self._replica.part(place, {})]
         compute, peers = self._task.precision.compute, self._world
         passes, firsts = [self._replica.passes(self._few)], Collectives(self._gather_firsts, self._world.broadcast)
-        compare_replicas([parts], peers, lambda: differing_module(passes, compute, firsts), self._replica.instead)
+        suspect = exchange_of(self.plugin, self._sharding) if self.plugin else ""
+        compare_replicas(
+            [parts], peers, lambda: differing_module(passes, compute, firsts), self._replica.instead, suspect
+        )
         return None
 
     def _gather_firsts(self, value: Any) -> list[Any] | None:

@@ -148,3 +148,16 @@ def test_a_fingerprint_differs_with_each_number_and_its_place(shape: tuple[int, 
 def test_all_kinds_of_tensors_have_a_fingerprint() -> None:
     kinds = [torch.ones(5, dtype=dtype) for dtype in (torch.bool, torch.uint8, torch.int16, torch.complex128)]
     assert len(fingerprints([*kinds, torch.ones(0), torch.ones(2).to_sparse(), torch.ones(2, device="meta")])) == 7
+
+
+def test_replicas_of_a_strategy_that_is_not_dtfs_accuse_its_exchange_first(run_dtf: Any) -> None:
+    plugins = "plugins=[tests.support.rounding_models,tests.support.broken_strategies]"
+    short = ("recipe=toy", "train.steps=2", "train.eval_every=0", "checkpoint.every_steps=1", "launcher.processes=2")
+    done = run_dtf(plugins, "strategy=keeps_gradients", *short)
+    assert done.code == 2
+    assert re.search(
+        "of rank 1 is not that of rank 0, .*: look first at strategy=keeps_gradients \\(KeepsGradients\\), whose "
+        "Sharding has to give all ranks the same gradients by complete_gradients and the same parameters by "
+        "fetch_others \\(it has none: .*\\); otherwise the model changes it",
+        done.err,
+    ), done.err
