@@ -94,7 +94,10 @@ def test_a_rule_for_no_buffer_is_refused(pattern: str, words: str) -> None:
         ({"team": 2}, r"the processes of a trainer \(strategy.team=2\) do not exchange it; use more trainers"),
     ],
 )
-def test_servers_take_rules_in_step_alone(options: dict, words: str) -> None:
+def test_servers_take_rules_in_step_alone(
+    options: dict, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # of strategy.record
     with pytest.raises(AssertionError, match=f"the forward pass changes the buffer inner.level, and {words}"):
         spread("pserver", 2, options=options, **case("average"))
 
