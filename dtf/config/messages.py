@@ -186,14 +186,32 @@ def _first_leaf(key: str, config: dict[Any, Any]) -> tuple[str, Any]:
     return key, value
 
 
+def _paths(value: dict[Any, Any], at: str) -> Iterator[str]:
+    """The keys that a mapping at `at` gives values to."""
+    for name, inner in value.items():
+        if isinstance(inner, dict) and inner:
+            yield from _paths(inner, f"{at}.{name}")
+        else:
+            yield f"{at}.{name}"
+
+
+def _overlap(key: str, other: str) -> bool:
+    """Whether one of two keys is the other, or lies below it."""
+    return key == other or key.startswith((f"{other}.", f"{other}[")) or other.startswith(f"{key}.")
+
+
 def is_set_by(key: str, overrides: Sequence[str], loader: Loader) -> bool:
     """Whether the command line gave a key its value, or a part of it."""
 
     def gives(override: Override) -> bool:
-        given = override.key_or_group.replace("/", ".")
-        chooses = loader.repository.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
-        within = key.startswith((f"{given}.", f"{given}[")) and not chooses
-        return key == given or within or given.startswith(f"{key}.")
+        given, value = override.key_or_group.replace("/", "."), override.value()
+        if key == given:
+            return True
+        if isinstance(value, dict) and value:
+            return any(_overlap(key, path) for path in _paths(value, given))
+        if loader.repository.group_exists(override.key_or_group):
+            return given.startswith(f"{key}.")
+        return _overlap(key, given)
 
     return any(gives(override) for override in parse(overrides, loader))
 

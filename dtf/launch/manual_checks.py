@@ -78,8 +78,8 @@ def number_of(given: int | None, role: str, listening: int | None) -> int:
     ConfigError where it is missing or wrong.
     """
     variables = f"DTF_{role.upper()}_ID", ID
-    variable = next((name for name in variables if name in os.environ), variables[0])
-    text = str(given) if given is not None else os.environ.get(variable, "0" if listening == 1 else "")
+    variable = next((name for name in variables if os.environ.get(name)), variables[0])  # an empty one is not set
+    text = str(given) if given is not None else os.environ.get(variable) or ("0" if listening == 1 else "")
     if not text:
         raise ConfigError(
             f"launcher.id is not given, and each {role} needs one, from 0 on; give launcher.id=N or "

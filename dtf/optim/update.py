@@ -32,7 +32,7 @@ _COMPLETING, _FETCHING = (
 
 
 def update_applied(norm: Tensor) -> Tensor:
-    """Whether there was an update, bool (), from what `Update.apply` returned. Stays on the device."""
+    """Whether there was an update, bool (), from what `LocalUpdate.apply` returned. Stays on the device."""
     return torch.isfinite(norm[0]) & (norm[1] > 0)
 
 

@@ -49,6 +49,8 @@ def _fault_here(sharding: Sharding, model: nn.Module) -> str:
     for field in ("writes", "steps_tables"):
         if not isinstance(getattr(sharding, field), bool):
             return f"{field} is {_kind(getattr(sharding, field))}; give True or False"
+    if sharding.tables is not None and not sharding.steps_tables:
+        return "steps_tables is False: nothing would step the tables, or write them to checkpoints; leave it out"
     return _params_fault(sharding, model) or _owned_fault(sharding)
 
 

@@ -56,6 +56,10 @@ WRONG: dict[str, tuple[Change, str]] = {
         "complete_gradients is True; give a function",
     ),
     "a rank for a flag": (lambda rank, model, s: replace(s, writes=1), "writes is 1; give True or False"),
+    "tables that stay": (
+        lambda rank, model, s: replace(s, tables=object(), steps_tables=False),
+        "steps_tables is False: nothing would step the tables",
+    ),
     "a list": (lambda rank, model, s: replace(s, params=list(s.params)), "params is a list; give a ParamShard by name"),
     "one missing": (
         lambda rank, model, s: replace(s, params={n: p for n, p in s.params.items() if n != "0.bias"}),

@@ -135,6 +135,14 @@ def test_the_command_line_is_never_left_out(composer: Composer, line: str) -> No
         composer.compose(["recipe=resnet50_imagenet", *line.split()])
 
 
+def test_a_mapping_on_the_command_line_gives_its_own_keys_alone(composer: Composer) -> None:
+    """The other keys are the file's, and what does not fit the choice is left out."""
+    model = composer.compose(["recipe=ctr_clicks", "recipe.model={kind: lr}"]).config["recipe"]["model"]
+    assert model["kind"] == "lr"
+    lr = composer.compose(["recipe=resnet50_imagenet", "lr=onecycle", "lr={peak: 0.3}"]).config["lr"]
+    assert (lr["name"], lr["peak"]) == ("onecycle", 0.3)
+
+
 RECIPE = """\
 # @package _global_
 defaults: [schema/resnet_shapes@recipe, _self_, {{override /lr: {lr}}}]
