@@ -6,6 +6,7 @@ chooses itself. Where the run has another option, values whose key that option h
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -60,13 +61,13 @@ def drop_advice(config: dict[Any, Any], tree: DictConfig, given: CommandLine) ->
     What the command line sets stays, to be refused. So does a key of a file that the option which this file chooses
     does not know either: that is a mistake.
     """
-    lines = []
+    lines, alone = [], functools.cache(given.with_file_alone)
     for path in [path for group in GROUPS for path in _unknown(config.get(group), group)]:
         key, group = ".".join(path), path[0]
         file = given.file_of(key)
         if not file or file.partition("/")[0] == group:
             continue
-        meant = given.with_file_alone(file).get(group)
+        meant = alone(file).get(group)
         if not isinstance(meant, DictConfig) or path in _unknown(meant, group):
             continue
         value = _take(config, path)

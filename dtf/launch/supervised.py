@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from dtf.api.helper_roles import HelperRoles
 from dtf.api.launcher import LONGEST_S, Launcher, check_environment, log_folder, report
-from dtf.api.registry import option
+from dtf.api.registry import name_of, option
 from dtf.core.errors import ConfigError
 from dtf.core.types import Event, Place
 from dtf.host import devices, network
@@ -115,7 +116,13 @@ class SupervisedLauncher(Launcher):
             raise ConfigError(f"ranks are forked on Linux only, this is {sys.platform}; use launcher=inline")
 
     def check(self, strategy: Strategy) -> None:
-        if len(strategy.roles(self.count())) > 1:
+        engine_role, *others = strategy.roles(self.count())
+        if others:
+            if type(strategy.helper_roles).run is HelperRoles.run:
+                raise ConfigError(
+                    f"strategy={name_of('strategy', strategy)} has processes of the role {others[0]} beside "
+                    f"{engine_role}, and nothing says what they do; give it `helper_roles`, a dtf.HelperRoles with run"
+                )
             manual_checks.refuse_environment()
         self._places(strategy)
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from dtf.api.helper_roles import HelperRoles
 from dtf.api.schema import build_option, coerce_option
 from dtf.config.settings import Settings, load_parts
 from dtf.core.errors import ConfigError, Exit
@@ -20,6 +21,7 @@ from dtf.core.types import Failed, Note, Place
 from dtf.host import devices
 from dtf.host.devices import Devices
 from dtf.launch import forkserver_cache, worker_group
+from dtf.launch.local import Local
 from dtf.runs.run_folder import Run
 from dtf.strategies.ddp import Ddp
 from tests.support.launching import HANG_S, LONG_S, Launched, launch
@@ -340,6 +342,18 @@ def test_launchers_that_know_no_roles_say_so(
     launcher = build_option("launcher", coerce_option("launcher", options | {"devices": "cpu"}, "launcher"))
     with pytest.raises(ConfigError, match=words):
         launcher.check(RolesStrategy())
+
+
+class Idle(RolesStrategy):
+    """Its trainers have nothing to do."""
+
+    helper_roles = HelperRoles()  # type: ignore[assignment]
+
+
+def test_a_role_that_nothing_is_said_of_is_refused_before_it_starts() -> None:
+    with pytest.raises(ConfigError, match="processes of the role trainer beside server, and nothing says what they do"):
+        Local(processes=2).check(Idle())
+    Local(processes=2).check(RolesStrategy())
 
 
 def test_one_host_of_static_knows_roles() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtf.api.helper_roles import HelperRoles
+from dtf.api.helper_roles import HelperRoles, RoleContext
 from dtf.api.strategy import Program, Strategy
 from dtf.api.task import Task
 from dtf.core.errors import Exit, PeerError
@@ -28,6 +28,10 @@ class Trainers(HelperRoles):
 
     def __init__(self, server_device: str) -> None:
         self._server_device = server_device
+
+    def run(self, task: Task, context: RoleContext) -> None:
+        """Never called: `follow` is what these ranks do."""
+        raise NotImplementedError
 
     def on_device(self, role: str) -> bool:
         return role == "trainer" or self._server_device == "cuda"
