@@ -35,7 +35,9 @@ def test_every_strategy_starts_from_what_the_constructor_made(strategy: str, opt
         assert torch.tensor(tensors[name], dtype=torch.float64).equal(tensor.double()), name
 
 
-@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(variants(), [2, 3], usual=[2], turns=[3, 2]))
+@pytest.mark.parametrize(
+    ("strategy", "options", "processes"), crossed(variants(), [2, 3], usual=[2], turns=[3, 2, None])
+)
 def test_every_strategy_follows_the_reference(strategy: str, options: dict, processes: int) -> None:
     case = {"plugin": PLUGIN, "recipe": {"name": "authored"}}
     run = spread(strategy, processes, options=options, **case)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
 
 from dtf.core.seeding import seed_of
-from tests.support.arrays import crossed
+from tests.support.arrays import crossed, seldom
 from tests.support.coupled_toy import Coupled, noisy
 from tests.support.harness import difference, meshes, reference, spread, variants
 
@@ -30,18 +30,20 @@ IDS = COUPLED | {"recipe": recipe("received_tables_toy")}
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options", "processes"), crossed(variants(), [1, 2, 3], usual=[2], turns=[3, None])
+    ("strategy", "options", "processes"), crossed(variants(), [1, 2, 3], usual=[2], turns=[3, None, None, None, 3])
 )
 def test_a_loss_that_couples_rows(strategy: str, options: dict, processes: int) -> None:
     assert difference(reference(**LOSS), spread(strategy, processes, options=options, **LOSS)) <= BOUND
 
 
-@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(meshes(), [2, 4], turns=[4, None, 4, 4]))
+@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(meshes(), [2, 4], turns=[None, None, 4, 4]))
 def test_a_loss_that_couples_rows_under_combinations(strategy: str, options: dict, processes: int) -> None:
     assert difference(reference(**LOSS), spread(strategy, processes, options=options, **LOSS)) <= BOUND
 
 
-@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(variants(), [1, 2, 3], turns=[2, 3], each=2))
+@pytest.mark.parametrize(
+    ("strategy", "options", "processes"), crossed(variants(), [1, 2, 3], usual=[2], turns=[3, None, None])
+)
 def test_receive_draws_and_looks_across_rows(strategy: str, options: dict, processes: int) -> None:
     assert difference(reference(**RECEIVED), spread(strategy, processes, options=options, **RECEIVED)) <= BOUND
 
@@ -56,9 +58,13 @@ def test_receive_with_tables_on_servers(dense: str) -> None:
     assert difference(reference(**IDS), spread("pserver", 3, options={"servers": 2, "dense": dense}, **IDS)) <= BOUND
 
 
-@pytest.mark.parametrize("rows", [20, 21, 4, 1])
-@pytest.mark.parametrize("processes", [1, 3])
-@pytest.mark.parametrize("strategy", ["dp", "ddp", "pipeline", "pserver"])
+@pytest.mark.parametrize(
+    ("strategy", "processes", "rows"),
+    seldom(
+        [*product(["dp", "ddp", "pipeline", "pserver"], [1, 3], [20, 21, 4, 1])],
+        lambda strategy, processes, rows: processes == 3 and (strategy == "ddp" or rows in (21, 1)),
+    ),
+)
 def test_ranks_without_a_micro_batch_and_a_last_one_of_one_row(strategy: str, processes: int, rows: int) -> None:
     case = COUPLED | {"recipe": recipe(received=True, eval_rows=rows)}
     assert difference(reference(**case), spread(strategy, processes, **case)) <= BOUND
@@ -70,8 +76,8 @@ def test_where_the_strategy_chooses_the_micro_batches(strategy: str) -> None:
     training depends on the strategy's choice.
     """
     case = LOSS | {"recipe": recipe(batch_norm=False), "lr_factors": {"*": 0.0}}
-    cut = [spread(strategy, processes, micro_batch_rows=0, **case)["eval"]["3"]["loss"] for processes in (1, 2, 3)]
-    assert cut == pytest.approx([reference(**case | {"micro_batch_rows": 19})["eval"]["3"]["loss"]] * 3, rel=1e-12)
+    cut = [spread(strategy, processes, micro_batch_rows=0, **case)["eval"]["3"]["loss"] for processes in (2, 3)]
+    assert cut == pytest.approx([reference(**case | {"micro_batch_rows": 19})["eval"]["3"]["loss"]] * 2, rel=1e-12)
     assert cut[0] != pytest.approx(reference(**case)["eval"]["3"]["loss"], rel=1e-3)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from dtf.config.settings import load_parts
 from dtf.model.fingerprint import fingerprints
+from tests.support.arrays import seldom
 from tests.support.harness import spread
 
 load_parts([])
@@ -31,10 +32,8 @@ DIVIDED = [
     ("pipeline", {"degree": 2}, 4),
 ]
 """Strategies with replicas."""
-USUAL = [
-    pytest.param(*each, marks=pytest.mark.slow if each in (DIVIDED[2], DIVIDED[4], DIVIDED[5]) else ())
-    for each in DIVIDED
-]
+SELDOM = (DIVIDED[2], DIVIDED[4], DIVIDED[5])
+USUAL = [pytest.param(*each, marks=pytest.mark.slow if each in SELDOM else ()) for each in DIVIDED]
 """One of each kind; the others, which combine them, are slow."""
 SEEMING = [
     pytest.param(*each, kind, marks=() if kind in kinds else pytest.mark.slow)
@@ -45,6 +44,25 @@ SEEMING = [
     )
     for kind in ("shown", "grown", "clock")
 ]
+
+
+LATER = {
+    "counts": "rows after more passes: 8 is .*passes change the attributes?.* 8.passes",
+    "evaluated": "rows after it has seen others in evaluation: 8 is .*passes change the attribute 8.kept",
+    "evaluations": "rows after more passes in evaluation: 8 is .*passes change the attribute 8.passes",
+}
+"""What is said of what begins later, by its kind."""
+
+
+def begin_later() -> list[Any]:
+    """By default each kind under ddp, and one of them, in turn, under each other kind of strategy."""
+    found = []
+    for place, each in enumerate([*DIVIDED, ("pserver", {}, 2)]):
+        for turn, kind in enumerate(LATER):
+            usual = each not in SELDOM and (each[0] == "ddp" or place % 3 == turn)
+            identity = f"{kind}-{each[0]}-options{place}-{each[2]}"
+            found.append(pytest.param(kind, *each, id=identity, marks=() if usual else pytest.mark.slow))
+    return found
 
 
 def run(strategy: str, options: dict[str, Any], processes: int, kind: str, **case: Any) -> dict[str, Any]:
@@ -70,20 +88,11 @@ def test_what_begins_late_is_found_before_the_next_save(
     assert kept and kept == [f"step_{step + 1:06d}" for step in range(len(kept))] and len(kept) < 4
 
 
-@pytest.mark.parametrize(("strategy", "options", "processes"), [*USUAL, pytest.param("pserver", {}, 2)])
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("counts", "rows after more passes: 8 is .*passes change the attributes?.* 8.passes"),
-        ("evaluated", "rows after it has seen others in evaluation: 8 is .*passes change the attribute 8.kept"),
-        ("evaluations", "rows after more passes in evaluation: 8 is .*passes change the attribute 8.passes"),
-    ],
-    ids=["counts", "evaluated", "evaluations"],
-)
+@pytest.mark.parametrize(("kind", "strategy", "options", "processes"), begin_later())
 def test_what_would_begin_later_is_found_before_the_first_step(
-    strategy: str, options: dict[str, Any], processes: int, kind: str, words: str, tmp_path: Path
+    kind: str, strategy: str, options: dict[str, Any], processes: int, tmp_path: Path
 ) -> None:
-    with pytest.raises(AssertionError, match=f"ConfigError: the model gives other numbers for the same {words}"):
+    with pytest.raises(AssertionError, match=f"ConfigError: the model gives other numbers for the same {LATER[kind]}"):
         run(strategy, options, processes, kind, folder=str(tmp_path), eval_every=2)
     assert not saved(tmp_path)
 
@@ -112,7 +121,9 @@ def test_what_only_looks_astray_is_saved_and_changes_nothing(
     assert watched == run(strategy, options, processes, kind, save_every=0, steps=3, dropout=0.2)
 
 
-@pytest.mark.parametrize(("strategy", "options", "processes"), DIVIDED[2:])
+@pytest.mark.parametrize(
+    ("strategy", "options", "processes"), seldom(DIVIDED[2:], lambda *each: "replicate" not in each[1])
+)
 def test_what_dtf_itself_does_looks_never_astray(
     strategy: str, options: dict[str, Any], processes: int, tmp_path: Path
 ) -> None:

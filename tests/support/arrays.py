@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -32,6 +32,11 @@ def crossed(
             marks = () if value in chosen else pytest.mark.slow
             found.append(pytest.param(strategy, options, value, id=f"{strategy}-{options}-{value}", marks=marks))
     return found
+
+
+def seldom(cases: Sequence[tuple[Any, ...]], usual: Callable[..., bool]) -> list[Any]:
+    """Parameters of all cases; those for which `usual`, called with a case, is false are slow."""
+    return [pytest.param(*case, marks=() if usual(*case) else pytest.mark.slow) for case in cases]
 
 
 def plain(variants: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
