@@ -43,9 +43,10 @@ def test_a_killed_rank_changes_nothing(run_dtf) -> None:
     """Restarted from the last checkpoint, the run ends with the parameters and optimizer state of an undisturbed one,
     bit for bit.
     """
-    options = [*SMALL, "train.steps=8", "train.log_every=1", "train.eval_every=0", "checkpoint.every_steps=2"]
+    options = ["plugins=[tests.support.toy,tests.support.kill_once]", "recipe=toy", *SMALL[2:]]
+    options += ["train.steps=8", "train.log_every=1", "train.eval_every=0", "checkpoint.every_steps=2"]
     calm = run_dtf(*options, "observer=[]")
-    killed = run_dtf(*options, "plugins=[tests.support.kill_once]", "observer=[kill_once]", "observer.kill_once.step=5")
+    killed = run_dtf(*options, "observer=[kill_once]", "observer.kill_once.step=5")
     assert calm.code == killed.code == Exit.OK, killed.err
     assert "---- attempt 1" in (killed.folder / "rank_0.log").read_text()
     expected = tensors(calm.folder, 8)

@@ -31,7 +31,9 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "processes"), [("fsdp", 3), ("ddp", 2), ("pipeline", 2), ("tensor", 2)], ids=lambda value: str(value)
+    ("strategy", "processes"),
+    [("fsdp", 3), ("ddp", 2), pytest.param("pipeline", 2, marks=pytest.mark.slow), ("tensor", 2)],
+    ids=str,
 )
 def test_one_after_another(run_dtf, told: Path, strategy: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [*RUN, f"strategy={strategy}", f"launcher.processes={processes}"]

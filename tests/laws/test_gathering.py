@@ -23,8 +23,16 @@ def case(kind: str, **more: Any) -> dict[str, Any]:
     return {"plugin": "tests.support.author_passes", "recipe": recipe, "steps": 4, "eval_every": 1, **more}
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch": 2, "reshard_after_forward": False}], ids=["usual", "kept"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param(kind, options, id=f"{kind}-{name}", marks=() if i == j else pytest.mark.slow)
+        for i, kind in enumerate(KINDS)
+        for j, (name, options) in enumerate(
+            {"usual": {}, "kept": {"prefetch": 2, "reshard_after_forward": False}}.items()
+        )
+    ],
+)
 def test_training_goes_on_from_the_weights_after_averages_were_evaluated(kind: str, options: dict[str, Any]) -> None:
     averaged = case(kind, ema=0.5)
     assert difference(spread("ddp", 1, **averaged), spread("fsdp", 2, options=options, **averaged)) < 1e-10
@@ -46,7 +54,7 @@ def evaluated_first(rank: int, size: int, start: str = "", perturb: int = 0, **v
     return run.result()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.slow)])
 def test_a_resumed_run_computes_with_the_weights_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
     whole = spread("fsdp", 2, **case(kind))
     spread("fsdp", 2, folder=str(tmp_path), save_every=2, halt=True, **case(kind))

@@ -234,7 +234,7 @@ def watched(rank: int, size: int, strategy: str, options: dict[str, Any]) -> dic
     ("strategy", "options"),
     [
         ("pipeline", {"schedule": "1f1b", "balance": "flops"}),
-        ("pipeline", {"schedule": "gpipe", "balance": "flops"}),
+        pytest.param("pipeline", {"schedule": "gpipe", "balance": "flops"}, marks=pytest.mark.slow),
         ("tensor", {}),
     ],
     ids=str,

@@ -344,7 +344,13 @@ def test_what_the_model_forbids_is_named(recipe: str, options: dict[str, Any], w
     assert any(words in text for text in said), said
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params", "bf16_master", "fp16"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16")),
+        *("bf16_params", "bf16_master", "fp16"),
+    ],
+)
 def test_what_crosses_keeps_its_format(precision: str) -> None:
     """With one share of the rows, training has the numbers of one process bit for bit, in every format; an evaluation
     sums in another order.

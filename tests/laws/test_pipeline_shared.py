@@ -29,12 +29,12 @@ def tied(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "processes", "options", "more"),
     [
-        ("function", 2, {}, {}),
+        pytest.param("function", 2, {}, {}, marks=pytest.mark.slow),
         ("function", 4, BLOCKS, {"ema": 0.9, "optimizer": "adamw"}),
         ("function", 2, {"virtual": 2, **BLOCKS}, {"clip_norm": 0.01}),
         ("function", 4, {"degree": 2}, {"clip_norm": 0.01, "optimizer": "lars"}),
         ("function", 2, {}, {"freeze": ["embed"]}),
-        ("function", 2, {}, {"remat": "blocks"}),
+        pytest.param("function", 2, {}, {"remat": "blocks"}, marks=pytest.mark.slow),
         ("modules", 2, {}, {}),
         pytest.param("modules", 4, BLOCKS, {"clip_norm": 0.01}, marks=pytest.mark.slow),
         pytest.param("modules", 2, {"virtual": 2, **BLOCKS}, {"ema": 0.9}, marks=pytest.mark.slow),
@@ -50,7 +50,10 @@ def test_what_several_stages_use_is_updated_alike(
     assert difference(reference(**tied(kind), **more), found) <= 1e-10
 
 
-@pytest.mark.parametrize(("processes", "options"), [(2, {}), (2, {"virtual": 2, **BLOCKS}), (4, {"degree": 2})])
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [(2, {}), pytest.param(2, {"virtual": 2, **BLOCKS}, marks=pytest.mark.slow), (4, {"degree": 2})],
+)
 def test_tied_parameters_can_be_drawn_by_name(processes: int, options: dict[str, Any]) -> None:
     case = {**TIED, "recipe": {"name": "tied_by_name", "kind": "modules", "rows": 42}}
     assert difference(reference(**case), spread("pipeline", processes, options=options, **case)) <= 1e-10

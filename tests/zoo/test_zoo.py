@@ -14,7 +14,7 @@ ZOO = load_zoo()
 
 SAMPLE = {
     ("vit", "fsdp"),
-    ("swin", "fsdp"),
+    ("swin", "ddp"),
     ("timm_levit", "ddp"),
     ("convnext", "dp"),
     ("gpt_tied", "fsdp"),
