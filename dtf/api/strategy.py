@@ -63,7 +63,9 @@ class Program(ABC):
         refuse_moved_names(Program, cls, _LEASED)
 
     shard: Shard | None
-    """The part of each global batch that this rank reads. None: it reads nothing, and gets None for a batch."""
+    """The part of each global batch that this rank reads, and no other rank. None: it reads nothing, and gets None for
+    a batch.
+    """
 
     shares: int
     """Into how many shares a global batch is divided. A share belongs to a rank, to a replica within a rank, or to a

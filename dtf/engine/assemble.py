@@ -33,6 +33,7 @@ from dtf.engine.clock import Plan
 from dtf.engine.dry_run import LEAST_STEPS
 from dtf.engine.first_rows import check_first_rows
 from dtf.engine.initial_numbers import agree_on_start
+from dtf.engine.program_check import check_program
 from dtf.engine.rank import Rank, ignore
 from dtf.engine.start_record import StartRecord, start_digest
 from dtf.engine.turns import Turns, build
@@ -229,12 +230,7 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
     settings, config = rank.settings, rank.config
     check_names(settings.recipe)
     strategy = settings.strategy
-    program = strategy.setup(inputs.task, joined.world)
-    if not isinstance(program, Program):
-        raise ConfigError(
-            f"strategy={config['strategy']['name']}: setup() returned a {type(program).__name__}; it must return a "
-            "dtf.Program"
-        )
+    program = check_program(strategy.setup(inputs.task, joined.world), config["strategy"]["name"], joined.world)
     if not type(strategy).__module__.startswith("dtf."):
         program.plugin = f"strategy={config['strategy']['name']} ({type(strategy).__qualname__})"
     if settings.recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):

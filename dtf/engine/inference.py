@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_map
 from dtf.api.options import Remat
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
-from dtf.api.registry import lookup
-from dtf.api.strategy import Program
+from dtf.api.registry import lookup, name_of
 from dtf.api.task import Task
 from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError, DataError, DtfError, Preempted
@@ -26,6 +25,7 @@ from dtf.data.splits import evaluation_loader
 from dtf.distributed.sharding import is_dtensor
 from dtf.distributed.world import World
 from dtf.engine.predictions import Prediction
+from dtf.engine.program_check import check_program
 from dtf.model.class_probabilities import class_probabilities
 from dtf.model.forward import zero_rows_for_tables
 from dtf.model.init import construct
@@ -129,7 +129,8 @@ class Inference:
         task = Task(
             recipe, optimizer, settings.precision, step, settings.seed, self._sample, self.weights, settings.sparse
         )
-        self.program: Program = settings.strategy.setup(task, self.world)
+        strategy = settings.strategy
+        self.program = check_program(strategy.setup(task, self.world), name_of("strategy", strategy), self.world)
 
     def batches(
         self, first: int, beat: Callable[[str, int], None], stop: Callable[[], bool]

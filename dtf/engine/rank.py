@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import traceback
@@ -48,6 +49,10 @@ class Rank:
         return self.send if self.place.rank == 0 else ignore
 
 
+_GLOO_ADVICE = re.compile(r"^\[\S+\] | This is typically caused by a remote worker.*", re.DOTALL)
+"""What gloo says beside what happened: a path of the machine that built it, and where to look."""
+
+
 def run_rank(
     body: Callable[[Rank], None],
     config: dict[str, Any],
@@ -74,7 +79,7 @@ def run_rank(
                 "interrupted; stopped at once, nothing was saved; start again to go on from the last checkpoint"
             )
         if peer_is_gone(error):
-            error = PeerError(f"lost another rank: {error}")
+            error = PeerError(f"lost another rank: {_GLOO_ADVICE.sub('', str(error))}")
         error = memory_error(error) or error
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         patient = isinstance(error, DtfError) and error.patient

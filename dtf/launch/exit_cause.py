@@ -11,6 +11,8 @@ from dtf.core.errors import PLANNED_EXITS, ConfigError, DtfError, Exit
 from dtf.core.types import Failed
 
 _LAST_LINES = 20
+_UNLIKE_SIZES = "op.preamble.length <= op.nbytes"
+"""What gloo prints before it aborts a process that got another number of bytes than it waited for."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,9 @@ def group_result(
     deaths = [e for e in own if e.signal and not (stop_signals and e.signal == signal.SIGTERM)]
     sent = [(e.at, e.failed) for e in exits if e.failed and e.failed.exit not in PLANNED_EXITS]
     failures = sorted(sent, key=lambda message: (message[1].exit == Exit.PEER, message[0]))
+    unlike = next((e for e in deaths if _UNLIKE_SIZES in e.log), None)
+    if unlike and all(failed.exit == Exit.PEER for _, failed in failures):
+        return _mismatch(unlike)
     if any(e.signal != signal.SIGABRT for e in deaths) or (deaths and not failures):
         return _death(next((e for e in deaths if e.signal != signal.SIGABRT), deaths[0]))
     starting = all(e.starting for e in exits)
@@ -190,6 +195,16 @@ def _death(rank_exit: RankExit) -> GroupResult:
         text = f"killed by {name}; by somebody, or by the system for want of memory"
         return GroupResult(Exit.PEER, Failed(rank_exit.rank, rank_exit.step, int(Exit.PEER), text, ""), external=True)
     return _gone(rank_exit, f"killed by {name}")
+
+
+def _mismatch(rank_exit: RankExit) -> GroupResult:
+    """The result of a rank that got a tensor of another size in a collective than it gave itself."""
+    text = (
+        "ranks gave tensors of different sizes to one collective operation, or called different ones at a time; the "
+        f"call is in rank_{rank_exit.rank}.log; each rank must make the same calls in the same order"
+    )
+    exit = int(Exit.CONFIG)
+    return GroupResult(Exit.CONFIG, Failed(rank_exit.rank, rank_exit.step, exit, text, ""))
 
 
 def _gone(rank_exit: RankExit, how: str) -> GroupResult:

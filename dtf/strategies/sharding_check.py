@@ -7,15 +7,17 @@ checkpoint, which is noticed when the run is lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from dtf.checkpoint.manifest import partition_fault
 from dtf.core.errors import ConfigError
-from dtf.distributed.sharding import local
+from dtf.distributed.sharding import byte_count, local
 from dtf.distributed.world import World
 from dtf.optim.sharding import ParamShard, Sharding
+from dtf.sparse.sharded_tables import ShardedTables
 
 FUNCTIONS = ("complete_gradients", "sum_slices", "all_norms", "fetch_others", "drop_gathered")
 
@@ -51,6 +53,10 @@ def _fault_here(sharding: Sharding, model: nn.Module) -> str:
             return f"{field} is {_kind(getattr(sharding, field))}; give True or False"
     if sharding.tables is not None and not sharding.steps_tables:
         return "steps_tables is False: nothing would step the tables, or write them to checkpoints; leave it out"
+    for field, kind in (("tables", ShardedTables), ("like", Tensor)):
+        value = getattr(sharding, field)
+        if value is not None and not isinstance(value, kind):
+            return f"{field} is {_kind(value)}; give a {kind.__name__}, or None"
     return _params_fault(sharding, model) or _owned_fault(sharding)
 
 
@@ -69,6 +75,9 @@ def _params_fault(sharding: Sharding, model: nn.Module) -> str:
             return f"params[{name!r}] {fault}"
     if list(params) != list(parameters):
         return "params has another order than the model; go through named_parameters()"
+    taken = _shared_master(params)
+    if taken:
+        return f"params[{taken[0]!r}] has a master in the memory of {taken[1]}: each of them would step both"
     if sharding.sum_slices is None and sharding.all_norms is None:
         sliced = next((name for name, shard in params.items() if tuple(shard.local.shape) != tuple(shard.shape)), None)
         if sliced:
@@ -81,11 +90,30 @@ def _shard_fault(shard: Any, parameter: nn.Parameter) -> str:
         return f"is {_kind(shard)}; give a ParamShard"
     if shard.parameter is not parameter:
         return "has another tensor than the model as its parameter; describe the model that computes"
-    here = local(parameter)
-    if tuple(shard.local.shape) != tuple(here.shape) or shard.local.data_ptr() != here.data_ptr():
+    for field in ("local", "master"):
+        if not isinstance(getattr(shard, field), Tensor):
+            return f"has {_kind(getattr(shard, field))} as its {field}; give a tensor"
+    here, place = local(parameter), shard.local
+    if tuple(place.shape) != tuple(here.shape) or place.data_ptr() != here.data_ptr():
         return "has a local tensor that is not the parameter's memory: what is stepped would not be what computes"
-    if tuple(shard.master.shape) != tuple(shard.local.shape):
-        return f"has a master of shape {tuple(shard.master.shape)} for a local tensor of {tuple(shard.local.shape)}"
+    if tuple(shard.master.shape) != tuple(place.shape):
+        return f"has a master of shape {tuple(shard.master.shape)} for a local tensor of {tuple(place.shape)}"
+    if shard.master.device != place.device or shard.master.is_floating_point() != place.is_floating_point():
+        return (
+            f"has a master of {shard.master.dtype} on {shard.master.device} for a local tensor of {place.dtype} on "
+            f"{place.device}; dtf.cast makes the masters of a model"
+        )
+    if not isinstance(shard.is_primary, bool):
+        return f"has is_primary={_kind(shard.is_primary)}; give True or False"
+    return _place_fault(shard)
+
+
+def _place_fault(shard: ParamShard) -> str:
+    """What is wrong with the place that a shard names in the global tensor, or ""."""
+    for field in ("shape", "offset"):
+        numbers = getattr(shard, field)
+        if not isinstance(numbers, tuple | list) or any(type(number) is not int for number in numbers):
+            return f"has {field}={numbers!r}; give a tuple of int"
     shape, offset, part = tuple(shard.shape), tuple(shard.offset), tuple(shard.local.shape)
     lies_in = len(shape) == len(offset) == len(part) and all(
         a >= 0 and a + n <= length for a, n, length in zip(offset, part, shape, strict=True)
@@ -93,6 +121,20 @@ def _shard_fault(shard: Any, parameter: nn.Parameter) -> str:
     if not lies_in and shard.local.numel():
         return f"says that {part} at offset {offset} is a part of shape {shape}, and it does not lie in it"
     return ""
+
+
+def _shared_master(params: Mapping[str, ParamShard]) -> tuple[str, str] | None:
+    """A parameter whose master is not its own tensor and shares memory with another one, and that other one."""
+    used: list[tuple[int, int, str, bool]] = []  # first byte, last + 1, name, whether it is a copy of the parameter
+    for name, shard in params.items():
+        copied = shard.master.data_ptr() != shard.local.data_ptr()
+        for tensor, copy in ((shard.local, False), (shard.master, True))[: 1 + copied]:
+            if tensor.is_contiguous() and tensor.numel():
+                used.append((tensor.data_ptr(), tensor.data_ptr() + byte_count([tensor]), name, copy))
+    for (_, end, name, copy), (start, _, other, other_copy) in pairwise(sorted(used)):
+        if start < end and (copy or other_copy):
+            return (name, other) if copy else (other, name)
+    return None
 
 
 def _owned_fault(sharding: Sharding) -> str:

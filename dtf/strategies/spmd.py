@@ -63,6 +63,12 @@ class Spmd(Program):
         exchange: int = 0,
         to_sum: Callable[[], None] | None = None,
     ) -> None:
+        for given, kind in ((replica, Replica), (task, Task), (world, World)):
+            if not isinstance(given, kind):
+                raise ConfigError(
+                    f"Spmd got a {type(given).__name__} where it takes a {kind.__name__}; write "
+                    "Spmd(Replica(model, task, world.device), sharding, task, world)"
+                )
         check_sharding(sharding, replica.model, world)
         if sharding.tables is None and task.recipe.table_widths():
             raise ConfigError(

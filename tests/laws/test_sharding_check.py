@@ -85,6 +85,33 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda rank, model, s: with_shard(s, "0.bias", master=torch.zeros(2)),
         r"master of shape \(2,\) for a local tensor of \(4,\)",
     ),
+    "no master": (
+        lambda rank, model, s: with_shard(s, "0.bias", master=None),
+        r"params\['0.bias'\] has None as its master; give a tensor",
+    ),
+    "a master of whole numbers": (
+        lambda rank, model, s: with_shard(s, "0.bias", master=torch.zeros(4, dtype=torch.int64)),
+        "has a master of torch.int64 on cpu for a local tensor of torch.float32 on cpu",
+    ),
+    "a master that two have": (
+        lambda rank, model, s: with_shard(s, "0.bias", master=s.params["0.weight"].local.view(-1)[2:6]),
+        r"params\['0.bias'\] has a master in the memory of 0.weight",
+    ),
+    "no place": (lambda rank, model, s: with_shard(s, "0.bias", offset=None), "has offset=None; give a tuple of int"),
+    "a place between rows": (
+        lambda rank, model, s: with_shard(s, "0.bias", offset=(0.0,)),
+        r"has offset=\(0.0,\); give a tuple of int",
+    ),
+    "a shape of text": (lambda rank, model, s: with_shard(s, "0.bias", shape="4"), "has shape='4'; give a tuple"),
+    "a number for a flag": (
+        lambda rank, model, s: with_shard(s, "0.bias", is_primary=1),
+        "has is_primary=1; give True or False",
+    ),
+    "other tables": (lambda rank, model, s: replace(s, tables={}), "tables is a dict; give a ShardedTables, or None"),
+    "a device for a tensor": (
+        lambda rank, model, s: replace(s, like=torch.device("cpu")),
+        "like is a device; give a Tensor, or None",
+    ),
     "outside": (lambda rank, model, s: with_shard(s, "0.bias", offset=(1,)), r"\(4,\) at offset \(1,\) is a part of"),
     "before the start": (lambda rank, model, s: with_shard(s, "0.bias", offset=(-1,)), "does not lie in it"),
     "norms of slices": (lambda rank, model, s: sliced(rank, model, s, sum_slices=None), "sum_slices is None"),

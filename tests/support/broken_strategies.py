@@ -150,11 +150,19 @@ class SwappedBatch(Ddp):
 
 @register("strategy", "lost_rows")
 class LostRows(Ddp):
-    """All ranks read the first one's rows."""
+    """All ranks read the first one's rows. They name their own when they are asked before."""
 
     def setup(self, task: Task, world: World) -> Program:
         program = _ddp(self, task, world)
-        program.shard = Shard(0, world.size)
+        answers = [program.shard]
+        plain = type(program)
+
+        class Lost(plain):
+            @property
+            def shard(self) -> Shard:
+                return answers.pop() if answers else Shard(0, world.size)
+
+        program.__class__ = Lost
         return program
 
 

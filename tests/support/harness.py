@@ -31,6 +31,7 @@ from dtf.data.splits import evaluation_loader
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan, PlannedClock
 from dtf.engine.loop import Loop, fit
+from dtf.engine.program_check import check_program
 from dtf.model.ema import with_ema
 from dtf.model.forward import zero_rows_for_tables
 from dtf.model.init import construct
@@ -178,7 +179,7 @@ class _Run:
         if self.several_roles:
             # of a region's request the second one is refused, and handlers have to bear it
             connect(self._between, 0 if case.network is None or case.network % 2 else 1 << 30)
-        self.program = self.strategy.setup(self.task, self.world)
+        self.program = check_program(self.strategy.setup(self.task, self.world), case.strategy, self.world)
         self.epochs = case.epochs(self.training)
         # those that compute ask the others for rows
         self.helpers = self._run_helpers() if next(iter(self.strategy.roles(1))) == "trainer" else None

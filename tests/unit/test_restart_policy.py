@@ -39,6 +39,12 @@ def killed(rank: int, **more) -> RankExit:
     return rank_exit(rank, signal.SIGKILL, killed=True, **more)
 
 
+def unlike(rank: int) -> RankExit:
+    """gloo aborts a process that gets another number of bytes than it waits for."""
+    words = "  what():  [enforce fail at pair.cc:464] op.preamble.length <= op.nbytes. 8 vs 4. Received data size"
+    return replace(signalled(rank, signal.SIGABRT), log=words)
+
+
 def replaceable(found: RankExit) -> RankExit:
     return replace(found, replaceable=True)
 
@@ -65,6 +71,10 @@ def replaceable(found: RankExit) -> RankExit:
             id="an abort may be a consequence",
         ),
         pytest.param([killed(0), signalled(1, signal.SIGABRT)], 0, Exit.PEER, 1, True, id="an abort without words"),
+        pytest.param(
+            [exited(0, Exit.PEER, at=1), unlike(1)], 0, Exit.CONFIG, 1, False, id="another size than the peer's"
+        ),
+        pytest.param([exited(0, Exit.BUG, at=1), unlike(1)], 0, Exit.BUG, 0, False, id="one failed and called another"),
         pytest.param(
             [exited(0, Exit.BUG, at=2), exited(1, Exit.DATA, at=1)],
             0,

@@ -19,6 +19,7 @@ from dtf.optim.update import LocalUpdate
 from dtf.strategies.replica import Replica
 from dtf.strategies.spmd import Spmd
 from tests.support.sparse_toy import Tabled
+from tests.support.toy import Toy
 
 
 def test_an_update_is_made_from_a_sharding() -> None:
@@ -36,3 +37,14 @@ def test_a_strategy_that_makes_no_tables_refuses_a_recipe_with_some() -> None:
     sharding = Sharding(params=full_params(model, cast(model, task.precision, torch.device("cpu"))))
     with pytest.raises(ConfigError, match="Tabled has sparse tables, and this strategy keeps none"):
         Spmd(Replica(model, task, world.device), sharding, task, world)
+
+
+def test_a_model_in_place_of_a_replica_is_named() -> None:
+    task = Task(Toy(), Sgd(), Precision(), StepOptions(), 0)
+    model = model_of(task)
+    sharding = Sharding(params=full_params(model, cast(model, task.precision, torch.device("cpu"))))
+    with pytest.raises(ConfigError, match=r"Spmd got a Sequential where it takes a Replica; write Spmd\(Replica\("):
+        Spmd(model, sharding, task, World(Place()))  # type: ignore[arg-type]
+    replica = Replica(model, task, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="Spmd got a World where it takes a Task"):
+        Spmd(replica, sharding, World(Place()), task)  # type: ignore[arg-type]
