@@ -82,7 +82,12 @@ _FOLDER = re.compile(r"[A-Za-z0-9._-]{0,128}")
 class Root:
     """Keys outside all groups."""
 
-    seed: int = option(default=0, least=0, doc="from which every random number of the run follows")
+    seed: int = option(
+        default=0,
+        least=0,
+        most=2**64 - 1,  # what torch takes
+        doc="from which every random number of the run follows",
+    )
     plugins: list[str] = option(factory=list, doc="importable modules whose registered classes become options")
     run: RunOptions = option(factory=RunOptions, doc="where the run is kept and what it aims at")
     step: StepOptions = option(factory=StepOptions, doc="one optimizer step")

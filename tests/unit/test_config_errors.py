@@ -50,6 +50,7 @@ def composer() -> Composer:
         ("train.step=3", "train.step=3 is no known key; did you mean train.steps or step? choices: "),
         ("recipe.data.pixls=3", "recipe.data.pixls=3 is no known key; did you mean pixels? choices: "),
         ("step.batch_size=0", "step.batch_size=0 must be 1 to 1000000" + HERE),
+        (f"seed={2**64}", "seed=18446744073709551616 must be 0 to 18446744073709551615" + HERE),
         ("optimizer.momentum=abc", "optimizer.momentum=abc is not of type float" + HERE),
         ("step={batch_size: 3, x: 4}", "step.x=4 is no known key; choices: batch_size"),
         ("train=3", "train=3 is no group of keys; choices: dry_run"),
