@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydra import version
 from hydra.core.default_element import GroupDefault
@@ -48,6 +48,9 @@ from dtf.config.settings import (
 )
 from dtf.core.author_line import author_line
 from dtf.core.errors import ConfigError, DataError, DtfError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 T = TypeVar("T")
 
@@ -133,9 +136,7 @@ class Composed:
         earlier overrides `<group>.key=value` are dropped too, as they belong to the earlier option.
         """
         new = parse(overrides, self.composer.loader)
-        chosen = {
-            override.key_or_group: override.value() for override in new if self.composer.is_group(override.key_or_group)
-        }
+        chosen = {override.key_or_group: override.value() for override in new if self.composer.chooses(override)}
         remaining = []
         for text, override in zip(self.overrides, parse(self.overrides, self.composer.loader), strict=True):
             group = override.key_or_group.split(".")[0]
@@ -149,7 +150,7 @@ class Composed:
         named = [
             override
             for override in parse(self.overrides, self.composer.loader)
-            if self.composer.is_group(override.key_or_group) and not override.is_delete()
+            if self.composer.chooses(override) and not override.is_delete()
         ]
         values = {override.key_or_group: override.value() for override in named}
         return {group: value if isinstance(value, list) else [value] for group, value in values.items() if value}  # type: ignore[dict-item]
@@ -200,7 +201,7 @@ class Composer:
         chosen = {
             override.key_or_group: str(override.value())
             for override in parsed
-            if not override.is_delete() and not override.is_sweep_override()
+            if not override.is_delete() and not override.is_sweep_override() and not isinstance(override.value(), dict)
         }
         first = overrides
         # only the run's recipe may have some keys, so which run it is must be found without them
@@ -319,8 +320,9 @@ class Composer:
         """The file of an option; None where it has none."""
         return read_option(self.loader, group, option)
 
-    def is_group(self, key: str) -> bool:
-        return self.loader.repository.group_exists(key)
+    def chooses(self, override: Override) -> bool:
+        """Whether an override speaks of the option of a group, and not of keys."""
+        return self.loader.repository.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
 
     def _load(self, overrides: list[str]) -> DictConfig:
         try:
@@ -335,14 +337,9 @@ class Composer:
         ]
         return self.loader.load_configuration(self.config_name, forced, RunMode.RUN)
 
-    def _is_plain(self, override: Any) -> bool:
-        marked = override.is_add() or override.is_force_add() or override.is_delete()
-        return (
-            not marked
-            and not override.is_hydra_override()
-            and override.package is None
-            and not self.is_group(override.key_or_group)
-        )
+    def _is_plain(self, override: Override) -> bool:
+        marked = override.is_add() or override.is_force_add() or override.is_delete() or override.package is not None
+        return not marked and not override.is_hydra_override() and not self.chooses(override)
 
 
 class _Located:

@@ -186,11 +186,11 @@ def _first_leaf(key: str, config: dict[Any, Any]) -> tuple[str, Any]:
     return key, value
 
 
-def _paths(value: dict[Any, Any], at: str) -> Iterator[str]:
+def paths(value: dict[Any, Any], at: str) -> Iterator[str]:
     """The keys that a mapping at `at` gives values to."""
     for name, inner in value.items():
         if isinstance(inner, dict) and inner:
-            yield from _paths(inner, f"{at}.{name}")
+            yield from paths(inner, f"{at}.{name}")
         else:
             yield f"{at}.{name}"
 
@@ -208,7 +208,7 @@ def is_set_by(key: str, overrides: Sequence[str], loader: Loader) -> bool:
         if key == given:
             return True
         if isinstance(value, dict) and value:
-            return any(_overlap(key, path) for path in _paths(value, given))
+            return any(_overlap(key, path) for path in paths(value, given))
         if loader.repository.group_exists(override.key_or_group):
             return given.startswith(f"{key}.")
         return _overlap(key, given)

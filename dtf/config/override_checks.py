@@ -13,7 +13,7 @@ from dtf.api.registry import registered
 from dtf.api.schema import RESERVED, KeyProblem, show
 from dtf.config.hydra_sources import CONF, Loader, refuse_root
 from dtf.config.limits import BASIC, ONE_BY_ONE
-from dtf.config.messages import meant_option
+from dtf.config.messages import meant_option, paths
 from dtf.config.settings import EXPERIMENT, GROUPS
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
@@ -44,7 +44,7 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 def check_override(override: Override, loader: Loader) -> None:
     """Raise ConfigError for an override of a single run that chooses no option, or sets what must not be set."""
     name = override.key_or_group
-    group, _, key = name.partition(".")
+    group = name.partition(".")[0]
     if not group:
         raise ConfigError(f"{show(override.input_line)} is no override; write key=value")
     if override.is_delete() and (name == "hydra" or name.startswith(("hydra.", "hydra/"))):
@@ -72,11 +72,22 @@ def check_override(override: Override, loader: Loader) -> None:
             f"{name} is refused, a config names no code; register a class and choose it by name; "
             "set on the command line"
         )
-    value = {} if override.is_delete() or override.is_sweep_override() else override.value()
-    if group in GROUPS and (key == "name" or (name == group and isinstance(value, dict) and "name" in value)):
-        raise ConfigError(
-            f"{group}.name says which class the other keys belong to; choose with {group}=NAME; set on the command line"
-        )
+    _check_name(override, loader)
+
+
+def _check_name(override: Override, loader: Loader) -> None:
+    """Raise ConfigError for the name in the node of an option. Other nodes of observers need one."""
+    group = override.key_or_group.partition(".")[0]
+    if group not in GROUPS:
+        return
+    value = None if override.is_sweep_override() else override.value()
+    nodes = [f"observer.{name}" for name in loader.get_group_options(group)] if group == "observer" else [group]
+    for key in paths(value, override.key_or_group) if isinstance(value, dict) else [override.key_or_group]:
+        if key.removesuffix(".name") in nodes and key.endswith(".name"):
+            choice = "observer=[NAME,...]" if group == "observer" else f"{group}=NAME"
+            raise ConfigError(
+                f"{key} says which class the other keys belong to; choose with {choice}; set on the command line"
+            )
 
 
 def _check_place(override: Override, group: str) -> None:

@@ -241,6 +241,15 @@ def test_recompose_varies_one_thing(composer: Composer) -> None:
     assert list(other.config["observer"]) == ["console"]
 
 
+def test_a_mapping_sets_keys_and_chooses_nothing(composer: Composer) -> None:
+    base = composer.compose(["strategy=fsdp", "seed=3"])
+    more = base.recompose(["strategy={tables: rows}"])
+    assert (more.config["strategy"]["name"], more.config["strategy"]["tables"]) == ("fsdp", "rows")
+    assert more.chosen() == {"strategy": ["fsdp"]}
+    mine = composer.compose(["observer=[]", "+observer.mine={name: jsonl, path: mine.jsonl}"]).config["observer"]
+    assert {name: node["path"] for name, node in mine.items()} == {"mine": "mine.jsonl"}
+
+
 def test_interpolations_are_resolved(composer: Composer) -> None:
     composed = composer.compose(
         ["seed=4", "run.name=run-${seed}", "launcher.env.COPY=${run.name}-x", r"launcher.env.LITERAL='\${seed}'"]

@@ -100,6 +100,13 @@ def composer() -> Composer:
             "strategy.name=dp",
             "strategy.name says which class the other keys belong to; choose with strategy=NAME" + HERE,
         ),
+        ("observer.jsonl.name=tensorboard", "observer.jsonl.name says which class the other keys belong to; choose"),
+        ("observer={jsonl: {name: console}}", "observer.jsonl.name says which class the other keys belong to; choose"),
+        (
+            "optimizer={foo:1}",
+            "optimizer.foo=1 is no known key; choices: decay_norm_and_bias, lr_factors, momentum, nesterov, "
+            "weight_decay, weight_decays" + HERE,
+        ),
         ("+strategy=dp", "+strategy=dp: strategy takes one option; write strategy=dp without +" + HERE),
         (
             "optimizer=adamw,sgd",
