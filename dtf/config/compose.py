@@ -28,13 +28,15 @@ from dtf.api.schema import KeyProblem, build_option, unset
 from dtf.api.task import Task
 from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.advice import CommandLine, drop_advice
+from dtf.config.as_written import is_as_in_file
 from dtf.config.command_line import parse_arguments
 from dtf.config.defaults_lists import ROOT, YamlFile, require_base
-from dtf.config.hydra_sources import make_loader, read_option, record_files, values_of
+from dtf.config.hydra_sources import make_loader, read_option, record_files
 from dtf.config.limits import resolve_interpolations
 from dtf.config.messages import is_set_by, parse, translated, with_suggestions
 from dtf.config.node_names import check_nodes, refuse_bare_variant
 from dtf.config.override_checks import check_override, refuse_address, refuse_shadows, refuse_targets
+from dtf.config.plugin_names import plugins_in, plugins_in_overrides
 from dtf.config.provenance import NO_EFFECT, Source, origin, sources
 from dtf.config.settings import (
     EXPERIMENT,
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 T = TypeVar("T")
+Resolve = Callable[[DictConfig], dict[Any, Any]]
 
 
 def compose(argv: Sequence[str]) -> Composed:
@@ -112,7 +115,8 @@ class Composed:
             settings.optimizer.check()
             settings.sparse.check()
             settings.lr.check()
-            settings.check_tables(build_option("sparse", values_of(self.composer.loader, "sparse", DEFAULT)))
+            sparse = self.composer.read("sparse", DEFAULT)
+            settings.check_tables(is_as_in_file(self.tree["sparse"], "sparse", DEFAULT, sparse))
             settings.checkpoint.check()
             for observer in settings.observer.values():
                 observer.check()
@@ -184,13 +188,13 @@ class Composer:
         self.loader = make_loader(config_dir)
         self._plugins: list[str] = []
 
-    def compose(self, overrides: Sequence[str]) -> Composed:
-        """See `compose`; `overrides` are those of one run, not of a sweep."""
+    def compose(self, overrides: Sequence[str], resolve: Resolve = resolve_interpolations) -> Composed:
+        """See `compose`; `overrides` are those of one run, not of a sweep. `resolve`: how a config becomes plain."""
         given = list(overrides)
         for override in parse(given, self.loader):
             check_override(override, self.loader)
         config, reads = self.load(given)
-        return self.finish(config, given, reads)
+        return self.finish(config, given, reads, resolve)
 
     def load(self, overrides: list[str]) -> tuple[DictConfig, dict[str, YamlFile]]:
         """What Hydra composes, not yet checked, and the YAML files that it read.
@@ -230,7 +234,7 @@ class Composer:
         `action` is repeated until every plugin that these files name is imported. It may fail before that: a file that
         names a plugin may choose an option which exists only after the import.
         """
-        named = _plugins_in_overrides(overrides)
+        named = plugins_in_overrides(overrides)
         while True:
             new = [name for name in named if name not in self._plugins]
             if new:
@@ -242,14 +246,20 @@ class Composer:
                     result = action()
                 except Exception as error:  # noqa: BLE001  explained below, unless a plugin it asks for is missing
                     failure = error
-            named = [name for read in reads.values() for name in _plugins_in(read.content)]
+            named = [name for read in reads.values() for name in plugins_in(read.content)]
             if set(named) <= set(self._plugins):
                 require_base(self.config_name, reads)
                 if failure is not None:
                     raise translated(failure, overrides, self.loader, reads) from failure
                 return result, reads  # type: ignore[return-value]
 
-    def finish(self, composed: DictConfig, overrides: Sequence[str], reads: dict[str, YamlFile]) -> Composed:
+    def finish(
+        self,
+        composed: DictConfig,
+        overrides: Sequence[str],
+        reads: dict[str, YamlFile],
+        resolve: Resolve = resolve_interpolations,
+    ) -> Composed:
         """Resolve and validate what Hydra composed."""
         choices = {
             group: choice
@@ -263,9 +273,7 @@ class Composer:
         with _Located(lambda key: self.origin(key, overrides, reads)):
             try:
                 state.set_config(composed)  # for ${hydra:...}
-                plain = resolve_interpolations(
-                    OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
-                )
+                plain = resolve(OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"]))
                 refuse_targets(plain)
                 check_nodes(plain, reads, given.places)
                 notes = drop_advice(plain, composed, given)
@@ -379,18 +387,3 @@ def _fit(plain: dict[Any, Any]) -> dict[str, Any]:
         return coerce_config(plain)
     except KeyProblem as problem:
         raise with_suggestions(problem, plain) from problem
-
-
-def _plugins_in_overrides(overrides: Sequence[str]) -> list[str]:
-    named = [text for text in overrides if text.lstrip("+").startswith("plugins=")]
-    return [
-        name
-        for override in parse(named)
-        if not override.is_sweep_override()
-        for name in _plugins_in({"plugins": override.value()})
-    ]
-
-
-def _plugins_in(content: dict[str, Any]) -> list[str]:
-    named = content.get("plugins")
-    return [str(name) for name in named] if isinstance(named, list) else []

@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
 from dtf.api.registry import registered
-from dtf.api.schema import coerce_option, is_node, keys, option_node, show, to_plain, type_text
+from dtf.api.schema import is_node, keys, option_node, show, to_plain, type_text
+from dtf.config.as_written import fit_option, leave_interpolations, raw, restore
 from dtf.config.hydra_sources import CONF, record_files
 from dtf.config.option_files import is_class_file, option_text
 from dtf.config.settings import EXPERIMENT, GROUPS, Root
@@ -165,12 +166,14 @@ def _option(composer: Composer, group: str, name: str) -> dict[str, Any]:
     if group != EXPERIMENT and (own := _class_node(composer, group, name)) is not None:
         cls = classes[name]
         return {"help": _summary(cls), "keys": _keys(cls, own, _prefix(group, name)), "sets": {}}
-    composed = composer.compose([f"{group}=[{name}]" if group == "observer" else f"{group}={name}"])
+    words = [f"{group}=[{name}]" if group == "observer" else f"{group}={name}"]
+    composed = composer.compose(words, leave_interpolations)
     read = composed.reads[f"{group}/{name}"]
     text = " ".join(line.lstrip("# ").strip() for line in _header(read.file.read_text(encoding="utf-8")))
     if group == EXPERIMENT:
         return {"help": text, "keys": [], "sets": _chosen(read.defaults) | _flat(read.content, "")}
-    node = next(iter(composed.config[group].values())) if group == "observer" else composed.config[group]
+    node = restore(composed.config[group], raw(composed.tree[group]))
+    node = next(iter(node.values())) if group == "observer" else node
     cls = classes[node["name"]]
     outside = read.content if "package" in read.header and read.header["package"] == "_global_" else {}
     sets = _chosen(read.defaults) | {
@@ -188,7 +191,7 @@ def _class_node(composer: Composer, group: str, option: str) -> dict[str, Any] |
     read = composer.read(group, option)
     if read is None:
         return option_node(group, option)
-    return coerce_option(group, read.content, group) if is_class_file(group, option, read.file, CONF) else None
+    return fit_option(group, read.content) if is_class_file(group, option, read.file, CONF) else None
 
 
 def _keys(cls: type, values: dict[str, Any], prefix: str) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.registry import registered
-from dtf.api.schema import coerce_option, option_node, to_plain
+from dtf.api.schema import option_node, to_plain
 from dtf.config.defaults_lists import ROOT, YamlFile, check_defaults, refuse_cycle
 from dtf.config.hydra_internals import (
     CachingConfigRepository,
@@ -307,12 +307,6 @@ def read_option(loader: Loader, group: str, option: str) -> YamlFile | None:
     with record_files() as reads:
         loader.repository.load_config(f"{group}/{option}")
     return reads.get(f"{group}/{option}")
-
-
-def values_of(loader: Loader, group: str, option: str) -> dict[str, Any]:
-    """The keys of a registered class as its file has them, which may leave some to the class."""
-    read = read_option(loader, group, option)
-    return coerce_option(group, {**option_node(group, option), **(read.content if read else {})}, group)
 
 
 def refuse_bases(folder: str) -> None:

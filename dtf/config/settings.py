@@ -122,12 +122,12 @@ class Settings(Root):
         _check_evaluations(self)
         _check_run(self)
 
-    def check_tables(self, default: RowOptimizer) -> None:
+    def check_tables(self, is_default: bool) -> None:
         """Raise ConfigError for sparse tables that cannot be trained with these settings, and for a choice of `sparse`
-        where there are no tables. Called after the recipe's check. `default`: what is no choice.
+        where there are no tables. Called after the recipe's check. `is_default`: nothing was chosen.
         """
         if not self.recipe.table_widths():
-            if self.job.trains and self.sparse not in (default, lookup("sparse", DEFAULT)()):
+            if self.job.trains and not is_default and self.sparse != lookup("sparse", DEFAULT)():
                 name, because = type(self.recipe).__name__, self.recipe.inactive_keys().get("sparse")
                 raise KeyProblem(
                     "sparse",

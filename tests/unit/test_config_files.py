@@ -178,6 +178,16 @@ def test_a_file_has_the_numbers_of_the_command_line(text: str) -> None:
     assert (type(from_file), from_file) == (type(typed), typed)
 
 
+def test_an_interpolation_waits_for_the_run_that_uses_it(tmp_path: Path) -> None:
+    name = "sparse/adagrad.yaml"
+    files = {name: "defaults: [schema/adagrad@_here_, _self_]\neps: ${oc.env:DTF_NOT_SET,1e-3}\n"}
+    composer = with_files(tmp_path, files)
+    composer.compose([]).check()  # a recipe without tables
+    with pytest.raises(ConfigError, match="sparse says how rows of sparse tables learn"):
+        composer.compose(["sparse.initial_accumulator=0.5"]).check()
+    assert composer.compose(["recipe=ctr_clicks_sparse"]).config["sparse"]["eps"] == 1e-3
+
+
 def test_help_shows_what_the_files_of_the_root_say(tmp_path: Path) -> None:
     files = {
         "inner.yaml": "defaults: [config, _self_]\nseed: 6\nstep: {clip_norm: 2.5}\n",

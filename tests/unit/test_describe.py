@@ -111,6 +111,26 @@ def test_files_show_their_values_and_what_else_they_set(tmp_path: Path) -> None:
     assert option["sets"] == {"lr": "step", "step.batch_size": 7}
 
 
+def test_interpolations_are_shown_as_they_are_written(tmp_path: Path) -> None:
+    files = {
+        "experiment/e": "# @package _global_\nrun: {name: '${oc.env:DTF_NOT_SET}'}\n",
+        "optimizer/mine": "defaults: [schema/adam@_here_, _self_]\neps: ${oc.env:DTF_NOT_SET}\n",
+        "sparse/adagrad": "defaults: [schema/adagrad@_here_, _self_]\neps: ${oc.env:DTF_NOT_SET}\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / f"{name}.yaml").write_text(text)
+    found = catalogue(
+        Composer(str(tmp_path)), chosen={"experiment": ["e"], "optimizer": ["mine"], "sparse": ["adagrad"]}
+    )
+    options = {name: next(iter(entry["options"].values())) for name, entry in found["groups"].items()}
+    assert options["experiment"]["sets"] == {"run.name": "${oc.env:DTF_NOT_SET}"}
+    for key in ("optimizer.eps", "sparse.eps"):
+        shown = {entry["key"]: entry["default"] for entry in options[key.split(".")[0]]["keys"]}
+        assert shown.pop(key) == "${oc.env:DTF_NOT_SET}"
+        assert all("$" not in str(value) for value in shown.values())
+
+
 def test_unknown_names_are_refused(composer: Composer) -> None:
     with pytest.raises(ConfigError, match="job.group=strategi is no group; did you mean strategy"):
         catalogue(composer, "strategi")
