@@ -85,7 +85,7 @@ class Precision:
             )
 
 
-@register("precision", "bf16")
+@register("precision", "bf16", variant_of="fp32")
 class Bf16(Precision):
     """The default choice for speed: matrix products in bf16, operation by operation; parameters, sums and losses stay
     fp32.
@@ -95,14 +95,14 @@ class Bf16(Precision):
     cast: Cast = with_default(Precision, "cast", Cast.autocast)
 
 
-@register("precision", "bf16_master")
+@register("precision", "bf16_master", variant_of="fp32")
 class Bf16Master(Precision):
     """bf16 modules without the casts of autocast; the optimizer keeps an fp32 master copy, so no update is lost."""
 
     compute: Format = with_default(Precision, "compute", Format.bf16)
 
 
-@register("precision", "bf16_params")
+@register("precision", "bf16_params", variant_of="fp32")
 class Bf16Params(Precision):
     """Least memory: parameters and optimizer state in bf16 too; updates below 1/256 of a weight are lost."""
 
@@ -110,7 +110,7 @@ class Bf16Params(Precision):
     compute: Format = with_default(Precision, "compute", Format.bf16)
 
 
-@register("precision", "fp16")
+@register("precision", "fp16", variant_of="fp32")
 class Fp16(Precision):
     """For GPUs without bf16: fp16 has few exponent bits, so the loss is scaled as far as gradients do not overflow."""
 
@@ -119,7 +119,7 @@ class Fp16(Precision):
     loss_scale: float = with_default(Precision, "loss_scale", 65536.0)
 
 
-@register("precision", "fp64")
+@register("precision", "fp64", variant_of="fp32")
 class Fp64(Precision):
     """For proofs, not for speed: job=verify separates rounding from errors with it."""
 
@@ -127,7 +127,7 @@ class Fp64(Precision):
     compute: Format = with_default(Precision, "compute", Format.fp64)
 
 
-@register("precision", "tf32")
+@register("precision", "tf32", variant_of="fp32")
 class Tf32(Precision):
     """fp32 at the speed of tensor cores (CUDA only): inputs of matrix products keep 10 bits of mantissa; sums and
     parameters stay fp32.

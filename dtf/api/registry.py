@@ -16,6 +16,7 @@ from dtf.core.text import suggest
 T = TypeVar("T", bound=type)
 
 _CLASSES: dict[str, dict[str, type]] = {}
+_BASES: dict[type, str] = {}  # class of a variant -> its option
 _BRINGERS: set[str] = set()
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
@@ -80,8 +81,12 @@ def with_default(base: type, key: str, default: Any) -> Any:
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(option, with_default))
-def register(group: str, name: str) -> Callable[[T], T]:
+def register(group: str, name: str, *, variant_of: str = "") -> Callable[[T], T]:
     """Class decorator: make the class a keyword-only dataclass, and the option `name` of the config group `group`.
+
+    `variant_of`: an option of the group, registered before. The class is a subclass of its class that gives its keys
+    other defaults and does nothing else, as `zero1` of `ddp`. The values of a node then decide which of the two names
+    it may have.
 
     The module of the class must import without torch, as the command line reads the class. ConfigError when another
     class has the name, or when the class lacks methods of its contract or has an `__init__`.
@@ -106,10 +111,23 @@ def register(group: str, name: str) -> Callable[[T], T]:
             raise ConfigError(
                 f"{group}={name} is registered twice, by {other.__module__} and {cls.__module__}; rename one"
             )
+        if variant_of:
+            _check_variant(f"{group}={name}", made, lookup(group, variant_of))
+            _BASES[made] = base_of(group, variant_of)
         known[name] = made
         return made
 
     return decorate
+
+
+def _check_variant(place: str, cls: type, base: type) -> None:
+    """Raise ConfigError for a class that cannot be the same as `base` with other defaults."""
+    own, theirs = ({field.name for field in dataclasses.fields(each)} for each in (cls, base))
+    if not issubclass(cls, base) or own != theirs:
+        raise ConfigError(
+            f"{place}: {cls.__module__}.{cls.__qualname__} is no variant of {base.__module__}.{base.__qualname__}; "
+            "make it a subclass with the same keys, or leave variant_of out"
+        )
 
 
 def _check_kinds(place: str, cls: type) -> None:
@@ -156,16 +174,14 @@ def lookup(group: str, name: str) -> type:
 
 
 def base_of(group: str, name: str) -> str:
-    """The option that a registered class only gives other defaults to, such as `fp32` for `bf16`; else `name`."""
-    known = {cls: option_name for option_name, cls in registered(group).items()}
-    cls = lookup(group, name)
-    keys = {field.name for field in dataclasses.fields(cls)}
-    for parent in cls.__mro__[1:]:
-        if any(callable(value) and not key.startswith("__") for key, value in vars(cls).items()):
-            break
-        if parent in known and keys == {field.name for field in dataclasses.fields(parent)}:
-            return base_of(group, known[parent])
-    return name
+    """The option of which `name` is a variant (see `register`), such as `fp32` for `bf16`; else `name`."""
+    return _BASES.get(lookup(group, name), name)
+
+
+def family_of(group: str, name: str) -> list[str]:
+    """An option with all its variants, or a variant with its option and the other variants; the option first."""
+    base = base_of(group, name)
+    return [base, *(other for other, cls in registered(group).items() if _BASES.get(cls) == base)]
 
 
 def name_of(group: str, part: object) -> str:

@@ -41,7 +41,8 @@ class Every:
     every_steps: int | None = option(
         default=None,
         least=0,
-        doc="save so often, and at the end; null: at each end of an epoch; 0: never, not even at the end",
+        doc="save so often, and at the end; null: at each end of an epoch; 0, which is checkpoint=off: never, not even "
+        "at the end",
         unit="steps",
     )
     keep_last: int = option(default=3, least=1, doc="newest checkpoints to keep")
@@ -69,7 +70,7 @@ class Every:
             resolve_checkpoints(self.resume, "checkpoint.resume")
 
 
-@register("checkpoint", "off")
+@register("checkpoint", "off", variant_of="every")
 class Off(Every):
     """For trials whose result nobody needs: nothing is written, and a killed run starts over."""
 

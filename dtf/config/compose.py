@@ -34,7 +34,7 @@ from dtf.config.defaults_lists import ROOT, YamlFile, require_base
 from dtf.config.hydra_sources import make_loader, read_option, record_files
 from dtf.config.limits import resolve_interpolations
 from dtf.config.messages import is_set_by, parse, translated, with_suggestions
-from dtf.config.node_names import check_nodes, refuse_bare_variant
+from dtf.config.node_names import check_nodes, refuse_other_name
 from dtf.config.override_checks import check_override, refuse_address, refuse_shadows, refuse_targets
 from dtf.config.plugin_names import plugins_in, plugins_in_overrides
 from dtf.config.provenance import NO_EFFECT, Source, origin, sources
@@ -278,7 +278,7 @@ class Composer:
                 check_nodes(plain, reads, given.places)
                 notes = drop_advice(plain, composed, given)
                 config, inactive = self._reset_inactive_keys(composed, _fit(plain), overrides)
-                refuse_bare_variant(config)
+                refuse_other_name(config, given.places)
                 refuse_address(config)
             except (ConfigError, KeyboardInterrupt):
                 raise

@@ -13,6 +13,7 @@ import yaml
 from dtf.api.schema import show
 from dtf.checkpoint.resolve_path import is_checkpoint, resolve_checkpoints
 from dtf.config.limits import read_checked
+from dtf.config.node_names import true_name
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import flat
 from dtf.core.renamed import upgraded_config
@@ -48,7 +49,7 @@ def overrides_from_run(model: str, chosen: Mapping[str, str], plugins: Collectio
 
 
 def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, Any]:
-    """The config of a run from its file, with the keys of today.
+    """The config of a run from its file, with the keys and names of today.
 
     DataError when it is none, ConfigError when it needs plugins that are not among those trusted.
     """
@@ -72,7 +73,10 @@ def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, 
             f"the run of {given} used plugins=[{','.join(map(str, other))}]; give them on the command line if you "
             "trust them"
         )
-    return saved
+    return {
+        key: value | {"name": true_name(key, value)} if isinstance(value, dict) and "name" in value else value
+        for key, value in saved.items()
+    }
 
 
 def _overrides(saved: dict[str, Any], chosen: Mapping[str, str]) -> list[str]:

@@ -1,13 +1,14 @@
-"""Checks that the `name` in a node of a config is that of the class whose keys it holds: Hydra merges it as any key."""
+"""Checks that the `name` in a node of a config is that of the class whose keys and values it holds: Hydra merges it as
+any key.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dtf.api.registry import base_of, lookup, registered
+from dtf.api.registry import base_of, family_of, registered
 from dtf.api.schema import KeyProblem, option_node, show
 from dtf.config.option_files import SCHEMA, is_base, option_of
 from dtf.config.settings import GROUPS
@@ -40,7 +41,7 @@ def check_nodes(
             if after.value == name and name in registered(group):
                 continue  # another base, with all of its keys
             chosen = key.split(".")[0]
-            other = f"{SCHEMA}/{after.value}@_here_" if group == chosen else f"override /{chosen}: {after.value}"
+            other = _entry(after.option, chosen, after.value)
             raise KeyProblem(
                 key,
                 f"{key}={show(after.value)} is another class than {show(before.value)}, from which the node starts; "
@@ -48,25 +49,56 @@ def check_nodes(
             )
 
 
-def refuse_bare_variant(config: Mapping[str, Any]) -> None:
-    """Raise KeyProblem for an option that gives a class other defaults, where these are set back to those of the class:
-    the config would say another name than what runs.
-    """
+def refuse_other_name(config: Mapping[str, Any], sources_of: Callable[[str], list[Source]]) -> None:
+    """Raise KeyProblem for a node with the name of one variant and the values of another, see `true_name`."""
     for group in GROUPS:
-        node = config[group]
-        name = node.get("name")
-        base = base_of(group, name) if name in registered(group) else name
-        if base == name:
-            continue
-        plain, own = option_node(group, base), option_node(group, name)
-        differ = [
-            field.name for field in dataclasses.fields(lookup(group, name)) if own[field.name] != plain[field.name]
-        ]
-        if differ and all(node[key] == plain[key] for key in differ):
-            given = " ".join(f"{group}.{key}={show(node[key])}" for key in differ)
-            raise KeyProblem(
-                f"{group}.{differ[0]}", f"{given} makes {group}={base} of {group}={name}; choose {group}={base}"
+        for inner, node in config[group].items() if group == "observer" else [("", config[group])]:
+            name, other = node["name"], true_name(group, node)
+            if name == other:
+                continue
+            at, variants = f"{group}.{inner}" if inner else group, _variants(group, name)
+            given, kept = (
+                [f"{at}.{key}={show(node[key])}" for key, value in variants[each].items() if node[key] != value]
+                for each in (name, other)
             )
+            key = given[0].partition("=")[0]
+            file = next((place.option for place in reversed(sources_of(key))), "")
+            choice = f"{group}=[{other}]" if inner else f"{group}={other}"
+            remedy = f"write {_entry(file, group, other)} into the defaults list" if file else f"choose {choice}"
+            more = f" and {' '.join(kept)}" if kept and not file else ""
+            raise KeyProblem(key, f"{' '.join(given)} makes {group}={other} of {group}={name}; {remedy}{more}")
+
+
+def true_name(group: str, node: Mapping[str, Any]) -> Any:
+    """The name that the values of a node tell: of an option and its variants, the one with the fewest other defaults. A
+    variant is none where not one of the values is left that make it one.
+    """
+    name = node.get("name")
+    if not isinstance(name, str) or name not in registered(group):
+        return name
+    base, variants = base_of(group, name), _variants(group, name)
+    others, own = (
+        {
+            member: {key for key, value in defaults.items() if values.get(key) != value}
+            for member, defaults in variants.items()
+        }
+        for values in (node, variants[base])
+    )
+    left = [member for member in variants if not own[member] or own[member] - others[member]]
+    return min(left, key=lambda member: (len(others[member]), member != name, member == base))
+
+
+def _variants(group: str, name: str) -> dict[str, dict[str, Any]]:
+    """An option and its variants, by name -> the keys in which any two of them differ, with their defaults."""
+    nodes = {member: option_node(group, member) for member in family_of(group, name)}
+    plain = nodes[base_of(group, name)]
+    differ = [key for key in plain if key != "name" and any(node[key] != plain[key] for node in nodes.values())]
+    return {member: {key: node[key] for key in differ} for member, node in nodes.items()}
+
+
+def _entry(path: str, group: str, name: Any) -> str:
+    """What a file, by its path as an option, writes into its defaults list to choose an option."""
+    return f"{SCHEMA}/{name}@_here_" if option_of(path)[0] == group else f"override /{group}: {name}"
 
 
 def _named_nodes(path: str, read: YamlFile) -> Iterator[str]:

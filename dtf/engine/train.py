@@ -202,7 +202,7 @@ def _refuse_early_end(setup: TrainingSetup, resumed: Resumed, stop: Stop) -> Non
     elif setup.plan.save_every:
         kept = "the state is saved"
     else:
-        kept = "checkpoint.every_steps=0, so nothing was saved"
+        kept = "checkpoint=off, so nothing was saved"
     if stop.reason == "budget":
         key = budget.key(setup.joined.rank.settings.budget)
         raise BudgetError(f"the budget is spent after step {stop.step}; {kept}; raise {key} and start again to go on")

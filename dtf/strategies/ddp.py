@@ -80,7 +80,8 @@ class Ddp(Strategy):
         "`columns` (`column_wise`): some columns of all rows each; `tables` (`table_wise`): whole tables each",
     )
     shard_optimizer: bool = option(
-        default=False, doc="divide the optimizer's state among ranks (ZeRO stage 1, arXiv:1910.02054)"
+        default=False,
+        doc="divide the optimizer's state among ranks (ZeRO stage 1, arXiv:1910.02054), as strategy=zero1 does",
     )
 
     def check(self, task: Task, processes: int, devices: str) -> None:
@@ -157,7 +158,7 @@ class Ddp(Strategy):
                 model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-@register("strategy", "zero1")
+@register("strategy", "zero1", variant_of="ddp")
 class Zero1(Ddp):
     """ddp with the optimizer's state divided among ranks: less memory, one more broadcast of the parameters a step."""
 

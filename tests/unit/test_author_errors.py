@@ -71,7 +71,7 @@ HERE = "tests/support/mistake"
 @cache
 def config() -> dict[str, Any]:
     options = ["launcher=inline", "launcher.devices=cpu", "observer=[]", "strategy=ddp", "train.steps=1"]
-    plugin = ["plugins=[tests.support.mistakes]", "recipe=mistake", "step.batch_size=16", "checkpoint.every_steps=0"]
+    plugin = ["plugins=[tests.support.mistakes]", "recipe=mistake", "step.batch_size=16", "checkpoint=off"]
     return compose([*plugin, *options]).config
 
 

@@ -4,6 +4,8 @@ written.
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -89,8 +91,14 @@ def with_files(folder: Path, files: dict[str, str], config_name: str | None = No
         (
             {"strategy/a.yaml": "defaults: [schema/zero1@_here_, _self_]\nshard_optimizer: false\n"},
             "strategy=a",
-            "strategy.shard_optimizer=false makes strategy=ddp of strategy=zero1; choose strategy=ddp; set in "
-            "{}/strategy/a.yaml",
+            "strategy.shard_optimizer=false makes strategy=ddp of strategy=zero1; write schema/ddp@_here_ into the "
+            "defaults list; set in {}/strategy/a.yaml",
+        ),
+        (
+            {"experiment/a.yaml": "# @package _global_\nstrategy: {shard_optimizer: true}\n"},
+            "experiment=a",
+            "strategy.shard_optimizer=true makes strategy=zero1 of strategy=ddp; write override /strategy: zero1 into "
+            "the defaults list; set in {}/experiment/a.yaml",
         ),
         (
             {"strategy/a.yaml": f"{BASE}powersgd_rank: 010\n"},
@@ -154,19 +162,49 @@ def test_a_name_that_says_the_truth_stays(tmp_path: Path) -> None:
     assert (composed["strategy"]["name"], composed["seed"]) == ("zero1", 4)
 
 
-def test_an_option_with_the_values_of_its_class_is_that_class() -> None:
-    composer = Composer()
-    for words, message in (
-        (["strategy=zero1", "strategy.shard_optimizer=false"], "makes strategy=ddp of strategy=zero1"),
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("strategy=zero1 strategy.shard_optimizer=false", "makes strategy=ddp of strategy=zero1; choose strategy=ddp"),
+        ("strategy.shard_optimizer=true", "makes strategy=zero1 of strategy=ddp; choose strategy=zero1"),
+        ("precision=bf16 precision.compute=fp32 precision.cast=module", "makes precision=fp32 of precision=bf16"),
         (
-            ["precision=bf16", "precision.compute=fp32", "precision.cast=module"],
-            "makes precision=fp32 of precision=bf16",
+            "precision=bf16 precision.cast=module",
+            "precision.cast=module makes precision=bf16_master of precision=bf16; choose precision=bf16_master",
         ),
-        (["strategy={name: zero1}"], "strategy.name says which class the other keys belong to"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            composer.compose(words)
-    assert composer.compose(["precision=bf16", "precision.cast=module"]).config["precision"]["name"] == "bf16"
+        ("precision.compute=bf16", "makes precision=bf16_master of precision=fp32"),
+        (
+            "precision.compute=fp16 precision.cast=autocast precision.loss_scale=8",
+            "makes precision=fp16 of precision=fp32; choose precision=fp16 and precision.loss_scale=8",
+        ),
+        ("checkpoint.every_steps=0", "makes checkpoint=off of checkpoint=every; choose checkpoint=off"),
+        (
+            "checkpoint=off checkpoint.every_steps=5",
+            "checkpoint.every_steps=5 makes checkpoint=every of checkpoint=off; choose checkpoint=every and "
+            "checkpoint.every_steps=5",
+        ),
+        ("'strategy={name: zero1}'", "strategy.name says which class the other keys belong to"),
+    ],
+)
+def test_the_name_of_a_variant_is_that_of_its_values(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"{re.escape(message)}.*; set on the command line"):
+        Composer().compose(shlex.split(line))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "precision=fp16 precision.loss_scale=8",
+        "precision=fp16 precision.cast=module",
+        "precision=bf16_params precision.compute=fp32",  # sense is checked later, with better words
+        "checkpoint=off checkpoint.keep_last=9",
+        "checkpoint=every checkpoint.every_steps=5",
+        "strategy=zero1 strategy.bucket_mb=3",
+    ],
+)
+def test_what_is_nearest_to_a_variant_has_its_name(line: str) -> None:
+    (group, name) = line.split()[0].split("=")
+    assert Composer().compose(line.split()).config[group]["name"] == name
 
 
 NUMBERS = "0 00 010 -010 +3 0x10 0b11 0o17 1:30 1:30.5 1_000 1__0 1_ 0_1 -0 1e3 1E-3 1e+03 1.5 1. .5 -.5e3 01.5 1_0.5_0"

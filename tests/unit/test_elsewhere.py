@@ -107,7 +107,7 @@ def test_search_spaces_that_are_offered_are_hydras(composer: Composer, name: str
         ("train.steps=${oc.env:DTF_TEST}", "train.steps", 32),
         ("train.steps=${oc.env:DTF_TEST}", "train.steps", None),
         ("run.name=${oc.env:DTF_TEST}", "run.name", "32"),
-        ("strategy.shard_optimizer=${oc.env:DTF_TEST}", "strategy.shard_optimizer", True),
+        ("strategy.static_graph=${oc.env:DTF_TEST}", "strategy.static_graph", True),
         ("step.remat=${oc.env:DTF_TEST}", "step.remat", "blocks"),
     ],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dtf.api.lr import Cosine
 from dtf.api.registry import base_of, lookup, registered
 from dtf.api.schema import option_node
 from dtf.cli.main import main
@@ -15,6 +16,7 @@ from dtf.cli.trials import _lasting
 from dtf.config import hydra_sources
 from dtf.config.compose import Composer
 from dtf.config.hydra_sources import CONF, parse_yaml
+from dtf.config.inherit import saved_config
 from dtf.config.option_files import files, option_text, root_text
 from dtf.config.settings import GROUPS, Root, load_parts
 from dtf.core.errors import ConfigError
@@ -154,6 +156,53 @@ def test_options_that_only_have_other_defaults_are_known_by_their_base() -> None
         for name in ("fp32", "bf16")
     )
     assert old == new
+
+
+def test_a_variant_is_declared_and_never_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dtf.api import registry
+
+    monkeypatch.setattr(registry, "_CLASSES", {group: dict(classes) for group, classes in registry._CLASSES.items()})
+
+    @registry.register("lr", "squared")
+    class Squared(Cosine):
+        """Another schedule with the keys of `cosine`."""
+
+        warmup: int = registry.option(default=9, doc="linear warm-up", unit="steps")
+
+        def __call__(self, step: int, total: int) -> float:
+            return super().__call__(step, total) ** 2
+
+    @registry.register("lr", "warmed", variant_of="cosine")
+    class Warmed(Cosine):
+        """`cosine` with a warm-up."""
+
+        warmup: int = registry.with_default(Cosine, "warmup", 9)
+
+    composer = Composer()
+    assert base_of("lr", "squared") == "squared" and base_of("lr", "warmed") == "cosine"
+    assert composer.compose(["lr=squared", "lr.warmup=0"]).config["lr"]["name"] == "squared"
+    for line, said in (
+        ("lr=warmed lr.warmup=0", "lr.warmup=0 makes lr=cosine of lr=warmed; choose lr=cosine"),
+        ("lr=warmed lr.warmup=8", "makes lr=cosine of lr=warmed; choose lr=cosine and lr.warmup=8"),
+        ("lr=cosine lr.warmup=9", "lr.warmup=9 makes lr=warmed of lr=cosine; choose lr=warmed"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            composer.compose(line.split())
+    for base, said in (
+        ("cosin", "lr=cosin is not registered; did you mean cosine?"),
+        ("step", "lr=other: .*Other is no variant of dtf.api.lr.Step; make it a subclass with the same keys"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            registry.register("lr", "other", variant_of=base)(type("Other", (Cosine,), {}))
+    assert "other" not in registered("lr")
+
+
+def test_a_config_with_the_name_of_the_class_has_the_names_of_today(tmp_path: Path) -> None:
+    """Earlier versions recorded the class of a variant."""
+    node = option_node("precision", "bf16") | {"name": "fp32"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"precision": node, "run": {"name": "x"}, "seed": 1}))
+    saved = saved_config(tmp_path / "config.yaml", "job.model=RUN", [])
+    assert (saved["precision"]["name"], saved["run"], saved["seed"]) == ("bf16", {"name": "x"}, 1)
 
 
 def test_describe_says_where_a_value_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
