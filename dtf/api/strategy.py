@@ -13,7 +13,7 @@ from dtf.api.recipe import Recipe
 from dtf.api.sparse_table import Placement
 from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError
-from dtf.core.renamed import accept_old_names, refuse_moved_names
+from dtf.core.renamed import accept_old_names
 from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.distributed.sharding import bounds
 
@@ -22,33 +22,6 @@ if TYPE_CHECKING:
 
     from dtf.core.types import Memory
     from dtf.distributed.world import World
-
-
-_LEASED = {
-    name: f"`{name}` of a dtf.LeasedWork, which the program has as its `leased`"
-    for name in ("rest", "eval_rest", "consumed", "unread", "told_to_stop", "end")
-}
-_HELPERS = {
-    **{
-        old: f"`{new}` of a dtf.HelperRoles, which the strategy returns as its `helper_roles`"
-        for old, new in {
-            "replaceable": "replaceable",
-            "computes_on_device": "on_device",
-            "rendezvous": "rendezvous",
-            "meet": "rendezvous",
-            "run_helper": "run",
-            "assist": "run",
-        }.items()
-    },
-    **dict.fromkeys(
-        ("external_process", "alone"),
-        "a launcher, launcher=manual; let `check_manual_start` of the strategy's `helper_roles` (a dtf.HelperRoles) "
-        "allow it",
-    ),
-    "check_processes": "`check`, which gets the number of processes",
-    "hints": "`about` of the program, a row of the start-up table",
-}
-"""Members of before -> where they are now."""
 
 
 class Program(ABC):
@@ -60,7 +33,6 @@ class Program(ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         accept_old_names(Program, cls, {"rehearse": "warmup", "settle": "sync", "use_averages": "swap_ema"})
-        refuse_moved_names(Program, cls, _LEASED)
 
     shard: Shard | None
     """The part of each global batch that this rank reads, and no other rank. None: it reads nothing, and gets None for
@@ -173,10 +145,6 @@ class Strategy(ABC):
     """A way to spread a task over ranks. Fields are the config node `strategy`. The module imports torch only inside
     `setup`.
     """
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        refuse_moved_names(Strategy, cls, _HELPERS)
 
     def roles(self, processes: int) -> dict[str, int]:
         """How many processes of which role to start for `launcher.processes`, in order of rank. Default: all are

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from dtf.core.errors import ConfigError
-
 MODULES = {
     "dtf.build": (
         "dtf.model.init",
@@ -227,20 +225,6 @@ def accept_old_names(contract: type, cls: type, names: Mapping[str, str]) -> Non
             setattr(cls, new, property(lambda self, old=old: getattr(self, old)) if is_field else vars(where)[old])
         elif with_new[0] is cls and with_old[0] is not cls:
             setattr(cls, old, _Renamed(old, new, cls))
-
-
-def refuse_moved_names(contract: type, cls: type, names: Mapping[str, str]) -> None:
-    """For `__init_subclass__` of `contract`: members that it no longer has, and where each is now.
-
-    ConfigError where `cls`, or a base such as a mixin, has one of them: it would never be called.
-    """
-    for base in cls.__mro__[: cls.__mro__.index(contract)]:
-        for name, now in names.items():
-            if name in vars(base) or name in vars(base).get("__annotations__", {}):
-                raise ConfigError(
-                    f"{base.__module__}.{base.__qualname__}.{name}: {contract.__name__} has no `{name}` any more, and "
-                    f"nothing would call it; it is now {now}"
-                )
 
 
 class _Renamed:

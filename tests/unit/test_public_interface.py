@@ -151,26 +151,6 @@ def test_old_names_of_a_program_count_too() -> None:
     assert len(caught) == 2 and {warning.filename for warning in caught} == {__file__}
 
 
-MOVED = {
-    dtf.Program: "rest eval_rest consumed unread told_to_stop end",
-    dtf.Strategy: "replaceable check_processes computes_on_device hints rendezvous run_helper external_process alone "
-    "meet assist",
-}
-
-
-@pytest.mark.parametrize(("contract", "name"), [(cls, name) for cls in MOVED for name in MOVED[cls].split()])
-def test_members_that_moved_are_refused_where_a_class_defines_them(contract: type, name: str) -> None:
-    """Else nothing would ever call them. A mixin's and an annotated field count too."""
-    mixin = type("Mixin", (), {name: lambda self: None})
-    for make in (
-        lambda: type("Mine", (contract,), {name: lambda self: None}),
-        lambda: type("Mine", (mixin, contract), {}),
-        lambda: type("Mine", (contract,), {"__annotations__": {name: "int"}}),
-    ):
-        with pytest.raises(dtf.ConfigError, match=rf"\.{name}: {contract.__name__} has no `{name}` any more.* is now "):
-            make()
-
-
 def test_the_optional_parts_say_that_there_is_nothing() -> None:
     work, roles = dtf.LeasedWork(), dtf.HelperRoles()
     assert dtf.Program.leased.rest() is work.rest() is work.eval_rest() is None
