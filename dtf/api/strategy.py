@@ -146,6 +146,9 @@ class Strategy(ABC):
     `setup`.
     """
 
+    helper_roles: HelperRoles = HelperRoles()
+    """What strategies with several roles say of the others. Default: there is one role."""
+
     def roles(self, processes: int) -> dict[str, int]:
         """How many processes of which role to start for `launcher.processes`, in order of rank. Default: all are
         trainers.
@@ -153,11 +156,6 @@ class Strategy(ABC):
         The role given first is the one that runs the engine. For the others see `helper_roles`.
         """
         return {"trainer": processes}
-
-    @property
-    def helper_roles(self) -> HelperRoles:
-        """What strategies with several roles say of the others. Default: there is one role."""
-        return HelperRoles()
 
     @abstractmethod
     def check(self, task: Task, processes: int, devices: str) -> None:

@@ -26,15 +26,11 @@ class Pserver(PserverOptions, Strategy):
     """
 
     def __post_init__(self) -> None:
-        self._helper_roles = PserverRoles(self)  # no field, which would be a config key
+        self.helper_roles = PserverRoles(self)
 
     def roles(self, processes: int) -> dict[str, int]:
         roles = {"server": self.servers, "trainer": processes}
         return dict(reversed(roles.items())) if self.rows_alone else roles
-
-    @property
-    def helper_roles(self) -> PserverRoles:
-        return self._helper_roles
 
     def check(self, task: Task, processes: int, devices: str) -> None:
         if find_spec("grpc") is None:
@@ -53,9 +49,9 @@ class Pserver(PserverOptions, Strategy):
         from dtf.pserver.bootstrap import serve
         from dtf.pserver.manual_rendezvous import ServerBootstrap
 
-        return serve(
-            task, world, self, self.count_trainers(world.slots), self.helper_roles.bootstrap or ServerBootstrap()
-        )
+        assert isinstance(self.helper_roles, PserverRoles)
+        bootstrap = self.helper_roles.bootstrap or ServerBootstrap()
+        return serve(task, world, self, self.count_trainers(world.slots), bootstrap)
 
     def _replica(self, task: Task, world: World) -> Program:
         """ddp's program, with rows elsewhere."""

@@ -347,7 +347,9 @@ def test_launchers_that_know_no_roles_say_so(
 class Idle(RolesStrategy):
     """Its trainers have nothing to do."""
 
-    helper_roles = HelperRoles()  # type: ignore[assignment]
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper_roles = HelperRoles()
 
 
 def test_a_role_that_nothing_is_said_of_is_refused_before_it_starts() -> None:

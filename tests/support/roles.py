@@ -41,14 +41,10 @@ class RolesStrategy(Strategy):
     """`servers` processes lead, and as many trainers as launcher.processes hold nothing."""
 
     def __init__(self, servers: int = 1, server_device: str = "cpu") -> None:
-        self.servers, self.server_device = servers, server_device
+        self.servers, self.helper_roles = servers, Trainers(server_device)
 
     def roles(self, processes: int) -> dict[str, int]:
         return {"server": self.servers, "trainer": processes}
-
-    @property
-    def helper_roles(self) -> HelperRoles:
-        return Trainers(self.server_device)
 
     def check(self, task: Task, processes: int, devices: str) -> None: ...
 
