@@ -18,10 +18,11 @@ from dtf.api.schema import show
 from dtf.config.messages import display_path
 from dtf.core.errors import BusyError, Exit, code_name
 from dtf.core.files import flat
+from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import upgraded_config
 from dtf.core.text import number_text
 from dtf.runs.budget import spent_s
-from dtf.runs.run_folder import redact, untouched
+from dtf.runs.run_folder import untouched
 
 NOT_STARTED = -1
 _MAY_CHANGE = ("budget", "launcher", "observer", "plugins", "run")
@@ -86,7 +87,7 @@ def finished(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
         ) from error
     if untouched(folder):
         return None
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    changed = [key for key in sorted(old.keys() | new.keys()) if not may_be(new.get(key), old.get(key))]
     for key in changed:
         if not key.startswith("train."):
             was, now = show(old.get(key)), show(new.get(key))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from dtf.core.errors import ConfigError, DtfError, PeerError
+from dtf.core.redaction import redact, stars_and_digest
 
 _LOCAL = ("launcher", "root")
 """Keys that may differ between hosts: how ranks are started there, and where the data lies."""
@@ -41,6 +42,11 @@ def keys_of_all_commands(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def config_facts(config: dict[str, Any]) -> dict[str, Any]:
+    """`keys_of_all_commands` with digests in the place of secrets, which differ where these do."""
+    return redact(keys_of_all_commands(config), stand_in=stars_and_digest)
+
+
 def digest(config: dict[str, Any]) -> str:
     """A short text that differs when `shared_keys` does."""
     return hashlib.sha256(json.dumps(shared_keys(config), sort_keys=True).encode()).hexdigest()[:16]
@@ -48,14 +54,15 @@ def digest(config: dict[str, Any]) -> str:
 
 def differences(expected: Any, actual: Any, first: str, key: str = "") -> Iterator[str]:
     """`key=actual, <first> has expected` for every leaf in which two trees of JSON differ. `first`: the name of the
-    rank that has `expected`.
+    rank that has `expected`. Secrets are compared and not shown.
     """
     if isinstance(expected, dict) and isinstance(actual, dict):
         for name in sorted(expected.keys() | actual.keys()):
             inner = f"{key}.{name}" if key else name
             yield from differences(expected.get(name), actual.get(name), first, inner)
     elif expected != actual:
-        yield f"{key.removeprefix('config.')}={json.dumps(actual)}, {first} has {json.dumps(expected)}"
+        had, has = (json.dumps(redact(value, key)) for value in (expected, actual))
+        yield f"{key.removeprefix('config.')}={has}, {first} has {had if had != has else 'another'}"
 
 
 def refusal(who: str, first: str, how: str) -> ConfigError:

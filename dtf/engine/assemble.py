@@ -21,7 +21,7 @@ from dtf.api.strategy import Program
 from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer
 from dtf.config.settings import Settings
-from dtf.core.consistency import check_consistent, keys_of_all_commands
+from dtf.core.consistency import check_consistent, config_facts
 from dtf.core.errors import ConfigError, DataError, Preempted
 from dtf.core.types import Event, Note, Saved, Started
 from dtf.core.version import __version__
@@ -42,7 +42,6 @@ from dtf.model.ema import with_ema
 from dtf.model.init import construct, refuse_untrainable, start_from
 from dtf.model.metric_checks import TRIAL_ROWS, check_evaluated, check_names
 from dtf.model.pretrained import WeightMatch, Weights, match_weights, open_weights
-from dtf.runs.run_folder import redact
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def join(rank: Rank) -> JoinedRank:
     kind = place.device.partition(":")[0]
     engine_role, count = next(iter(strategy.roles(place.slots).items()))
     trains = place.role == engine_role
-    facts = {"config": redact(keys_of_all_commands(rank.config))}  # so that an error names the keys that differ
+    facts = {"config": config_facts(rank.config)}  # so that an error names the keys that differ
     if trains:
         rank = _rendezvous(rank, facts)
         world = World.join(replace(rank.place, size=count), strategy.communication(kind))

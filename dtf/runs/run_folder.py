@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import platform
-import re
 import secrets
 import socket
 import subprocess
@@ -27,6 +26,7 @@ from dtf.checkpoint.storage import checkpoints
 from dtf.core.endpoint_file import withdraw
 from dtf.core.errors import BusyError, ConfigError
 from dtf.core.files import flat, replace_text
+from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import lost_effects
 from dtf.core.types import Ended, Event, Measured, Saved, Started
 from dtf.core.version import __version__
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 _LOCK = ".lock"
 _BEFORE_A_RUN = {_LOCK, ".run.json.new"}  # what a process killed in its first millisecond leaves behind
-_SECRET = re.compile(r"token|secret|passwd|password|key", re.IGNORECASE)
 _WEIGHTS = "recipe.model.weights"
 _MAY_MOVE = "root"
 """Keys of this name, and the weights to start from, say where data lies, not what it is; checkpoints hold digests of
@@ -163,7 +162,7 @@ class Run:
         new = identity(self.config) if left else old
         # other recipes have other keys
         for key in sorted(old.keys() | new.keys(), key=lambda key: (key != "recipe.name", key)):
-            if old.get(key) != new.get(key):
+            if not may_be(new.get(key), old.get(key)):
                 was, now = _show(old.get(key)), _show(new.get(key))
                 raise BusyError(
                     f"{self.folder} holds a run with {key}={was}, this one has {key}={now}; choose another run.dir, or "
@@ -283,15 +282,6 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
             "step.batch_size": config["step"]["batch_size"],
         }
     )
-
-
-def redact(node: Any, key: str = "") -> Any:
-    """A copy of plain values with every non-empty text under a key that names a secret replaced by `***`."""
-    if isinstance(node, dict):
-        return {name: redact(value, name if _SECRET.search(name) else key) for name, value in node.items()}
-    if isinstance(node, list):
-        return [redact(value, key) for value in node]
-    return "***" if key and _SECRET.search(key) and isinstance(node, str) and node else node
 
 
 def versions() -> dict[str, str]:

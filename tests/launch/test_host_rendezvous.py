@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dtf.core.consistency import describe_differences, digest
+from dtf.core.consistency import config_facts, describe_differences, digest, shared_keys
 from dtf.core.errors import BusyError, ConfigError, Exit, PeerError, Preempted
 from dtf.core.types import Failed
 from dtf.launch import host_connection, host_rendezvous
@@ -367,6 +367,18 @@ def test_waiting_for_a_host_hears_a_stop(meeting: Meeting) -> None:
 def test_outcomes_travel() -> None:
     for result in (GroupResult(Exit.OK), GroupResult(Exit.PEER, LOST, external=True, consequence=True)):
         assert GroupResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+
+
+def test_secrets_are_compared_and_not_shown() -> None:
+    """A tokenizer is no secret, and an empty text stands for no secret."""
+    keys = {"tokenizer": "bytes", "api_key": "hunter2", "keys": {"one": "hunter3"}, "token": ""}
+    first, other = ({"recipe": keys | more} for more in ({}, {"tokenizer": "words", "api_key": "x", "token": "y"}))
+    for facts in (config_facts, shared_keys):  # as trainers and servers compare them, and as hosts do
+        text = describe_differences({"server 0": {"config": facts(first)}, "trainer 3": {"config": facts(other)}})
+        named = 'api_key="***", server 0 has another; recipe.token="***", server 0 has ""; '
+        assert f'{named}recipe.tokenizer="words", server 0 has "bytes"' in text and "keys" not in text
+    assert "hunter" not in json.dumps(config_facts(first))
+    assert config_facts(first) == config_facts({**first, "launcher": {}})
 
 
 def test_a_mixture_names_who_differs() -> None:

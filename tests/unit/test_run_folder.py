@@ -16,8 +16,9 @@ import yaml
 
 from dtf.config.settings import Settings
 from dtf.core.errors import BusyError, ConfigError
+from dtf.core.redaction import is_secret, redact
 from dtf.core.types import Failed, Measured, Saved, Started
-from dtf.runs.run_folder import Run, identity, redact, versions
+from dtf.runs.run_folder import Run, identity, versions
 from dtf.strategies.ddp import Ddp
 
 
@@ -259,6 +260,31 @@ def test_secrets_are_found_by_the_names_of_their_keys() -> None:
         "secret": "",
         "key_count": 3,
     }
+
+
+@pytest.mark.parametrize(
+    ("names", "secret"),
+    [
+        ("key token api_key apikey API_KEYS hubToken tokenFile recipe.token.file aws-secret-id my_password2", True),
+        (
+            "tokenizer tokenizers TOKENIZERS_PARALLELISM recipe.tokenizer.name detokenized keyword keypoints turkeyed",
+            False,
+        ),
+    ],
+)
+def test_a_word_that_begins_like_a_secret_is_none(names: str, secret: bool) -> None:
+    assert [name for name in names.split() if is_secret(name) is not secret] == []
+
+
+def test_a_run_goes_on_whose_record_starred_more_keys(here: Path) -> None:
+    run = opened(config(run__dir="runs/a", recipe__tokenizer="bytes"))
+    run.see(Measured("train", 1, 0.1, 1.0, {"loss": 1.0}))
+    run.end(0)
+    record = run.folder / "run.json"
+    record.write_text(record.read_text().replace('"bytes"', '"***"'))
+    opened(config(run__dir="runs/a", recipe__tokenizer="bytes")).end(0)
+    with pytest.raises(BusyError, match="recipe.tokenizer=bytes, this one has recipe.tokenizer=words"):
+        opened(config(run__dir="runs/a", recipe__tokenizer="words"))
 
 
 def test_identity_says_what_makes_the_numbers() -> None:
