@@ -85,6 +85,12 @@ class HelperRoles:
         """
         return role == "trainer"
 
+    def count_key(self, role: str) -> str:
+        """The config key that says how many processes of a role there are, for error messages. Default:
+        launcher.processes for trainers, and words in its place for other roles.
+        """
+        return "launcher.processes" if role == "trainer" else f"the strategy's number of {role} processes"
+
     def check_manual_start(self) -> None:
         """Raise ConfigError where a process cannot be started by a command of its own (`launcher=manual`), which gives
         it `Place.manual` to find the others. Default: none can.

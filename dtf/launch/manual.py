@@ -107,7 +107,7 @@ class Manual(SupervisedLauncher):
         least=0,
         most=MOST_PROCESSES - 1,
         doc="which of the endpoints this server is, from 0; for a trainer a number that no other one has. Also DTF_ID, "
-        "DTF_SERVER_ID, DTF_TRAINER_ID",
+        "or by the name of the role DTF_SERVER_ID, DTF_TRAINER_ID",
     )
     token_file: str = option(
         default="",
@@ -186,8 +186,9 @@ class Manual(SupervisedLauncher):
         manual_checks.addresses(endpoints)
         if len(endpoints) != listening:
             raise ConfigError(
-                f"launcher.endpoints names {len(endpoints)} {engine_role}(s), and the strategy has {listening}; give "
-                f"strategy.{engine_role}s={len(endpoints)}, alike everywhere, or {listening} endpoint(s)"
+                f"launcher.endpoints names {len(endpoints)} {engine_role}(s), and the strategy has {listening}; set "
+                f"{strategy.helper_roles.count_key(engine_role)} to {len(endpoints)}, alike everywhere, or give "
+                f"{listening} endpoint(s)"
             )
         role = manual_checks.role_of(self.role, roles)
         number = manual_checks.number_of(self.id, role, listening if role == engine_role else None)

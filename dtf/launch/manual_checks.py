@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dtf.api.schema import show
@@ -18,8 +18,7 @@ from dtf.host.devices import MOST_PROCESSES
 from dtf.host.network import endpoint
 
 ENDPOINTS, ROLE, ID, TOKEN = "DTF_ENDPOINTS", "DTF_ROLE", "DTF_ID", "DTF_TOKEN"
-NAMES = (ENDPOINTS, ROLE, ID, "DTF_SERVER_ID", "DTF_TRAINER_ID")
-"""Variables that say which process of a run this is."""
+"""Variables that say which process of a run this is; see also `id_variable`."""
 
 LEAST_TOKEN = 16
 """Least characters of a secret."""
@@ -46,9 +45,16 @@ def addresses(endpoints: Sequence[str]) -> list[tuple[str, int]]:
     return parsed
 
 
-def refuse_environment() -> None:
-    """ConfigError where the environment says which process of a run this is, for launchers that start all of them."""
-    name = next((name for name in NAMES if os.environ.get(name)), "")
+def id_variable(role: str) -> str:
+    """The variable with the number of a process among those of its role, such as DTF_SERVER_ID; it comes before ID."""
+    return f"DTF_{re.sub(r'[^0-9A-Za-z]', '_', role).upper()}_ID"
+
+
+def refuse_environment(roles: Iterable[str]) -> None:
+    """ConfigError where the environment says which process of a run with these roles this is, for launchers that start
+    all of them.
+    """
+    name = next((name for name in (ENDPOINTS, ROLE, ID, *map(id_variable, roles)) if os.environ.get(name)), "")
     if name:
         raise ConfigError(
             f"{name}={os.environ[name]} is for launcher=manual, which starts one process of a run, and this launcher "
@@ -77,7 +83,7 @@ def number_of(given: int | None, role: str, listening: int | None) -> int:
 
     ConfigError where it is missing or wrong.
     """
-    variables = f"DTF_{role.upper()}_ID", ID
+    variables = id_variable(role), ID
     variable = next((name for name in variables if os.environ.get(name)), variables[0])  # an empty one is not set
     text = str(given) if given is not None else os.environ.get(variable) or ("0" if listening == 1 else "")
     if not text:

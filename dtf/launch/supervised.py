@@ -116,14 +116,14 @@ class SupervisedLauncher(Launcher):
             raise ConfigError(f"ranks are forked on Linux only, this is {sys.platform}; use launcher=inline")
 
     def check(self, strategy: Strategy) -> None:
-        engine_role, *others = strategy.roles(self.count())
+        engine_role, *others = roles = strategy.roles(self.count())
         if others:
             if type(strategy.helper_roles).run is HelperRoles.run:
                 raise ConfigError(
                     f"strategy={name_of('strategy', strategy)} has processes of the role {others[0]} beside "
                     f"{engine_role}, and nothing says what they do; give it `helper_roles`, a dtf.HelperRoles with run"
                 )
-            manual_checks.refuse_environment()
+            manual_checks.refuse_environment(roles)
         self._places(strategy)
 
     def supervise(self, run: LaunchedRun, see: Callable[[Event], None], entry: str, sockets: dict[str, str]) -> int:
@@ -265,5 +265,5 @@ class SupervisedLauncher(Launcher):
         role = local_roles[local]
         if not strategy.helper_roles.on_device(role):
             return "cpu"
-        key = "launcher.processes" if role == "trainer" else f"strategy.{role}s"
+        key = strategy.helper_roles.count_key(role)
         return devices.device_of(local_roles[:local].count(role), local_roles.count(role), chosen, key)

@@ -29,6 +29,9 @@ class PserverRoles(HelperRoles):
     def on_device(self, role: str) -> bool:
         return role == "trainer" or self._options.server_device is Device.cuda
 
+    def count_key(self, role: str) -> str:
+        return "strategy.servers" if role == "server" else super().count_key(role)
+
     def check_manual_start(self) -> None:
         option = (
             "strategy.dense=allreduce"

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 
+from dtf.api.helper_roles import HelperRoles, RoleContext
 from dtf.api.registry import registered
 from dtf.api.schema import build_option, coerce_option
+from dtf.api.strategy import Strategy
+from dtf.api.task import Task
 from dtf.config.compose import compose
 from dtf.config.settings import load_parts
 from dtf.core.consistency import keys_of_all_commands
 from dtf.core.endpoint_file import EndpointFile
 from dtf.core.errors import ConfigError, PeerError
 from dtf.core.types import ManualStart, Place
+from dtf.host.devices import Devices
 from dtf.jobs.status import ask
 from dtf.launch import manual_checks
 from dtf.launch.local import Local
@@ -23,6 +27,7 @@ from dtf.pserver.net.rpc import viewer
 from dtf.pserver.options import Dense
 from dtf.pserver.strategy import Pserver
 from tests.support.manual_start import TOKEN, endpoints
+from tests.support.roles import RolesStrategy
 
 load_parts([])
 TWO = ["127.0.0.1:4000", "127.0.0.1:4001"]
@@ -35,7 +40,7 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTF_TOKEN", TOKEN)
 
 
-def place(launcher: Manual, strategy: Pserver) -> Place:
+def place(launcher: Manual, strategy: Strategy) -> Place:
     (fields,), _ = launcher._places(strategy)
     return Place(**fields)
 
@@ -101,7 +106,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"id": None}, "launcher.id is not given"),
     ({"id": 2}, "launcher.id=2 must be 0 to 1: launcher.endpoints names 2 servers"),
     ({"role": "trainer", "id": None}, "launcher.id is not given, and each trainer needs one"),
-    ({"endpoints": TWO[:1]}, "launcher.endpoints names 1 server.*give strategy.servers=1"),
+    ({"endpoints": TWO[:1]}, "launcher.endpoints names 1 server.*set strategy.servers to 1"),
     ({"endpoints": [TWO[0], TWO[0]]}, "names one twice"),
     ({"pin": True}, "launcher.pin=true divides the cores"),
     ({"endpoints": ["nonsense", TWO[0]]}, "must be HOST:PORT"),
@@ -138,6 +143,46 @@ def test_every_strategy_is_started_or_refused_by_name(name: str) -> None:
 def test_processes_that_their_launcher_brings_together_are_refused(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"{named}: .* use launcher=local"):
         Manual(processes=2, endpoints=TWO[:1], role="server", devices="cpu").check(Pserver(**options))
+
+
+class Keepers(HelperRoles):
+    def count_key(self, role: str) -> str:
+        return {"keeper": "strategy.how_many"}.get(role) or super().count_key(role)
+
+    def on_device(self, role: str) -> bool:
+        return True
+
+    def check_manual_start(self) -> None: ...
+
+    def run(self, task: Task, context: RoleContext) -> None: ...
+
+
+class KeepersStrategy(RolesStrategy):
+    """An author's strategy, with roles of other names."""
+
+    helper_roles = Keepers()  # type: ignore[assignment]
+
+    def roles(self, processes: int) -> dict[str, int]:
+        return {"keeper": self.servers, "night-worker": processes}
+
+
+def test_roles_have_the_names_that_the_strategy_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTF_KEEPER_ID", "1")
+    monkeypatch.setenv("DTF_NIGHT_WORKER_ID", "4")
+    with pytest.raises(ConfigError, match="DTF_KEEPER_ID=1 is for launcher=manual"):
+        Local(processes=2, devices="cpu").check(KeepersStrategy())
+    Local(processes=2, devices="cpu").check(RolesStrategy())  # it has no keepers
+    for role, rank in (("keeper", 1), ("night-worker", 6)):
+        launcher = Manual(processes=3, endpoints=TWO, role=role, devices="cpu")
+        launcher.check(KeepersStrategy(servers=2))
+        assert place(launcher, KeepersStrategy(servers=2)).rank == rank
+    with pytest.raises(ConfigError, match=r"names 2 keeper\(s\), .* 1; set strategy.how_many to 2, alike"):
+        Manual(processes=3, endpoints=TWO, role="keeper", devices="cpu").check(KeepersStrategy())
+    monkeypatch.delenv("DTF_KEEPER_ID")
+    monkeypatch.delenv("DTF_NIGHT_WORKER_ID")
+    monkeypatch.setattr("dtf.host.devices.choose", lambda given: Devices("cuda", (0,)))
+    with pytest.raises(ConfigError, match=r"^strategy.how_many=2 needs as many GPUs, there are 1"):
+        Local(processes=1).check(KeepersStrategy(servers=2))
 
 
 def test_variables_of_a_manual_start_are_not_ignored_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
