@@ -33,6 +33,10 @@ PLANNED_EXITS = (Exit.PREEMPTED, Exit.BUDGET)
 """Exit codes with which all ranks end in the same way, after a save. No process has to be killed then."""
 
 
+STARTED_AGAIN = (Exit.PEER, Exit.BUSY, Exit.IO, Exit.PREEMPTED)
+"""Exit codes after which the same command may be started again, and go on. After others something has to change."""
+
+
 class DtfError(Exception):
     """The base class of all expected failures. The message reads `what; why; what to do`."""
 

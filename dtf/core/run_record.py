@@ -1,10 +1,10 @@
-"""Whether the run in a folder has finished, for processes that take part in a run whose folder another process made."""
+"""How the run in a folder has ended, for processes that take part in a run whose folder another process made."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -13,16 +13,25 @@ from dtf.core.errors import Exit
 from dtf.core.redaction import redact
 
 
-def finished(folder: Path, config: dict[str, Any]) -> bool:
-    """Whether a run of this config has come to its end in `folder`. False where that cannot be told.
+class RunEnd(NamedTuple):
+    """How a launch of a run has ended."""
+
+    id: str  # of the launch
+    exit: Exit
+    cause: str
+
+
+def run_end(folder: Path, config: dict[str, Any]) -> RunEnd | None:
+    """How the last launch of a run of this config has ended in `folder`. None where it has not, or that cannot be told.
 
     `config`: as of `config_facts`; secrets are not recorded, and so not compared.
     """
     try:
         record = json.loads((folder / "run.json").read_text())
-        if not record["ended"] or record["exit"] != Exit.OK:
-            return False
+        if not record["ended"]:
+            return None
         own = keys_of_all_commands(yaml.safe_load((folder / "config.yaml").read_text()))
-        return json.dumps(own, sort_keys=True) == json.dumps(redact(config), sort_keys=True)
+        same = json.dumps(own, sort_keys=True) == json.dumps(redact(config), sort_keys=True)
+        return RunEnd(str(record["id"]), Exit(record["exit"]), str(record["cause"])) if same else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
-        return False
+        return None

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import errno
 import socket
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +19,18 @@ from torch.distributed import TCPStore
 
 from dtf.api.helper_roles import RendezvousContext, RoleContext
 from dtf.api.task import Task
-from dtf.core.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
-from dtf.core.run_record import finished
+from dtf.core.errors import (
+    STARTED_AGAIN,
+    BudgetError,
+    BusyError,
+    ConfigError,
+    DtfError,
+    Exit,
+    PeerError,
+    Preempted,
+    code_name,
+)
+from dtf.core.run_record import RunEnd, run_end
 from dtf.core.types import ManualStart, Shard
 from dtf.host import network
 from dtf.pserver.connections import PATIENCE_S, make_service, tls_files
@@ -147,18 +157,27 @@ def _join(
 def _wait_for_servers(coordinator: Coordinator, manual: ManualStart, context: RendezvousContext) -> None:
     """On server 0: wait until all servers are there. RendezvousTimeout when one is missing for too long."""
     timeout_s, endpoints = manual.timeout_s, manual.endpoints
-    start, report = time.monotonic(), WaitReport(context.say)
+    start, report = monotonic(), WaitReport(context.say)
     while not coordinator.complete():
         context.wait()
         missing = named(coordinator.missing(), endpoints)
-        if time.monotonic() - start > timeout_s:
+        if monotonic() - start > timeout_s:
             raise RendezvousTimeout(f"{missing} did not come within launcher.timeout_s={timeout_s:g}")
         report.tell(f"server 0 waits for {missing}")
-        time.sleep(ASK_S)
+        sleep(ASK_S)
 
 
-class _Finished(Exception):
-    """The run has finished, and its servers are gone. The text: its folder."""
+class _RunEnded(DtfError):
+    """The run has ended, and its servers are gone: this process ends with the same result."""
+
+    patient = True
+
+    def __init__(self, folder: Path, end: RunEnd) -> None:
+        super().__init__(
+            f"the run in {folder} has ended with {code_name(end.exit)}: {end.cause}; to go on start its servers again, "
+            "and then this trainer"
+        )
+        self.folder, self.exit = folder, end.exit
 
 
 class ManualTrainer:
@@ -171,18 +190,25 @@ class ManualTrainer:
         self._trainers, self._number, self._manual = trainers, number, context.place.manual or ManualStart()
         self._endpoints, self._loaders = self._manual.endpoints, list[Any]()
         self._deadline = 0.0  # for the next step to be made
-        self._folders = {Path(context.run_dir)} if context.run_dir else set[Path]()  # where the run may be
+        self._begun = monotonic()
+        self._folders = dict[Path, str]()  # where the run may be, and the id of the launch that had ended there before
+        if context.run_dir:
+            before = run_end(Path(context.run_dir), context.facts["config"])
+            self._folders[Path(context.run_dir)] = before.id if before else ""
         self._member = Member(self._client(0, UNKNOWN), TRAINER, self._endpoints, _facts(context))
 
     def run(self) -> None:
         """Work to the end of the run.
 
-        Preempted when this trainer or the run was told to stop, BudgetError when the run's budget is spent.
+        Preempted when this trainer or the run was told to stop, BudgetError when the run's budget is spent; the error
+        of a run that has ended without this trainer.
         """
         try:
             reason = self._run()
-        except _Finished as end:
-            self._context.say(f"the run in {end} has finished; nothing is left to do for trainer {self._number}")
+        except _RunEnded as end:
+            if end.exit is not Exit.OK:
+                raise
+            self._context.say(f"the run in {end.folder} has finished; nothing is left to do for trainer {self._number}")
             return
         if reason == "preempted":
             raise Preempted(
@@ -193,12 +219,12 @@ class ManualTrainer:
 
     def _run(self) -> str:
         """Why the run is over. RendezvousTimeout when no step is made within `launcher.timeout_s`."""
-        self._deadline = time.monotonic() + self._manual.timeout_s
+        self._deadline = monotonic() + self._manual.timeout_s
         generation, report = "", WaitReport(self._context.say)
         while True:
-            left_s = max(0.0, self._deadline - time.monotonic())
+            left_s = max(0.0, self._deadline - monotonic())
             info = self._member.wait_complete(left_s, self._wait, self._context.say)
-            self._folders.add(Path(info.folder))
+            self._folders.setdefault(Path(info.folder), "")
             clients = [self._client(server, info.generation) for server in range(len(self._endpoints))]
             try:
                 for server, client in enumerate(clients):
@@ -210,7 +236,7 @@ class ManualTrainer:
                 generation = info.generation
                 return self._work(clients)
             except PeerError as error:
-                if time.monotonic() > self._deadline:
+                if monotonic() > self._deadline:
                     timeout = f"launcher.timeout_s={self._manual.timeout_s:g}"
                     raise RendezvousTimeout(f"no step was finished within {timeout}: {error}") from None
                 if generation == info.generation:
@@ -226,11 +252,20 @@ class ManualTrainer:
                 self._loaders.clear()
 
     def _wait(self) -> None:
-        """Called while it looks for the servers. _Finished where there is nothing to look for."""
+        """Called while it looks for the servers. _RunEnded where there is nothing to look for.
+
+        A run that ended before this trainer began may be starting again, with all its processes at once: it is waited
+        for, though not for long where it ended for good.
+        """
         self._beat("wait", 0)
-        for folder in self._folders:
-            if finished(folder, self._context.facts["config"]):
-                raise _Finished(folder)
+        waited_s = monotonic() - self._begun
+        for folder, before in self._folders.items():
+            end = run_end(folder, self._context.facts["config"])
+            if end is None:
+                continue
+            for_good = end.exit not in STARTED_AGAIN and waited_s > self._context.place.hang_timeout_s
+            if end.exit is Exit.OK or end.id != before or for_good:
+                raise _RunEnded(folder, end)
 
     def _work(self, clients: list[Client]) -> str:
         context = replace(self._context, beat=self._beat, stop_requested=lambda: False, open=self._open)
@@ -243,7 +278,7 @@ class ManualTrainer:
         if self._context.stop_requested():
             raise Preempted("this trainer was asked to stop and has left; the others go on with its work")
         if phase == "step":
-            self._deadline = time.monotonic() + self._manual.timeout_s
+            self._deadline = monotonic() + self._manual.timeout_s
 
     def _leave(self, server: Client) -> None:
         """Give back all leases, so that other trainers get them at once."""

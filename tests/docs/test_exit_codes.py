@@ -17,6 +17,12 @@ def test_every_exit_code_is_documented_and_none_else() -> None:
     ]
 
 
+def test_the_table_says_which_runs_may_be_started_again() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "exit-codes.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|.*\| (\w+)[^|]* \|$", text, re.MULTILINE)
+    assert [int(number) for number, again in rows if again in ("yes", "later")] == list(errors.STARTED_AGAIN)
+
+
 def test_every_expected_failure_has_a_code_of_its_own() -> None:
     classes = [cls for cls in vars(errors).values() if isinstance(cls, type) and DtfError in cls.__bases__]
     codes = [cls.exit for cls in classes]

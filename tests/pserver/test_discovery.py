@@ -13,7 +13,8 @@ from typing import Any, cast
 import pytest
 
 from dtf.api.helper_roles import RendezvousContext, RoleContext
-from dtf.core.errors import BusyError, ConfigError, PeerError, Preempted
+from dtf.core.consistency import config_facts
+from dtf.core.errors import BusyError, ConfigError, DtfError, Exit, PeerError, Preempted, code_name
 from dtf.core.types import ManualStart, Place
 from dtf.pserver import discovery, manual_rendezvous
 from dtf.pserver.net.rpc import Client
@@ -217,25 +218,60 @@ def test_a_server_without_trainers_stops_at_once(unsaved: bool, kept: str, monke
         watch(program)
 
 
+def ended(folder: Path, exit: int | None, id: str = "first") -> None:
+    """Write the record of a run, which has ended with the code `exit`; None: which goes on."""
+    record = {"id": id, "ended": exit is not None, "exit": exit, "cause": "so it was"}
+    (folder / "run.json").write_text(json.dumps(record))
+    (folder / "config.yaml").write_text("{seed: 1, api_key: '***', launcher: {role: server}, run: {dir: here}}")
+
+
+def late_trainer(
+    folder: Path, said: list[str], seed: int = 1, timeout_s: float = 600.0, wait: Callable[[], None] = lambda: None
+) -> manual_rendezvous.ManualTrainer:
+    """A trainer whose servers are not there. `wait` is called whenever it looks for them."""
+    place = Place(rank=1, size=2, token=TOKEN, manual=ManualStart((endpoints(1)[0],), timeout_s))
+    config = config_facts({"seed": seed, "api_key": "hunter2", "run": {}})
+    context = RoleContext(
+        place, {"config": config}, cast(Any, None), lambda *_: wait(), lambda: False, said.append, run_dir=str(folder)
+    )
+    return manual_rendezvous.ManualTrainer(cast(Any, None), context, Pserver(), 1, 0)
+
+
 def test_a_trainer_that_comes_after_the_end_of_the_run_ends_too(tmp_path: Path) -> None:
     said = list[str]()
-    (tmp_path / "run.json").write_text(json.dumps({"ended": "2026-01-01", "exit": 0}))
-    (tmp_path / "config.yaml").write_text("{seed: 1, launcher: {role: server}, run: {dir: here}}")
-
-    def trainer(seed: int, timeout_s: float) -> manual_rendezvous.ManualTrainer:
-        place = Place(rank=1, size=2, token=TOKEN, manual=ManualStart((endpoints(1)[0],), timeout_s))
-        context = RoleContext(
-            place,
-            {"config": {"seed": seed, "run": {}}},
-            cast(Any, None),
-            lambda phase, step: None,
-            lambda: False,
-            said.append,
-            run_dir=str(tmp_path),
-        )
-        return manual_rendezvous.ManualTrainer(cast(Any, None), context, Pserver(), 1, 0)
-
-    trainer(1, 600.0).run()
+    ended(tmp_path, Exit.OK)
+    late_trainer(tmp_path, said).run()
     assert said == [f"the run in {tmp_path} has finished; nothing is left to do for trainer 0"]
     with pytest.raises(PeerError, match="it was not started yet, or the run has ended"):
-        trainer(2, 0.1).run()  # of another config: its servers are still to come
+        late_trainer(tmp_path, said, seed=2, timeout_s=0.1).run()  # of another config: its servers are still to come
+
+
+@pytest.mark.parametrize("exit", [Exit.DIVERGED, Exit.BUG, Exit.PREEMPTED, Exit.PEER])
+@pytest.mark.parametrize("before", ["goes on", "another run has ended"])
+def test_a_trainer_whose_run_ends_while_it_waits_has_its_result_at_once(
+    exit: Exit, before: str, tmp_path: Path
+) -> None:
+    ended(tmp_path, None if before == "goes on" else Exit.DATA, "zeroth")
+    trainer = late_trainer(tmp_path, [], wait=lambda: ended(tmp_path, exit))
+    with pytest.raises(DtfError, match=rf"the run in {tmp_path} has ended with {code_name(exit)}: so it was") as raised:
+        trainer.run()
+    assert raised.value.exit is exit and raised.value.patient
+
+
+@pytest.mark.parametrize(("exit", "waits"), [(Exit.DIVERGED, False), (Exit.PREEMPTED, True), (Exit.PEER, True)])
+def test_a_run_that_had_ended_may_be_starting_again(
+    exit: Exit, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all its processes at once, in any order. One that ended for good is waited for no longer than one hangs."""
+    clock, looks = Clock(monkeypatch, "dtf.pserver.discovery", "dtf.pserver.manual_rendezvous"), list[float]()
+    monkeypatch.setattr(discovery, "ASK_S", 0.0)
+
+    def wait() -> None:
+        clock.now += 10
+        looks.append(clock.now)
+
+    ended(tmp_path, exit)
+    with pytest.raises(DtfError) as raised:
+        late_trainer(tmp_path, [], wait=wait).run()
+    assert raised.value.exit is (Exit.PEER if waits else exit)
+    assert 600 <= clock.now - 1000 < 630 if waits else 60 <= clock.now - 1000 < 90
