@@ -33,6 +33,9 @@ class Trainers(HelperRoles):
         """Never called: `follow` is what these ranks do."""
         raise NotImplementedError
 
+    def count_key(self, role: str) -> str:
+        return "strategy.servers" if role == "server" else super().count_key(role)
+
     def on_device(self, role: str) -> bool:
         return role == "trainer" or self._server_device == "cuda"
 
