@@ -277,6 +277,7 @@ class Place:
     token: str = field(default="", repr=False)
     hang_timeout_s: float = 60.0  # silence that means that another process hangs
     start_timeout_s: float = 600.0  # the same while it starts
+    grace_s: float = 25.0  # from a signal to stop until this process is killed
     manual: ManualStart | None = None  # where a command of its own started this process
 
     @classmethod

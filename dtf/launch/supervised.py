@@ -172,7 +172,7 @@ class SupervisedLauncher(Launcher):
         limits = Limits(self.hang_timeout_s, self.start_timeout_s, self.grace_s)
         several_roles = len({place["role"] for place in places}) > 1
         shared = {"attempt": attempt, "prefix": f"{run.id}/{attempt}", "token": run.token if several_roles else ""}
-        shared |= {"hang_timeout_s": self.hang_timeout_s, "start_timeout_s": self.start_timeout_s}
+        shared |= {name: getattr(self, name) for name in ("hang_timeout_s", "start_timeout_s", "grace_s")}
         logs = log_folder(self.log_dir, run.folder)
         return WorkerGroup(
             fork_server(self.env),

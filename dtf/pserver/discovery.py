@@ -8,6 +8,7 @@ import json
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -66,19 +67,26 @@ class RendezvousInfo(NamedTuple):
     run_id: str
     host: str
     missing: Sequence[int] = ()  # servers that are not there
+    stopping: bool = False  # the run was asked to stop
 
 
 class Coordinator:
     """Server 0's part: which servers have come, and whether they are still there.
 
     Threads of the service call `answer`. `silence_s`: a server that has not asked for so long is lost.
+    `stop_requested`: whether server 0 was asked to stop.
     """
 
-    stop_requested = False
-    """Whether another server was asked to stop."""
-
-    def __init__(self, info: RendezvousInfo, servers: int, facts: dict[str, Any], silence_s: float) -> None:
+    def __init__(
+        self,
+        info: RendezvousInfo,
+        servers: int,
+        facts: dict[str, Any],
+        silence_s: float,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._info, self._facts, self._silence_s = info, facts, silence_s
+        self._stop_requested, self._other_stops = stop_requested, False
         self._lock = threading.Condition()
         self._over: DtfError | None = None
         self._heard_end: set[int] = set()  # servers that know of it
@@ -108,14 +116,20 @@ class Coordinator:
                 if self._complete and self._process_ids[server] != born:
                     self._lost = self._lost or f"server {server} was started again"
                 self._process_ids[server], self._heard_at[server] = born, monotonic()
-                self.stop_requested = self.stop_requested or bool(message.scalars["stopping"])
+                self._other_stops = self._other_stops or bool(message.scalars["stopping"])
                 if self._over:
                     self._heard_end.add(server)
                     self._lock.notify_all()
-            info = np.frombuffer(json.dumps(self._info._replace(missing=self._missing())).encode(), np.uint8)
+            now = self._info._replace(missing=self._missing(), stopping=self.stop_requested)
+            info = np.frombuffer(json.dumps(now).encode(), np.uint8)
             complete = int(self._complete and not self._lost)
             over = {"over": int(self._over.exit if self._over else 0), "reason": str(self._over or "")}
             return encode(self._schemas[1], {"complete": complete, **over}, {"told": info})
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a server was asked to stop, and with it the run."""
+        return self._stop_requested() or self._other_stops
 
     def complete(self) -> bool:
         """Whether all servers have come. Once true it stays true: a server that leaves later ends the attempt."""
@@ -228,6 +242,26 @@ class Member:
         if info.generation != self._generation:
             return "server 0 was started again"
         return "" if complete else "server 0 waits for a server that was started again"
+
+
+class RunStopCheck:
+    """For a trainer that was asked to stop: whether the run was, too. Then servers need it, to finish the step and
+    save. `patience_s`: how much later than here signals may arrive at servers.
+    """
+
+    def __init__(self, member: Member, patience_s: float) -> None:
+        self._member, self._patience_s = member, patience_s
+        self._stopping, self._until, self._next = False, 0.0, 0.0
+
+    def may_stay(self) -> bool:
+        """To be called regularly from the signal on. Preempted or PeerError where server 0 has ended the run."""
+        now = monotonic()
+        self._until = self._until or now + self._patience_s
+        if not self._stopping and now >= self._next:
+            self._next = now + ASK_S
+            with suppress(Lost):
+                self._stopping = self._member.ask()[1].stopping
+        return self._stopping or now < self._until
 
 
 class LivenessMonitor:

@@ -41,6 +41,7 @@ from dtf.pserver.discovery import (
     Member,
     RendezvousInfo,
     RendezvousTimeout,
+    RunStopCheck,
     WaitReport,
     named,
     refuse_rendezvous,
@@ -102,7 +103,7 @@ def rendezvous(context: RendezvousContext, trainers: int) -> tuple[RendezvousCon
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
     info = RendezvousInfo(place.prefix, store, str(context.folder), context.run_id, socket.gethostname())
-    coordinator = Coordinator(info, len(endpoints), facts, place.hang_timeout_s)
+    coordinator = Coordinator(info, len(endpoints), facts, place.hang_timeout_s, context.stop_requested)
     service.add({MEET: coordinator.answer})
     service.start()
     _wait_for_servers(coordinator, manual, context)
@@ -196,6 +197,7 @@ class ManualTrainer:
             before = run_end(Path(context.run_dir), context.facts["config"])
             self._folders[Path(context.run_dir)] = before.id if before else ""
         self._member = Member(self._client(0, UNKNOWN), TRAINER, self._endpoints, _facts(context))
+        self._run_stop = RunStopCheck(self._member, context.place.grace_s / 8)
 
     def run(self) -> None:
         """Work to the end of the run.
@@ -257,7 +259,9 @@ class ManualTrainer:
         A run that ended before this trainer began may be starting again, with all its processes at once: it is waited
         for, though not for long where it ended for good.
         """
-        self._beat("wait", 0)
+        self._context.beat("wait", 0)
+        if self._context.stop_requested():
+            raise Preempted("this trainer was asked to stop, and had no work")
         waited_s = monotonic() - self._begun
         for folder, before in self._folders.items():
             end = run_end(folder, self._context.facts["config"])
@@ -275,7 +279,7 @@ class ManualTrainer:
 
     def _beat(self, phase: str, step: int) -> None:
         self._context.beat(phase, step)
-        if self._context.stop_requested():
+        if self._context.stop_requested() and not self._run_stop.may_stay():
             raise Preempted("this trainer was asked to stop and has left; the others go on with its work")
         if phase == "step":
             self._deadline = monotonic() + self._manual.timeout_s

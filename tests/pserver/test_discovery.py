@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +19,7 @@ from dtf.core.consistency import config_facts
 from dtf.core.errors import BusyError, ConfigError, DtfError, Exit, PeerError, Preempted, code_name
 from dtf.core.types import ManualStart, Place
 from dtf.pserver import discovery, manual_rendezvous
+from dtf.pserver.leases import Ledger
 from dtf.pserver.net.rpc import Client
 from dtf.pserver.net.transport import Lost
 from dtf.pserver.strategy import Pserver
@@ -164,7 +167,7 @@ def test_a_run_that_server_0_ends_ends_everywhere(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(discovery, "DEADLINE_S", 0.0)  # nobody asks meanwhile
     coordinator = discovery.Coordinator(INFO, 3, {}, silence_s=60.0)
     member(coordinator, 2, stopping=True).ask()
-    assert coordinator.stop_requested
+    assert coordinator.stop_requested and member(coordinator, discovery.TRAINER).ask()[1].stopping
     for why in (Preempted("asked to stop"), discovery.RendezvousTimeout("no trainer came")):
         coordinator.end(why)
         for server in (1, discovery.TRAINER):
@@ -173,17 +176,16 @@ def test_a_run_that_server_0_ends_ends_everywhere(monkeypatch: pytest.MonkeyPatc
 
 
 def watched(
-    monkeypatch: pytest.MonkeyPatch, stop_requested: bool = False
+    monkeypatch: pytest.MonkeyPatch, stop_requested: bool = False, grace_s: float = 25.0
 ) -> tuple[Any, Clock, TrainerWatch, list[str]]:
     """A program without trainers, and the watch of its server."""
     monkeypatch.setattr(discovery, "DEADLINE_S", 0.0)
     clock, said = Clock(monkeypatch, "dtf.pserver.discovery", "dtf.pserver.trainer_watch"), list[str]()
-    context = RendezvousContext(
-        Place(slots=3), Path(), "run", {}, lambda: None, said.append, stop_requested=lambda: stop_requested
-    )
-    watch = TrainerWatch(discovery.Coordinator(INFO, 1, {}, 60.0), context, timeout_s=30.0)
-    ledger = SimpleNamespace(members=lambda: program.here, ever_joined=set[int]())
-    program = SimpleNamespace(ledger=ledger, here=list[int](), unsaved=lambda: False)
+    place = Place(slots=3, hang_timeout_s=60.0, grace_s=grace_s)
+    context = RendezvousContext(place, Path(), "run", {}, lambda: None, said.append, lambda: stop_requested)
+    coordinator = discovery.Coordinator(INFO, 1, {}, 60.0, context.stop_requested)
+    watch = TrainerWatch(coordinator, context, timeout_s=30.0)
+    program = SimpleNamespace(ledger=Ledger(), change=threading.Condition(), unsaved=lambda: False)
     return program, clock, watch, said
 
 
@@ -199,23 +201,64 @@ def test_a_server_whose_trainers_never_come_says_so_and_ends_in_time(monkeypatch
 
 def test_a_server_whose_trainers_have_left_holds_what_they_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     program, clock, watch, said = watched(monkeypatch)
-    program.ledger.ever_joined.add(0)
-    for program.here in ([0], []):
-        for _ in range(60):
-            watch(program)
-            clock.now += 1
+    program.ledger.join(0, clock.now)
+    for _ in range(60):
+        program.ledger.renew(0, clock.now)
+        watch(program)
+        clock.now += 1
+    assert not said
+    program.ledger.leave(0)
+    for _ in range(60):
+        watch(program)
+        clock.now += 1
     assert said and all("server 0 waits for trainers: all have left" in text for text in said)
 
 
 @pytest.mark.parametrize(("unsaved", "kept"), [(False, "nothing is lost"), (True, "since the last checkpoint is lost")])
 def test_a_server_without_trainers_stops_at_once(unsaved: bool, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, _, watch, _ = watched(monkeypatch, stop_requested=True)
+    program, clock, watch, _ = watched(monkeypatch, stop_requested=True)
     program.unsaved = lambda: unsaved
-    program.here = [0]
+    program.ledger.join(0, clock.now)
     watch(program)  # a trainer finishes the step, and the server saves
-    program.here = []
+    program.ledger.leave(0)
     with pytest.raises(Preempted, match=kept):
         watch(program)
+
+
+@pytest.mark.parametrize(
+    ("stop_requested", "grace_s", "wait_s"), [(True, 30, 15), (True, 2, 10), (True, 600, 60), (False, 30, 60)]
+)
+def test_a_killed_trainer_does_not_use_up_the_time_to_stop(
+    stop_requested: bool, grace_s: float, wait_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Server 0 looks by itself: where no other trainer is left, nobody asks it."""
+    program, clock, watch, _ = watched(monkeypatch, stop_requested, grace_s)
+    program.ledger.join(0, clock.now)
+    with program.change:
+        clock.now += wait_s
+        watch(program)
+        assert program.ledger.members() == [0]
+        clock.now += 1
+        with pytest.raises(Preempted, match="nothing is lost") if stop_requested else nullcontext():
+            watch(program)
+    assert program.ledger.members() == []
+
+
+def test_a_trainer_that_is_told_to_stop_stays_where_the_whole_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler tells all at once, and the signals arrive one after the other."""
+    clock = Clock(monkeypatch, "dtf.pserver.discovery")
+    servers = list[int]()
+    coordinator = discovery.Coordinator(INFO, 1, {}, 60.0, lambda: bool(servers))
+    here = [discovery.Member(cast(Any, Direct(coordinator)), discovery.TRAINER, WHERE[:1], {}) for _ in range(2)]
+    alone, one_of_all = (discovery.RunStopCheck(member, patience_s=3.0) for member in here)
+    assert alone.may_stay()
+    clock.now += 4
+    assert not alone.may_stay() and one_of_all.may_stay()
+    servers.append(15)
+    clock.now += 2
+    assert one_of_all.may_stay()
+    clock.now += 20
+    assert one_of_all.may_stay()  # its launcher ends it where that takes too long
 
 
 def ended(folder: Path, exit: int | None, id: str = "first") -> None:

@@ -44,7 +44,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Underway]:
         server = start("server", words(where, "server", 0, *task, f"run.dir={folder / 'run'}", slow=True))
         until(lambda: members(folder / "run") == [0], server, trainer)
         yield Underway(where, folder / "run", server, trainer)
+        trainer.process.send_signal(signal.SIGTERM)  # to all at once, as schedulers do
         assert server.stop() == Exit.PREEMPTED, server.output()
+        assert "the state is saved" in server.output()
         assert trainer.end() == Exit.PREEMPTED, trainer.output()
         assert f"trainer 0 takes part in {folder / 'run'}" in trainer.output()
         assert not (folder / "run" / "live.json").exists()
@@ -139,7 +141,7 @@ def test_a_trainer_joins_and_leaves(live: Underway, run_dtf: Run, monkeypatch: p
 
     thread = threading.Thread(target=leave)
     thread.start()
-    result = run_dtf(*command(live, "trainer", 7))
+    result = run_dtf(*command(live, "trainer", 7, "launcher.grace_s=8"))  # an eighth of it passes until it leaves
     thread.join()
     assert seen == [[0, 7]]
     assert result.code == Exit.PREEMPTED
@@ -278,6 +280,27 @@ def test_a_trainer_of_several_threads_comes_leaves_and_ends_with_all_of_them(tmp
         until(lambda: "restart 1 of 3" in trainer.output() and members(folder) == [2, 3], server, trainer)
         assert server.stop() == Exit.PREEMPTED, server.output()
         assert trainer.end() == Exit.PREEMPTED, trainer.output()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "half_async", "geo"])
+@pytest.mark.parametrize("killed", [False, True])
+def test_all_that_live_are_told_to_stop_at_once_and_the_state_is_saved(mode: str, killed: bool, tmp_path: Path) -> None:
+    where, folder = endpoints(2), tmp_path / "run"
+    more = (f"strategy.mode={mode}", "launcher.processes=2", "train.steps=1000000", "strategy.min_block=16")
+    with commands(tmp_path) as start:
+        trainers, servers = (
+            [start(f"{role}{n}", words(where, role, n, *more, f"run.dir={folder}", slow=True)) for n in range(2)]
+            for role in ("trainer", "server")
+        )
+        until(lambda: members(folder) == [0, 1] and status(folder)[0]["updates"] > 5, *servers, *trainers)
+        if killed:
+            trainers.pop().kill()
+        for command in (*trainers, *servers):
+            command.process.send_signal(signal.SIGTERM)
+        for command in (*trainers, *servers):
+            assert command.end() == Exit.PREEMPTED, command.output()
+        assert "the state is saved" in servers[0].output()
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from dtf.pserver.net.messages import OVER
 from dtf.pserver.options import Mode
 from dtf.pserver.record.recorder import Recorder
 from dtf.pserver.server import program as program_module
+from dtf.pserver.server.program import ServerProgram
 from dtf.pserver.strategy import Pserver
 from tests.support.harness import PRECISIONS
 from tests.support.one_server import (
@@ -148,6 +149,18 @@ def test_the_end_waits_for_trainers_to_leave_but_not_for_ever(monkeypatch: pytes
         start = time.monotonic()
         program.leased.end()
         assert 0.04 < time.monotonic() - start < SOON_S
+
+
+def test_a_server_that_waits_for_another_one_looks_after_its_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one may lack the push of a trainer that was killed. Once the run is over, none is waited for."""
+    looked = list[ServerProgram]()
+    with server() as (program, _, _engine):
+        program._world, program.while_waiting = cast(Any, SimpleNamespace(size=2)), looked.append
+        for program.over in (False, True):
+            barrier = SimpleNamespace(is_completed=iter([False, True]).__next__, wait=lambda: None)
+            monkeypatch.setattr("torch.distributed.barrier", lambda async_op, barrier=barrier: barrier)
+            program._barrier()
+            assert looked == [program]
 
 
 def test_a_run_that_was_over_when_it_began_waits_for_all_its_trainers() -> None:

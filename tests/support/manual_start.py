@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,10 @@ class Command:
 
     def rank(self) -> int:
         """The process of its rank: a child of its fork server, which is a child of its own."""
-        children = {
-            int(path.name): int(path.joinpath("stat").read_text().rpartition(")")[2].split()[1])
-            for path in Path("/proc").glob("[0-9]*")
-        }
+        children = dict[int, int]()
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended meanwhile
+                children[int(path.name)] = int(path.joinpath("stat").read_text().rpartition(")")[2].split()[1])
         servers = [pid for pid, parent in children.items() if parent == self.process.pid]
         return next(pid for pid, parent in children.items() if parent in servers)
 

@@ -333,6 +333,9 @@ class ServerProgram(Program):
             if monotonic() - heard > WAIT_S:
                 heard = monotonic()
                 heartbeat.beat("wait", max(0, self.version))
+                if not self.over:  # another server may wait for a push of a trainer that is gone
+                    with self.change:
+                        self.while_waiting(self)
             sleep(SLEEP_S)
         barrier.wait()
 
