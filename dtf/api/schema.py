@@ -214,7 +214,8 @@ def coerce_option(group: str, value: Any, key: str) -> dict[str, Any]:
     rest = dict(value)
     name = rest.pop("name", None)
     if not isinstance(name, str):
-        rule = f"a {group} file starts from one: defaults: [schema/NAME@_here_, _self_]"
+        article, here = "an" if group[0] in "aeiou" else "a", "recipe" if group == "recipe" else "_here_"
+        rule = f"{article} {group} file starts from one: defaults: [schema/NAME@{here}, _self_]"
         if isinstance(name, bool):
             rule = "YAML reads off, no, on and yes without quotes as false and true; quote it: name: 'off'"
         raise KeyProblem(f"{key}.name", f"{key}.name={show(name)} names no registered class; {rule}")

@@ -15,10 +15,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, flag_override
 
 from dtf.api.registry import registered
-from dtf.api.schema import is_node, keys, show
-from dtf.config.messages import is_set_by
+from dtf.api.schema import KeyProblem, is_node, keys, show
+from dtf.config.messages import first_leaf, is_set_by
 from dtf.config.provenance import Source, sources
 from dtf.config.settings import GROUPS
+from dtf.core.text import suggest
 
 if TYPE_CHECKING:
     from dtf.config.defaults_lists import YamlFile
@@ -59,7 +60,7 @@ def drop_advice(config: dict[Any, Any], tree: DictConfig, given: CommandLine) ->
     place. Returns a line for each value.
 
     What the command line sets stays, to be refused. So does a key of a file that the option which this file chooses
-    does not know either: that is a mistake.
+    does not know either: that is a mistake. KeyProblem for such keys of observers that were not chosen.
     """
     lines, alone = [], functools.cache(given.with_file_alone)
     for path in [path for group in GROUPS for path in _unknown(config.get(group), group)]:
@@ -74,6 +75,7 @@ def drop_advice(config: dict[Any, Any], tree: DictConfig, given: CommandLine) ->
         with flag_override(tree, ["readonly", "struct"], False):
             _take(tree, path)
         lines.append(f"{key}={show(value)} of {file.replace('/', '=')} is left out: {_why(config, path)}")
+    _refuse_unchosen(config.get("observer"), given)
     return lines
 
 
@@ -81,6 +83,26 @@ def print_notes(notes: Sequence[str]) -> None:
     """Print what `drop_advice` returned, on standard error."""
     for note in notes:
         print(f"dtf: {note}", file=sys.stderr, flush=True)
+
+
+def _refuse_unchosen(observers: Any, given: CommandLine) -> None:
+    """Raise KeyProblem for a key of an observer that was not chosen."""
+    nodes = observers.items() if isinstance(observers, dict) else ()
+    options = given.loader.get_group_options("observer")
+    for name, node in nodes:
+        if not isinstance(node, dict) or "name" in node or f"observer/{name}" in given.reads:
+            continue
+        key, value = first_leaf(f"observer.{name}", {"observer": observers})
+        if name not in options:
+            raise KeyProblem(
+                f"observer.{name}", f"{key}={show(value)}: {name} is no observer; {suggest(str(name), options)}"
+            )
+        chosen = [str(other) for other, part in nodes if isinstance(part, dict) and "name" in part]
+        raise KeyProblem(
+            f"observer.{name}",
+            f"{key}={show(value)} is a key of observer={name}, which is not chosen; choose "
+            f"observer=[{','.join([*chosen, str(name)])}]",
+        )
 
 
 def _unknown(node: Any, group: str) -> Iterator[Path]:

@@ -17,11 +17,10 @@ KEYS = {
     "amp=true": "precision=bf16",
     # the last part of a key
     "accelerator": "launcher.devices",
-    "accumulate_grad_batches": "step.micro_batch_rows",
     "amp": "precision=NAME",
-    "arch": "recipe.model.arch",
+    "arch": "recipe.model.arch, or recipe.model.kind",
     "bs": "step.batch_size",
-    "ckpt_path": "checkpoint.resume=PATH, or job.model=RUN for a job that uses a model",
+    "ckpt_path": "checkpoint.resume=PATH, or job.model=RUN",
     "data": "recipe=NAME, or recipe.data",
     "data_dir": "recipe.data.root",
     "data_path": "recipe.data.root",
@@ -35,11 +34,9 @@ KEYS = {
     "fast_dev_run": "train.dry_run",
     "gpus": "launcher.processes",
     "grad_clip": "step.clip_norm",
-    "gradient_accumulation_steps": "step.micro_batch_rows",
     "gradient_checkpointing": "step.remat",
     "gradient_clip_val": "step.clip_norm",
     "learning_rate": "lr.peak",
-    "limit_val_batches": "train.eval_rows",
     "log_dir": "run.dir",
     "log_every_n_steps": "train.log_every",
     "log_interval": "train.log_every",
@@ -55,14 +52,13 @@ KEYS = {
     "nproc_per_node": "launcher.processes",
     "num_epochs": "train.epochs",
     "num_gpus": "launcher.processes",
-    "num_nodes": "launcher.nodes, with launcher=static",
+    "num_nodes": "launcher.nodes",
     "num_steps": "train.steps",
     "num_train_epochs": "train.epochs",
     "num_workers": "recipe.data.threads",
     "optim": "optimizer=NAME",
     "output_dir": "run.dir",
     "patience": "train.early_stop",
-    "per_device_train_batch_size": "step.batch_size, of all processes together",
     "pretrained": "recipe.model.weights=FILE",
     "random_seed": "seed",
     "resume_from_checkpoint": "checkpoint.resume=PATH",
@@ -73,11 +69,21 @@ KEYS = {
     "scheduler": "lr=NAME",
     "train_batch_size": "step.batch_size",
     "val_check_interval": "train.eval_every",
-    "warmup_steps": "lr.warmup",
+    "warmup_steps": "lr.warmup, or lr.rise=SHARE of the run",
     "wd": "optimizer.weight_decay",
     "world_size": "launcher.processes",
 }
-"""Key, or its last part, or key=value -> what to write."""
+"""Key, or its last part, or key=value -> what to write: texts that begin with a key, parted by ", or ". Only those are
+offered whose key the config has.
+"""
+
+COUNTED = {
+    "accumulate_grad_batches": "passes of a step",
+    "gradient_accumulation_steps": "passes of a step",
+    "limit_val_batches": "batches of an evaluation",
+    "per_device_train_batch_size": "rows of a rank",
+}
+"""The last part of a key -> what it counts, where dtf counts rows: of a global batch, a micro-batch or the data."""
 
 OPTIONS = {
     "checkpoint": {"false": "off", "none": "off", "no": "off"},

@@ -13,10 +13,11 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from dtf.api.registry import registered
-from dtf.api.schema import KeyProblem, is_node, keys, show
+from dtf.api.schema import KeyProblem, show
 from dtf.config import elsewhere
 from dtf.config.limits import one_line
-from dtf.config.settings import GROUPS, Root
+from dtf.config.meant_keys import known_keys, meant_elsewhere, options_with
+from dtf.config.settings import GROUPS
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 
@@ -116,8 +117,8 @@ def translated(error: Exception, overrides: Sequence[str], loader: Loader, reads
 
 
 def with_suggestions(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
-    """The problem, with what was meant where that can be told: what other frameworks call a key, then known keys that
-    have the same last part, after the nearest key beside it.
+    """The problem, with what was meant where that can be told: a key of an option that was not chosen, then what other
+    frameworks call a key, then known keys that have the same last part, after the nearest key beside it.
     """
     dots = re.fullmatch(rf"{re.escape(problem.key)}=({_DOTS.pattern}) is not of type .*", str(problem))
     if dots:
@@ -130,12 +131,14 @@ def with_suggestions(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
     head, unknown, choices = str(problem).partition(" is no known key; ")
     if not unknown:
         return problem
-    key, value = _first_leaf(problem.key, config)
-    if there := _elsewhere(key, value):
+    if options := options_with(problem.key):
+        return KeyProblem(problem.key, f"{head}{unknown}it is a key of {options}; {choices.rpartition('? ')[2]}")
+    key, value = first_leaf(problem.key, config)
+    if there := meant_elsewhere(key, value, config):
         head = f"{key}={show(value)}" if key != problem.key else head
-        return KeyProblem(problem.key, f"{head}{unknown}did you mean {there}? {choices.rpartition('? ')[2]}")
+        return KeyProblem(problem.key, f"{head}{unknown}{there}{choices.rpartition('? ')[2]}")
     parent, dot, last = problem.key.rpartition(".")
-    meant = [key for key in _known_keys(config) if key.rpartition(".")[2] == last]
+    meant = [key for key in known_keys(config) if key.rpartition(".")[2] == last]
     near = re.match(r"did you mean (\w+)\? ", choices)
     if not meant or len(meant) + bool(near) > _FEW:
         return problem
@@ -166,16 +169,7 @@ def meant_option(group: str, value: object) -> str:
     return f"did you mean {elsewhere.KEYS[group]}={value}? " if number and group in elsewhere.KEYS else ""
 
 
-def _elsewhere(key: str, value: object) -> str:
-    """What to write in place of a key of another framework; empty where it is not known."""
-    last = key.rpartition(".")[2]
-    names = (f"{key}={show(value)}", key, f"{last}={show(value)}", last)
-    there = next((elsewhere.KEYS[name] for name in names if name in elsewhere.KEYS), "")
-    group = there.removesuffix("=NAME")
-    return f"{group}={value}" if group != there and isinstance(value, str) and value in registered(group) else there
-
-
-def _first_leaf(key: str, config: dict[Any, Any]) -> tuple[str, Any]:
+def first_leaf(key: str, config: dict[Any, Any]) -> tuple[str, Any]:
     """The first key at or below `key` that is no mapping, with its value."""
     value: Any = config
     for part in key.split("."):
@@ -225,25 +219,6 @@ def display_path(path: Path) -> str:
 def _place(path: str | None, reads: dict[str, YamlFile]) -> str:
     """The file that was read as an option; empty for one that was not."""
     return display_path(reads[path].file) if path in reads else ""
-
-
-def _known_keys(config: dict[Any, Any]) -> Iterator[str]:
-    """Dotted keys of the root and of the options that `config` chose; an option that does not exist has none."""
-    yield from _keys_below(Root, "")
-    for group in GROUPS:
-        chosen = config.get(group)
-        parts = chosen if group == "observer" and isinstance(chosen, dict) else {"": chosen}
-        for name, part in parts.items():
-            cls = registered(group).get(str(part.get("name"))) if isinstance(part, dict) else None
-            if cls is not None:
-                yield from _keys_below(cls, f"{group}.{name}." if name else f"{group}.")
-
-
-def _keys_below(cls: type, prefix: str) -> Iterator[str]:
-    for key in keys(cls):
-        yield f"{prefix}{key.name}"
-        if is_node(key.hint):
-            yield from _keys_below(key.hint, f"{prefix}{key.name}.")
 
 
 def _chooses(entry: Any, group: str, name: str) -> bool:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dtf.api.registry import registered
+from dtf.api.schema import option_node
 from dtf.config.command_line import is_known
 from dtf.config.compose import Composer, compose
 from dtf.config.elsewhere import KEYS, OPTIONS, SPACES, WORDS
+from dtf.config.meant_keys import known_keys, meant_elsewhere, options_with
 from dtf.config.messages import parse
-from dtf.config.settings import GROUPS
+from dtf.config.settings import GROUPS, load_parts
 from dtf.core.errors import ConfigError
+from dtf.core.types import Shard
+from dtf.data.batches import micro_batch_bounds, micro_batches_of
 
+load_parts([])
 SEARCH = "a search for the best value needs -m and hydra/sweeper=optuna"
 
 MEANT = {
@@ -67,6 +73,131 @@ def test_what_was_meant_is_said(composer: Composer, line: str, meant: str) -> No
     with pytest.raises(ConfigError) as caught:
         composer.compose([line])
     assert meant in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "recipe=ctr_clicks num_workers=4",
+            "recipe.data.threads is a key of recipe=ctr_log and recipe=resnet_photos; ",
+        ),
+        ("recipe=frappe recipe.data.num_workers=4", "did you mean recipe.data.threads? "),
+        (
+            "recipe=ctr_clicks data_dir=x",
+            "recipe.data.root is a key of recipe=ctr_log, recipe=resnet_cifar10 and recipe=",
+        ),
+        ("recipe=frappe data_dir=x", "did you mean recipe.data.root? "),
+        ("recipe=ctr_clicks arch=x", "did you mean recipe.model.kind? "),
+        ("lr=cosine lr.warmup_steps=9", "did you mean lr.warmup? "),
+        ("lr=onecycle lr.warmup_steps=9", "did you mean lr.rise=SHARE of the run? "),
+        ("lr=onecycle lr.warmup=9", "it is a key of lr=constant, lr=cosine, lr=plateau and lr=step; choices: final, "),
+        ("job.model=x", "it is a key of job=evaluate, job=export and job=predict; there are no choices"),
+        ("num_nodes=2", "launcher.nodes is a key of launcher=static and launcher=torchrun; choices: "),
+        (
+            "trainer.accumulate_grad_batches=4 launcher.processes=2",
+            "did you mean step.micro_batch_rows=16, 4 passes for each of 2 ranks over its share of step.batch_size=128",
+        ),
+        (
+            "gradient_accumulation_steps=4 launcher.processes=x",
+            "did you mean step.micro_batch_rows=ROWS, those of a pass: step.batch_size / replicas of the model / ",
+        ),
+    ],
+)
+def test_what_is_offered_fits_the_rest_of_the_config(composer: Composer, line: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        composer.compose(line.split())
+    assert f" is no known key; {said}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "recipe=ctr_clicks lr=onecycle launcher=env strategy=pserver",
+        "recipe=resnet50_imagenet lr=step launcher=static optimizer=lars observer=[]",
+    ],
+)
+def test_each_key_that_is_offered_is_one_of_this_config(composer: Composer, line: str) -> None:
+    config = composer.compose(line.split()).config
+    known, offered = {*known_keys(config), *GROUPS}, 0
+    for name in KEYS:
+        said = meant_elsewhere(name, 1, config)
+        if said.startswith("did you mean "):
+            offered += 1
+            texts = said.removeprefix("did you mean ").removesuffix("? ").split(", or ")
+            assert {re.split("[=, ]", text)[0] for text in texts} <= known
+        elif said:
+            key, options = said.removesuffix("; ").split(" is a key of ")
+            assert key not in known and options == options_with(key) != ""
+    assert offered > 40
+
+
+def counting(strategy: str, batch: Any, ranks: Any) -> dict[str, Any]:
+    """A config with what decides how many rows there are."""
+    launcher = option_node("launcher", "local") | {"processes": ranks}
+    return {"strategy": {"name": strategy}, "launcher": launcher, "step": {"batch_size": batch}}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "config", "said"),
+    [
+        ("limit_val_batches", 10, counting("dp", 32, 2), "train.eval_rows=320, 10 x step.batch_size=32"),
+        ("limit_val_batches", 0.5, counting("dp", 32, 2), "train.eval_rows=ROWS, rows in place of batches"),
+        ("per_device_train_batch_size", 8, counting("ddp", 1, 3), "step.batch_size=24, 8 for each of 3 ranks"),
+        ("per_device_train_batch_size", 8, counting("dp", 1, 3), "step.batch_size=ROWS, those of all ranks together"),
+        ("accumulate_grad_batches", 4, counting("pipeline", 64, 3), "step.micro_batch_rows=ROWS, those of a pass: "),
+        ("accumulate_grad_batches", 4, counting("ddp", "x", 3), "step.micro_batch_rows=ROWS, those of a pass: "),
+        ("accumulate_grad_batches", "x", counting("ddp", 64, 3), "step.micro_batch_rows=ROWS, those of a pass: "),
+        ("accumulate_grad_batches", 2, {}, "step.micro_batch_rows=ROWS, those of a pass: "),
+    ],
+)
+def test_counts_of_something_else_become_rows(name: str, value: Any, config: dict[str, Any], said: str) -> None:
+    assert meant_elsewhere(name, value, config).startswith(f"did you mean {said}")
+
+
+@pytest.mark.parametrize(("batch", "ranks", "passes"), [(128, 2, 4), (128, 2, 3), (10, 4, 2), (7, 3, 5), (64, 1, 64)])
+def test_rows_of_a_micro_batch_make_no_more_passes_than_were_asked_for(batch: int, ranks: int, passes: int) -> None:
+    said = meant_elsewhere("accumulate_grad_batches", passes, counting("fsdp", batch, ranks))
+    rows, most = re.findall(r"micro_batch_rows=(\d+), (at most)?", said)[0]
+    bounds = micro_batch_bounds(batch, int(rows))
+    shares = [micro_batches_of(len(bounds) - 1, Shard(rank, ranks)) for rank in range(ranks)]
+    each = [last - first for first, last in shares]
+    assert max(each) <= passes and (most or each == [passes] * ranks)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "observer=[console] observer.tensorboard.path=x",
+            "observer.tensorboard.path=x is a key of observer=tensorboard, which is not chosen; choose "
+            "observer=[console,tensorboard]; set on the command line",
+        ),
+        ("observer=[] observer.jsonl.path=x", "which is not chosen; choose observer=[jsonl]; "),
+        ("observer.rare.path=x", "choose observer=[console,jsonl,tensorboard,rare]; "),
+        (
+            "observer.tensorbord.path=x",
+            "observer.tensorbord.path=x: tensorbord is no observer; did you mean tensorboard? choices: console, ",
+        ),
+        ("experiment=more", "choose observer=[console,jsonl,tensorboard,profile]; set in "),
+        ("observer=[nameless]", "an observer file starts from one: defaults: [schema/NAME@_here_, _self_]; set in "),
+        ("optimizer=nameless", "an optimizer file starts from one: defaults: [schema/NAME@_here_, _self_]; set in "),
+        ("recipe=nameless", "a recipe file starts from one: defaults: [schema/NAME@recipe, _self_]"),
+    ],
+)
+def test_keys_of_an_observer_that_was_not_chosen(tmp_path: Path, line: str, said: str) -> None:
+    for name, text in {
+        "observer/rare": "# @package observer.rare\ndefaults: [schema/jsonl@_here_, _self_]\n",
+        "observer/nameless": "# @package observer.nameless\npath: x\n",
+        "optimizer/nameless": "momentum: 0.5\n",
+        "recipe/nameless": "# @package _global_\nrecipe: {label_smoothing: 0.1}\n",
+        "experiment/more": "# @package _global_\nobserver: {profile: {steps: 3}}\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        Composer(str(tmp_path)).compose(line.split())
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("there", sorted({*KEYS.values(), *WORDS.values()}))
