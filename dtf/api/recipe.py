@@ -254,8 +254,8 @@ class Recipe(ABC):
 
     @property
     def row_traits(self) -> Collection[RowTrait] | None:
-        """What training rows have that some samplers need. Default: None, only the data tell, so that ranks find
-        out.
+        """What training rows have that some samplers need: all of it, as ranks compare it with the data. Default: None,
+        only the data tell, so that ranks find out.
         """
         return None
 

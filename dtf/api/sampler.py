@@ -47,8 +47,8 @@ _MISSING = {
     RowTrait.classes: "balances classes, and the rows of {} have none; give a number per row: sampler.weights=FILE, or "
     "use sampler=shuffle",
     RowTrait.views: "shows rows several times, and the data of {} has one view of each; use sampler=shuffle",
-    RowTrait.single: "chooses single rows, and the data of {} are read in runs of rows (recipe.data.mode=queue); use "
-    "sampler=shuffle, or recipe.data.mode=memory",
+    RowTrait.single: "chooses single rows, and the data of {} are read in runs of rows; use sampler=shuffle, or data "
+    "whose rows are read one by one",
 }
 
 

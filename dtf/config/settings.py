@@ -118,7 +118,8 @@ class Settings(Root):
         """Raise KeyProblem for root keys that make no run."""
         _check_steps(self)
         if self.job.trains and self.recipe.row_traits is not None:
-            self.sampler.check_rows(self.recipe.row_traits, f"recipe={name_of('recipe', self.recipe)}")
+            said = f"recipe={name_of('recipe', self.recipe)} (by {type(self.recipe).__name__}.row_traits)"
+            self.sampler.check_rows(self.recipe.row_traits, said)
         _check_evaluations(self)
         _check_run(self)
 

@@ -6,6 +6,7 @@ import re
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from dtf.api.options import StepOptions
 from dtf.api.recipe import Recipe
 from dtf.api.registry import lookup, registered
-from dtf.api.sampler import Sampler, Tail, row_traits
+from dtf.api.sampler import RowTrait, Sampler, Tail, row_traits
 from dtf.config.compose import compose
 from dtf.config.settings import load_parts
 from dtf.core.errors import ConfigError, DataError
@@ -158,6 +159,30 @@ def test_rows_that_a_recipe_does_not_describe_are_judged_when_they_are_open(
         splits.cut()
 
 
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        ((RowTrait.classes,), True),
+        ((), False),
+        ((RowTrait.single,), True),
+        (["classes"], True),
+        (None, False),
+    ],
+)
+def test_what_a_recipe_says_of_its_rows_is_held_against_them(
+    said: Any, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under any sampler, so that its author finds out in the first run."""
+    monkeypatch.setattr(Toy, "open_data", lambda toy, split, seed: InRuns(8, split, -1))
+    monkeypatch.setattr(Toy, "row_traits", said)
+    splits = Splits(Toy(), make("shuffle", Tail.partial), 4, 0, pin=False)
+    refused = pytest.raises(
+        ConfigError, match=r"recipe=toy: Toy.row_traits says \[(classes|single)\], and its training data have \[\]; "
+    )
+    with refused if wrong else nullcontext():
+        splits.cut()
+
+
 @given(seed=seeds, epoch=epochs)
 def test_order_differs_between_epochs_and_seeds(seed: int, epoch: int) -> None:
     def order(seed: int, epoch: int) -> list[int]:
@@ -229,12 +254,14 @@ def test_recipes_say_what_their_rows_have(name: str) -> None:
     [
         (
             "recipe=ctr_clicks sampler=weighted",
-            "sampler=weighted balances classes, and the rows of recipe=ctr_generated",
+            "sampler=weighted balances classes, and the rows of recipe=ctr_generated (by GeneratedClicks.row_traits) "
+            "have none;",
         ),
         ("recipe=ctr_clicks sampler=repeated", "sampler=repeated shows rows several times, and the data of"),
         (
             "recipe=frappe sampler=weighted sampler.weights=w recipe.data.mode=queue",
-            "sampler=weighted chooses single rows, and the data of recipe=ctr_log are read in runs",
+            "sampler=weighted chooses single rows, and the data of recipe=ctr_log (by ClickLog.row_traits) are read in "
+            "runs of rows; use sampler=shuffle",
         ),
         ("recipe=ctr_clicks sampler=weighted sampler.weights=w", ""),
         ("recipe=ctr_clicks sampler=weighted job=describe", ""),
