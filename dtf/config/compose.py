@@ -31,9 +31,10 @@ from dtf.config.advice import CommandLine, drop_advice
 from dtf.config.as_written import is_as_in_file
 from dtf.config.command_line import parse_arguments
 from dtf.config.defaults_lists import ROOT, YamlFile, require_base
+from dtf.config.hydra_errors import translated
 from dtf.config.hydra_sources import make_loader, read_option, record_files
 from dtf.config.limits import resolve_interpolations
-from dtf.config.messages import is_set_by, parse, translated, with_suggestions
+from dtf.config.messages import is_set_by, parse, with_suggestions
 from dtf.config.node_names import check_nodes, refuse_other_name
 from dtf.config.override_checks import check_override, refuse_address, refuse_shadows, refuse_targets
 from dtf.config.plugin_names import plugins_in, plugins_in_overrides

@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.registry import registered
 from dtf.api.schema import option_node, to_plain
-from dtf.config.defaults_lists import ROOT, YamlFile, check_defaults, refuse_cycle
+from dtf.config.defaults_lists import ROOT, YamlFile, check_defaults, check_package, refuse_choice_as_key, refuse_cycle
 from dtf.config.hydra_internals import (
     CachingConfigRepository,
     ConfigLoaderImpl,
@@ -141,12 +141,14 @@ class GuardedFiles(FileConfigSource):
             raise ConfigError(
                 f"{file}: hydra={content['hydra']} takes Hydra's own settings away; it must be a mapping, or left out"
             )
-        defaults = content.pop("defaults", None)  # the result has copies
+        check_package(file, config_path, header["package"], text)
+        defaults = content.pop("defaults", [])  # the result has copies
         check_defaults(file, config_path, defaults)
+        refuse_choice_as_key(file, config_path, header["package"], content)
         reads = _reads.get()
         if reads is not None:
             path = config_path.removesuffix(".yaml")
-            reads[path] = YamlFile(file, content, defaults or [], result.header)
+            reads[path] = YamlFile(file, content, defaults, result.header)
             if not ours:
                 refuse_cycle(path, reads)
         return result

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dtf.api.registry import base_of, family_of, registered
 from dtf.api.schema import KeyProblem, option_node, show
 from dtf.config.option_files import SCHEMA, is_base, option_of
-from dtf.config.settings import GROUPS
+from dtf.config.settings import EXPERIMENT, GROUPS
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,17 +22,10 @@ if TYPE_CHECKING:
 def check_nodes(
     config: Mapping[str, Any], reads: Mapping[str, YamlFile], sources_of: Callable[[str], list[Source]]
 ) -> None:
-    """Raise ConfigError for an observer's file without its package, and KeyProblem for a `name` in a file that is not
-    that of the class from which its node starts.
+    """Raise ConfigError for a file without a package line that needs one, and KeyProblem for a `name` in a file that is
+    not that of the class from which its node starts.
     """
-    observers = config.get("observer")
-    if isinstance(observers, dict) and not all(isinstance(node, dict) for node in observers.values()):
-        for path, read in reads.items():
-            if path.startswith("observer/") and not is_base(path) and not read.header.get("package"):
-                raise ConfigError(
-                    f"{read.file} puts its keys beside the names of observers; begin it with the line # @package "
-                    f"{path.replace('/', '.')}"
-                )
+    _check_packages(config, reads)
     for key in {key: None for path, read in reads.items() for key in _named_nodes(path, read)}:
         for before, after in itertools.pairwise(sources_of(key)):
             if after.value == before.value or not after.option:
@@ -41,12 +34,32 @@ def check_nodes(
             if after.value == name and name in registered(group):
                 continue  # another base, with all of its keys
             chosen = key.split(".")[0]
+            if after.value not in registered(chosen):
+                continue  # it is refused by its own name
             other = _entry(after.option, chosen, after.value)
             raise KeyProblem(
                 key,
                 f"{key}={show(after.value)} is another class than {show(before.value)}, from which the node starts; "
                 f"leave the name out{'' if chosen == 'observer' else f', or write {other} into the defaults list'}",
             )
+
+
+def _check_packages(config: Mapping[str, Any], reads: Mapping[str, YamlFile]) -> None:
+    """Raise ConfigError for a file whose keys stand one node too deep, or beside the names of observers."""
+    observers, recipe = config.get("observer"), config.get("recipe")
+    wrong = {
+        EXPERIMENT: EXPERIMENT in config,
+        "recipe": isinstance(recipe, dict) and "recipe" in recipe and "name" not in recipe,
+        "observer": isinstance(observers, dict) and not all(isinstance(node, dict) for node in observers.values()),
+    }
+    for path, read in reads.items():
+        group, package = path.split("/")[0], read.header.get("package")
+        if not wrong.get(group) or is_base(path) or package not in (None, "observer"):
+            continue
+        place, line = "beside the names of observers", path.replace("/", ".")
+        if group != "observer":
+            place, line = f"into a node {group} of its own", "_global_"
+        raise ConfigError(f"{read.file} puts its keys {place}; begin it with the line # @package {line}")
 
 
 def refuse_other_name(config: Mapping[str, Any], sources_of: Callable[[str], list[Source]]) -> None:

@@ -211,7 +211,6 @@ def test_flags(flags: list[str], message: str) -> None:
             "# @package _global_\nrun: {name: '${sed}'}\n",
             "run.name: Interpolation key 'sed' not found",
         ),
-        ("experiment/a.yaml", "seed: 3\n", "experiment={...} is no known key; "),  # the package line is missing
         ("experiment/a.yaml", "[1, 2]\n", "ends"),
         ("experiment/a.yaml", "a: [1\nb: 2\n", "ends"),
         (

@@ -18,6 +18,8 @@ from dtf.config.settings import load_parts
 from dtf.core.errors import ConfigError
 
 BASE = "defaults: [schema/ddp@_here_, _self_]\n"
+GLOBAL = "# @package _global_\n"
+SHAPES = f"{GLOBAL}defaults: [schema/resnet_shapes@recipe, _self_"
 load_parts([])
 
 
@@ -127,6 +129,145 @@ def test_a_fault_names_its_file_and_the_remedy(
 
 
 @pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        # a choice that Hydra does not make, or makes twice
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults: [_self_, override /experiment: b]\n",
+            ": experiment: b has no effect here, as an experiment comes after all other options; choose it on the "
+            "command line or in a root of yours, or start from it: defaults: [b, _self_]",
+        ),
+        ("experiment/a", f"{GLOBAL}defaults: [experiment: b]\n", ": experiment: b has no effect here"),
+        ("experiment/a", f"{GLOBAL}defaults: [/experiment: b]\n", ": experiment: b has no effect here"),
+        ("recipe/a", f"{SHAPES}, override /experiment: b]\n", ": experiment: b has no effect here"),
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults: [/strategy: zero1, _self_]\n",
+            ": strategy: zero1 in its defaults list is a second choice of strategy; write override /strategy: zero1 at "
+            "the end of the list",
+        ),
+        ("experiment/a", f"{GLOBAL}defaults: [/strategy: ddp]\n", ": strategy: ddp in its defaults list is a second"),
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults: [strategy: zero1, _self_]\n",
+            "experiment=strategy/zero1 is no option; write override /strategy: zero1; set in ",
+        ),
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults: [_self_, override strategy: zero1]\n",
+            ": override strategy in its defaults list is a group below experiment; write override /strategy",
+        ),
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults: [_self_, override /strategi: zero1]\n",
+            ": override /strategi in its defaults list names no group; did you mean strategy?",
+        ),
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults: [_self_, override /strategy: my/own]\n",
+            "strategy=my/own is no option; choices: ddp, dp, ",
+        ),
+        (
+            "strategy/a",
+            f"{GLOBAL}defaults: [schema/ddp@strategy, _self_, override /recipe: resnet_cifar10]\n",
+            ": override /recipe in its defaults list comes too late, recipe is chosen before this file is read; choose "
+            "it in an experiment or on the command line",
+        ),
+        (
+            "strategy/a",
+            "defaults: [schema/ddp@_here_, _self_, override /lr: step]\n",
+            ": override /lr in its defaults list reaches beyond the file's own group; begin the file with the line # "
+            "@package _global_",
+        ),
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults: [override /strategy: dp, /lr: step]\n",
+            ": Override 'strategy : dp' is defined before",
+        ),
+        (
+            "experiment/a",
+            f"{GLOBAL}observer: [console]\n",
+            ": observer=[console] is no group of keys; to choose an option, write override /observer: [console] at the "
+            "end of its defaults list",
+        ),
+        (
+            "recipe/a",
+            f"{SHAPES}]\nlr: step\n",
+            ": lr=step is no group of keys; to choose an option, write override /lr:",
+        ),
+        ("experiment/a", f"{GLOBAL}experiment: b\n", ": experiment: b has no effect here"),
+        # lists that are none
+        (
+            "strategy/a",
+            "defaults: null\n",
+            ": defaults=null must be a list, such as defaults: [schema/NAME@_here_, _self_]",
+        ),
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults:\nseed: 3\n",
+            ": defaults=null must be a list, such as defaults: [_self_, over",
+        ),
+        (
+            "strategy/a",
+            "defaults: [optional schema/nope@_here_, _self_]\n",
+            ": optional schema/nope@_here_ in its defaults list: optional goes before GROUP: OPTION; leave optional "
+            "out: schema/nope@_here_",
+        ),
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults: [override /lr step]\n",
+            ": override /lr step in its defaults list: override goes before GROUP: OPTION; write override /GROUP: NAME",
+        ),
+        # package lines
+        (
+            "experiment/a",
+            "seed: 3\n",
+            " puts its keys into a node experiment of its own; begin it with the line # @package _global_",
+        ),
+        (
+            "recipe/a",
+            "defaults: [schema/resnet_shapes@recipe, _self_]\n",
+            " puts its keys into a node recipe of its own; begin it with the line # @package _global_",
+        ),
+        (
+            "experiment/a",
+            f"# mine\n{GLOBAL}seed: 3\n",
+            ", line 2: # @package _global_ is read only above all other lines; move it up",
+        ),
+        (
+            "strategy/a",
+            f"# @package optimizer\n{BASE}",
+            ": # @package optimizer puts the keys of strategy=a elsewhere; leave the line out, or write # @package ",
+        ),
+        (
+            "observer/a",
+            "# @package observer\ndefaults: [schema/console@_here_]\n",
+            " puts its keys beside the names of observers; begin it with",
+        ),
+    ],
+)
+def test_what_hydra_takes_otherwise_is_refused_by_its_file(tmp_path: Path, file: str, text: str, message: str) -> None:
+    files = {f"{file}.yaml": text, "experiment/b.yaml": f"{GLOBAL}seed: 4\n"}
+    group, name = file.split("/")
+    with pytest.raises(ConfigError) as caught:
+        with_files(tmp_path, files).compose([f"{group}=[{name}]" if group == "observer" else f"{group}={name}"])
+    said = str(caught.value)
+    assert said.startswith(message if message[0].isalpha() else f"{tmp_path}/{file}.yaml{message}")
+    assert f"{tmp_path}/{file}.yaml" in said
+
+
+def test_an_experiment_starts_from_another(tmp_path: Path) -> None:
+    files = {
+        "experiment/a.yaml": f"{GLOBAL}defaults: [b, _self_]\nseed: 3\n",
+        "experiment/b.yaml": f"{GLOBAL}defaults: [_self_, override /strategy: dp]\nseed: 4\ntrain: {{steps: 5}}\n",
+        "root.yaml": "defaults: [config, _self_, override /experiment: a]\n",
+    }
+    config = with_files(tmp_path, files, "root").compose([]).config
+    assert (config["seed"], config["train"]["steps"], config["strategy"]["name"]) == (3, 5, "dp")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         (
@@ -137,6 +278,10 @@ def test_a_fault_names_its_file_and_the_remedy(
         ("defaults: [config]\nseed: 3\n", "its defaults list has no _self_, the place of the file's own keys"),
         ("defaults: [root, config, _self_]\n", "its defaults list leads back to the file itself (root)"),
         ("defaults: config\n", "defaults=config must be a list, such as defaults: [config, _self_]"),
+        (
+            "defaults: [config, experiment: relay, _self_]\n",
+            "experiment: relay in its defaults list is a second choice of",
+        ),
     ],
 )
 def test_a_root_of_ones_own_starts_from_that_of_dtf(tmp_path: Path, text: str, message: str) -> None:

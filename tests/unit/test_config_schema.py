@@ -211,7 +211,7 @@ def plain() -> dict[str, Any]:
         ("train.steps=[3]", "is not of type int | null"),
         ("run.name=true", "is not of type text"),
         ("optimizer.momentum=nan", "must be a finite number"),
-        ("seed=-1", "must be 0 or more"),
+        ("seed=-1", "must be 0 to 18446744073709551615"),
         ("step.batch_size=0", "must be 1 to 1000000"),
         ("step.batch_size=1000000000000", "must be 1 to 1000000"),
         ("step.clip_norm=inf", "must be a finite number"),
