@@ -16,7 +16,8 @@ from omegaconf import DictConfig, flag_override
 
 from dtf.api.registry import registered
 from dtf.api.schema import KeyProblem, is_node, keys, show
-from dtf.config.messages import first_leaf, is_set_by
+from dtf.config.dotted_keys import leaves
+from dtf.config.messages import is_set_by
 from dtf.config.provenance import Source, sources
 from dtf.config.settings import GROUPS
 from dtf.core.text import suggest
@@ -92,7 +93,7 @@ def _refuse_unchosen(observers: Any, given: CommandLine) -> None:
     for name, node in nodes:
         if not isinstance(node, dict) or "name" in node or f"observer/{name}" in given.reads:
             continue
-        key, value = first_leaf(f"observer.{name}", {"observer": observers})
+        key, value = next(leaves(node, f"observer.{name}"))
         if name not in options:
             raise KeyProblem(
                 f"observer.{name}", f"{key}={show(value)}: {name} is no observer; {suggest(str(name), options)}"

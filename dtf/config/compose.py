@@ -38,7 +38,7 @@ from dtf.config.messages import is_set_by, parse, with_suggestions
 from dtf.config.node_names import check_nodes, refuse_other_name
 from dtf.config.override_checks import check_override, refuse_address, refuse_shadows, refuse_targets
 from dtf.config.plugin_names import plugins_in, plugins_in_overrides
-from dtf.config.provenance import NO_EFFECT, Source, origin, sources
+from dtf.config.provenance import NO_EFFECT, Source, check_texts, origin, sources
 from dtf.config.settings import (
     EXPERIMENT,
     GROUPS,
@@ -278,7 +278,9 @@ class Composer:
                 refuse_targets(plain)
                 check_nodes(plain, reads, given.places)
                 notes = drop_advice(plain, composed, given)
-                config, inactive = self._reset_inactive_keys(composed, _fit(plain), overrides)
+                fitted = _fit(plain)
+                check_texts(plain, fitted, given.places)
+                config, inactive = self._reset_inactive_keys(composed, fitted, overrides)
                 refuse_other_name(config, given.places)
                 refuse_address(config)
             except (ConfigError, KeyboardInterrupt):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from dtf.api.registry import registered
 from dtf.api.schema import is_node, keys, option_node, show, to_plain, type_text
 from dtf.config.as_written import fit_option, leave_interpolations, raw, restore
+from dtf.config.dotted_keys import leaves
 from dtf.config.hydra_sources import CONF, record_files
 from dtf.config.option_files import is_class_file, option_text
 from dtf.config.settings import EXPERIMENT, GROUPS, Root
@@ -171,14 +172,12 @@ def _option(composer: Composer, group: str, name: str) -> dict[str, Any]:
     read = composed.reads[f"{group}/{name}"]
     text = " ".join(line.lstrip("# ").strip() for line in _header(read.file.read_text(encoding="utf-8")))
     if group == EXPERIMENT:
-        return {"help": text, "keys": [], "sets": _chosen(read.defaults) | _flat(read.content, "")}
+        return {"help": text, "keys": [], "sets": _chosen(read.defaults) | _sets(read.content)}
     node = restore(composed.config[group], raw(composed.tree[group]))
     node = next(iter(node.values())) if group == "observer" else node
     cls = classes[node["name"]]
     outside = read.content if "package" in read.header and read.header["package"] == "_global_" else {}
-    sets = _chosen(read.defaults) | {
-        key: value for key, value in _flat(outside, "").items() if key.split(".")[0] != group
-    }
+    sets = _chosen(read.defaults) | {key: value for key, value in _sets(outside).items() if key.split(".")[0] != group}
     return {"help": text or _summary(cls), "keys": _keys(cls, node, _prefix(group, name)), "sets": sets}
 
 
@@ -240,14 +239,8 @@ def _chosen(defaults: list[Any]) -> dict[str, Any]:
     return {str(key).split()[-1].strip("/"): value for key, value in pairs if str(key).startswith("override ")}
 
 
-def _flat(value: Any, key: str) -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        return {
-            inner: leaf
-            for name, entry in value.items()
-            for inner, leaf in _flat(entry, f"{key}.{name}" if key else str(name)).items()
-        }
-    return {key: value} if key else {}
+def _sets(content: dict[Any, Any]) -> dict[str, Any]:
+    return dict(leaves(content)) if content else {}
 
 
 def _key_lines(described: list[dict[str, Any]], width: int) -> list[str]:

@@ -12,14 +12,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
 from dtf.api.registry import registered
-from dtf.api.schema import KeyProblem, show
+from dtf.api.schema import Interpolated, KeyProblem, show, type_text
 from dtf.config import elsewhere
+from dtf.config.dotted_keys import UNSAID, at, leaves, nested, parts_of
+from dtf.config.hydra_sources import parse_yaml
 from dtf.config.meant_keys import known_keys, meant_elsewhere, options_with
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from hydra.core.override_parser.types import Override
 
@@ -30,8 +32,8 @@ _FEW = 3  # keys that an error may offer; more are no help
 
 _SPACE = re.compile(r"([^=]+)=(\w+)\(([^,()]+),([^,()]+)[,)].*", re.DOTALL)
 _DOTS = re.compile(r"([\d.eE+-]*\d)\.\.\.?(-?\d[\d.eE+-]*)")
-_NOT_DECIMAL = re.compile(r"[-+]?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-9]+|[0-9]+(?::[0-5]?[0-9])+)")
-"""What YAML 1.1 reads as a whole number to another base."""
+_NOT_DECIMAL = re.compile(r"[-+]?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|0[oO][0-7]+|0[0-9]+|[0-9]+(?::[0-5]?[0-9])+)")
+"""What people, or YAML, write a whole number to another base as."""
 _SEARCH = " a search for the best value needs -m and hydra/sweeper=optuna"
 
 
@@ -50,23 +52,21 @@ def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Overri
 
 
 def with_suggestions(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
-    """The problem, with what was meant where that can be told: a key of an option that was not chosen, then what other
-    frameworks call a key, then known keys that have the same last part, after the nearest key beside it.
+    """The problem, with what was meant where that can be told: a value in the form of its type, a key of an option that
+    was not chosen, then what other frameworks call a key, then known keys that have the same last part, after the
+    nearest key beside it.
     """
-    dots = re.fullmatch(rf"{re.escape(problem.key)}=({_DOTS.pattern}) is not of type .*", str(problem))
-    if dots:
-        return KeyProblem(problem.key, f"{problem}; did you mean {problem.key}=interval({dots[2]},{dots[3]})?{_SEARCH}")
-    other = re.fullmatch(
-        rf"{re.escape(problem.key)}=({_NOT_DECIMAL.pattern}) is not of type .*(?:int|float).*", str(problem)
-    )
-    if other:
-        return KeyProblem(problem.key, f"{problem}; numbers are decimal: write {_decimal(other[1])}")
-    head, unknown, choices = str(problem).partition(" is no known key; ")
+    said, value = str(problem), at(config, parts_of(problem.key))
+    if form := _other_form(said, value):
+        return KeyProblem(problem.key, f"{problem}; {form}")
+    head, unknown, choices = said.partition(" is no known key; ")
     if not unknown:
         return problem
+    if inner := nested(config, problem.key):
+        return KeyProblem(problem.key, f"{head}{unknown}a dot in a name leads nowhere, write {inner}")
     if options := options_with(problem.key):
         return KeyProblem(problem.key, f"{head}{unknown}it is a key of {options}; {choices.rpartition('? ')[2]}")
-    key, value = first_leaf(problem.key, config)
+    key, value = next(leaves(None if value is UNSAID else value, problem.key))
     if there := meant_elsewhere(key, value, config):
         head = f"{key}={show(value)}" if key != problem.key else head
         return KeyProblem(problem.key, f"{head}{unknown}{there}{choices.rpartition('? ')[2]}")
@@ -80,14 +80,46 @@ def with_suggestions(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
     return KeyProblem(problem.key, f"{head}{unknown}did you mean {' or '.join(meant)}? {choices.rpartition('? ')[2]}")
 
 
+def _other_form(said: str, value: Any) -> str:
+    """How to write a value that is of another type than its key, where the form alone is wrong; else empty."""
+    given, other, types = said.partition(" is not of type ")
+    wanted = types.split(" | ")
+    if not other or isinstance(value, Interpolated):
+        return ""
+    if isinstance(value, int | float) and "text" in wanted:
+        return in_quotes(given.partition("=")[0])
+    if not isinstance(value, str) or not value:
+        return ""
+    if dots := _DOTS.fullmatch(value):
+        return f"did you mean {given.partition('=')[0]}=interval({dots[1]},{dots[2]})?{_SEARCH}"
+    if _NOT_DECIMAL.fullmatch(value) and {"int", "float"} & {*wanted}:
+        return f"numbers are decimal: write {_decimal(value)}"
+    bare = type_text(type(_plain(value)))
+    fits = bare in wanted or (bare == "int" and "float" in wanted)
+    return "quotes make it text, write it without them" if fits else ""
+
+
+def in_quotes(key: str) -> str:
+    """How to write a number as text."""
+    return f"in quotes it is text, on the command line '{key}=\"...\"'"
+
+
+def _plain(text: str) -> Any:
+    """What a file has where this stands in it without quotes."""
+    try:
+        return parse_yaml(text)
+    except Exception:  # noqa: BLE001  whatever YAML raises: it is text
+        return text
+
+
 def _decimal(text: str) -> str:
     """A text of `_NOT_DECIMAL` as one writes it; with both readings of a leading zero."""
     sign, digits = ("-" if text.startswith("-") else ""), text.lstrip("+-")
     if ":" in digits:
         return f"{sign}{functools.reduce(lambda whole, part: 60 * whole + int(part), digits.split(':'), 0)}"
     if digits[1].isdecimal():
-        octal = "" if set(digits) & {"8", "9"} else f", or {sign}{int(digits, 8)} where it is octal"
-        return f"{sign}{int(digits)}{octal}"
+        octal = int(digits) if set(digits) & {"8", "9"} else int(digits, 8)
+        return f"{sign}{int(digits)}" + (f", or {sign}{octal} where it is octal" if octal != int(digits) else "")
     return f"{sign}{int(digits, 0)}"
 
 
@@ -100,26 +132,6 @@ def meant_option(group: str, value: object) -> str:
         return f"did you mean {known}? "
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return f"did you mean {elsewhere.KEYS[group]}={value}? " if number and group in elsewhere.KEYS else ""
-
-
-def first_leaf(key: str, config: dict[Any, Any]) -> tuple[str, Any]:
-    """The first key at or below `key` that is no mapping, with its value."""
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    while isinstance(value, dict) and value:
-        name = next(iter(value))
-        key, value = f"{key}.{name}", value[name]
-    return key, value
-
-
-def paths(value: dict[Any, Any], at: str) -> Iterator[str]:
-    """The keys that a mapping at `at` gives values to."""
-    for name, inner in value.items():
-        if isinstance(inner, dict) and inner:
-            yield from paths(inner, f"{at}.{name}")
-        else:
-            yield f"{at}.{name}"
 
 
 def _overlap(key: str, other: str) -> bool:
@@ -135,7 +147,7 @@ def is_set_by(key: str, overrides: Sequence[str], loader: Loader) -> bool:
         if key == given:
             return True
         if isinstance(value, dict) and value:
-            return any(_overlap(key, path) for path in paths(value, given))
+            return any(_overlap(key, inner) for inner, _ in leaves(value, given))
         if loader.repository.group_exists(override.key_or_group):
             return given.startswith(f"{key}.")
         return _overlap(key, given)

@@ -11,9 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.registry import registered
 from dtf.api.schema import RESERVED, KeyProblem, show
+from dtf.config.dotted_keys import leaves
 from dtf.config.hydra_sources import CONF, Loader, refuse_root
 from dtf.config.limits import BASIC, ONE_BY_ONE
-from dtf.config.messages import meant_option, paths
+from dtf.config.messages import meant_option
 from dtf.config.settings import EXPERIMENT, GROUPS
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
@@ -82,7 +83,7 @@ def _check_name(override: Override, loader: Loader) -> None:
         return
     value = None if override.is_sweep_override() else override.value()
     nodes = [f"observer.{name}" for name in loader.get_group_options(group)] if group == "observer" else [group]
-    for key in paths(value, override.key_or_group) if isinstance(value, dict) else [override.key_or_group]:
+    for key, _ in leaves(value, override.key_or_group):
         if key.removesuffix(".name") in nodes and key.endswith(".name"):
             choice = "observer=[NAME,...]" if group == "observer" else f"{group}=NAME"
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,13 +12,12 @@ from hydra.types import RunMode
 from dtf.api.registry import registered
 from dtf.api.schema import KeyProblem, option_node, show, to_plain
 from dtf.config.defaults_lists import YamlFile
+from dtf.config.dotted_keys import UNSAID, at, leaves, parts_of
 from dtf.config.hydra_sources import CONF, Loader
-from dtf.config.messages import COMMAND_LINE, display_path, is_set_by, with_suggestions
+from dtf.config.messages import COMMAND_LINE, display_path, in_quotes, is_set_by, with_suggestions
 from dtf.config.option_files import ROOT_KEYS, is_class_file, option_of
 from dtf.config.settings import Root
 from dtf.core.text import suggest
-
-_UNSAID = object()
 
 
 class Source(NamedTuple):
@@ -39,20 +38,20 @@ def sources(
     key: str, config_name: str, overrides: Sequence[str], loader: Loader, reads: dict[str, YamlFile]
 ) -> list[Source]:
     """The places that give a key a value, a part of it or a node that has it; the last one counts."""
-    wanted, found = re.findall(r"[^.\[\]]+", key), list[Source]()
+    wanted, found = parts_of(key), list[Source]()
     for default in loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults:
         path, package = default.config_path or "", default.package.split(".") if default.package else []
         if wanted[: len(package)] != package:
             continue
         rest, read, own = wanted[len(package) :], reads.get(path), _class_values(path)
-        by_class = _at(own[1], rest) if own else _UNSAID
+        by_class = at(own[1], rest) if own else UNSAID
         if read is not None:
-            value, is_default = _at(read.content, rest), _is_made(path, read)
+            value, is_default = at(read.content, rest), _is_made(path, read)
             source = Source(path, value, read.file, display_path(read.file), is_default and value == by_class)
         else:
             value = by_class
             source = Source(path, value, None, f"the class {own[0]}" if own else path, True)
-        if value is not _UNSAID:
+        if value is not UNSAID:
             found.append(source)
     if is_set_by(key, overrides, loader):
         texts = [text for text in overrides if is_set_by(key, [text], loader)]
@@ -75,17 +74,17 @@ def explain(config: dict[str, Any], sources_of: Callable[[str], list[Source]], k
 
     ConfigError for a key that the config has not.
     """
-    value, parts = _at(config, key.split(".")), key.split(".")
-    if value is _UNSAID:
-        depth = next(depth for depth in reversed(range(len(parts))) if isinstance(_at(config, parts[:depth]), dict))
+    value, parts = at(config, key.split(".")), key.split(".")
+    if value is UNSAID:
+        depth = next(depth for depth in reversed(range(len(parts))) if isinstance(at(config, parts[:depth]), dict))
         unknown = ".".join(parts[: depth + 1])
-        beside = [".".join([*parts[:depth], str(name)]) for name in _at(config, parts[:depth])]
+        beside = [".".join([*parts[:depth], str(name)]) for name in at(config, parts[:depth])]
         head = f"job.key={show(key)} is no known key; "
         plain = KeyProblem(unknown, head + suggest("", beside))
         meant = with_suggestions(plain, config)
         raise meant if meant is not plain else KeyProblem(unknown, head + suggest(unknown, beside))
     lines = []
-    for name, leaf in _leaves(value, key):
+    for name, leaf in leaves(value, key):
         lines.append(f"{name}={show(leaf)}")
         places = sources_of(name)
         texts = [(_said(each), _where(each, name)) for each in places] or [(show(leaf), "its default")]
@@ -109,23 +108,50 @@ def _where(source: Source, key: str) -> str:
     return f"{place}, line {line}" if line else place
 
 
+def check_texts(given: dict[Any, Any], config: dict[str, Any], sources_of: Callable[[str], list[Source]]) -> None:
+    """Raise KeyProblem for a key of text with a number that was written otherwise than it reads, such as 1_000.
+
+    `given`: what the places say, `config`: the same with the types of its keys.
+    """
+    for key, number in leaves(given):
+        if type(number) is not int or not isinstance(at(config, parts_of(key)), str):
+            continue
+        for source in sources_of(key)[-1:]:
+            said = _written(source.file, key.split(".")) if source.file else str(source.value)
+            alike = rf"(?<![\w+.-]){number}(?![\w.])"
+            if said is not None and "${" not in said and not re.search(alike, said):
+                shown = said.partition("=")[2] or said
+                raise KeyProblem(key, f"{key}={show(shown)} is the number {number}; {in_quotes(key)}")
+
+
 def _line(file: Path, wanted: list[str]) -> int | None:
     """The line of a file, from 1, that holds the longest end of a dotted key."""
+    entry = _entry(file, wanted)
+    return entry[0].start_mark.line + 1 if entry else None
+
+
+def _written(file: Path, wanted: list[str]) -> str | None:
+    """The value of a key as the file has it, without quotes."""
+    entry = _entry(file, wanted)
+    return str(entry[1].value) if entry else None
+
+
+def _entry(file: Path, wanted: list[str]) -> tuple[Any, Any] | None:
+    """The nodes of YAML, name and value, to which the longest end of a dotted key leads in a file."""
     import yaml
 
     with file.open(encoding="utf-8") as text:
         root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     for first in range(len(wanted)):
-        node, line = root, None
+        node, entry = root, None
         for part in wanted[first:]:
             pairs = node.value if isinstance(node, yaml.MappingNode) else []
             entry = next(((name, inner) for name, inner in pairs if name.value == part), None)
             if entry is None:
-                line = None
                 break
-            line, node = entry[0].start_mark.line + 1, entry[1]
-        if line is not None:
-            return line
+            node = entry[1]
+        if entry is not None:
+            return entry
     return None
 
 
@@ -143,23 +169,3 @@ def _class_values(config_path: str) -> tuple[str, dict[str, Any]] | None:
 def _is_made(config_path: str, read: YamlFile) -> bool:
     group, name = option_of(config_path)
     return is_class_file(group, name, read.file, CONF) or read.file == CONF / f"{ROOT_KEYS}.yaml"
-
-
-def _at(content: Any, parts: Sequence[str]) -> Any:
-    """The value at a path, or `_UNSAID`."""
-    for part in parts:
-        if isinstance(content, dict):
-            content = {str(name): entry for name, entry in content.items()}.get(part, _UNSAID)
-        elif isinstance(content, list) and part.isdecimal() and int(part) < len(content):
-            content = content[int(part)]
-        else:
-            return _UNSAID
-    return content
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, value

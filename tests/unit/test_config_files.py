@@ -118,6 +118,18 @@ def with_files(folder: Path, files: dict[str, str], config_name: str | None = No
             "experiment=a",
             "lr.peak=0x10 is not of type float; numbers are decimal: write 16; set in {}/experiment/a.yaml",
         ),
+        (
+            {"experiment/a.yaml": "# @package _global_\nrun: {name: 1_000}\n"},
+            "experiment=a",
+            "run.name=1_000 is the number 1000; in quotes it is text, on the command line 'run.name=\"...\"'; set in "
+            "{}/experiment/a.yaml",
+        ),
+        (
+            {"experiment/a.yaml": "# @package _global_\nrecipe: {model.arch: resnet20}\n"},
+            "experiment=a",
+            "recipe.model.arch=resnet20 is no known key; a dot in a name leads nowhere, write model: "
+            "{{arch: resnet20}}; set in {}/experiment/a.yaml",
+        ),
     ],
 )
 def test_a_fault_names_its_file_and_the_remedy(
@@ -350,6 +362,19 @@ def test_the_name_of_a_variant_is_that_of_its_values(line: str, message: str) ->
 def test_what_is_nearest_to_a_variant_has_its_name(line: str) -> None:
     (group, name) = line.split()[0].split("=")
     assert Composer().compose(line.split()).config[group]["name"] == name
+
+
+def test_a_number_is_text_where_it_reads_as_it_was_written(tmp_path: Path) -> None:
+    composer = with_files(tmp_path, {"experiment/a.yaml": f"{GLOBAL}run: {{name: 7}}\nlauncher: {{env: {{A: -5}}}}\n"})
+    config = composer.compose(["experiment=a", "launcher.env={B: 12}", "run.dir=${seed}"]).config
+    assert (config["run"]["name"], config["run"]["dir"], config["launcher"]["env"]) == (
+        "7",
+        "0",
+        {"A": "-5", "B": "12"},
+    )
+    for word in ("run.name=+7", "launcher.env={B: 1_2}", "run.name=-0"):
+        with pytest.raises(ConfigError, match="in quotes it is text"):
+            composer.compose([word])
 
 
 NUMBERS = "0 00 010 -010 +3 0x10 0b11 0o17 1:30 1:30.5 1_000 1__0 1_ 0_1 -0 1e3 1E-3 1e+03 1.5 1. .5 -.5e3 01.5 1_0.5_0"

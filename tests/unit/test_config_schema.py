@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dtf.api.registry import option
 from dtf.api.schema import UNSET, KeyProblem, build, coerce, keys, node, to_plain, unset
 from dtf.config.compose import compose
-from dtf.config.messages import parse
+from dtf.config.messages import parse, with_suggestions
 from dtf.config.settings import coerce_config
 from dtf.core.errors import ConfigError
 
@@ -251,3 +251,42 @@ def test_a_value_that_no_key_takes(plain: dict[str, Any], line: str, rule: str) 
     with pytest.raises(KeyProblem) as caught:
         coerce_config(config)
     assert str(caught.value) == f"{line} {rule}"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"strategy": {"bucket_mb": "3"}}, "strategy.bucket_mb=3 is not of type float; quotes make it text, write it "),
+        ({"strategy": {"static_graph": "true"}}, "strategy.static_graph=true is not of type bool; quotes make it text"),
+        ({"train": {"steps": "null"}}, "train.steps=null is not of type int | null; quotes make it text"),
+        ({"train": {"steps": "3.5"}}, "train.steps=3.5 is not of type int | null"),
+        ({"train": {"steps": ""}}, "train.steps= is not of type int | null"),
+        ({"train": {"steps": "00"}}, "train.steps=00 is not of type int | null; numbers are decimal: write 0"),
+        ({"train": {"steps": "0o17"}}, "train.steps=0o17 is not of type int | null; numbers are decimal: write 15"),
+        (
+            {"train": {"steps": "017"}},
+            "train.steps=017 is not of type int | null; numbers are decimal: write 17, or 15 ",
+        ),
+        (
+            {"run": {"name": 1.5}},
+            "run.name=1.5 is not of type text; in quotes it is text, on the command line 'run.name=",
+        ),
+        ({"run": {"name": False}}, "run.name=false is not of type text; in quotes it is text"),
+        ({"run": {"name": None}}, "run.name=null is not of type text"),
+        (
+            {"strategy.bucket_mb": 3},
+            "strategy.bucket_mb=3 is no known key; a dot in a name leads nowhere, write strategy: ",
+        ),
+        (
+            {"recipe": {"model.arch": "x"}},
+            "recipe.model.arch=x is no known key; a dot in a name leads nowhere, write m",
+        ),
+        ({"lr": {"lr.peak": 0.1}}, "lr.lr.peak=0.1 is no known key; a dot in a name leads nowhere, write peak: 0.1"),
+    ],
+)
+def test_what_was_meant_by_a_value_in_another_form(plain: dict[str, Any], given: dict[str, Any], said: str) -> None:
+    config = {**plain, **{name: {**plain[name], **inner} if name in plain else inner for name, inner in given.items()}}
+    with pytest.raises(KeyProblem) as caught:
+        coerce_config(config)
+    text = str(with_suggestions(caught.value, config))
+    assert text == said if said.endswith("null") else text.startswith(said)

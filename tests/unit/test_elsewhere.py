@@ -85,7 +85,7 @@ def test_what_was_meant_is_said(composer: Composer, line: str, meant: str) -> No
         ("recipe=frappe recipe.data.num_workers=4", "did you mean recipe.data.threads? "),
         (
             "recipe=ctr_clicks data_dir=x",
-            "recipe.data.root is a key of recipe=ctr_log, recipe=resnet_cifar10 and recipe=",
+            "recipe.data.root is a key of recipe=ctr_log, ",
         ),
         ("recipe=frappe data_dir=x", "did you mean recipe.data.root? "),
         ("recipe=ctr_clicks arch=x", "did you mean recipe.model.kind? "),
