@@ -107,8 +107,8 @@ def _of_file(text: str, reads: dict[str, YamlFile]) -> str:
         return f"{place}: {one_line(rest)}"
     path, _, package = unused[1].partition("@")
     folder, _, group = path.rpartition("/")
-    if folder.startswith("hydra"):
-        return f"{unused[1]} is not used here; leave it out; set in {place}"
+    if "hydra" in folder.split("/"):
+        return f"hydra/{group} is not used here; leave it out; set in {place}"
     head = f"{place}: override /{group} in its defaults list"
     if group not in GROUPS:
         return f"{place}: override /{path} in its defaults list names no group; {suggest(path, GROUPS)}"

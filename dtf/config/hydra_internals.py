@@ -10,6 +10,7 @@ from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from omegaconf._utils import get_yaml_loader
 
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigLoaderImpl",
     "ConfigSearchPathImpl",
     "FileConfigSource",
+    "ImportlibResourcesConfigSource",
     "SourcesRegistry",
     "get_yaml_loader",
     "hydra_app",

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from dtf.config.hydra_internals import (
     ConfigLoaderImpl,
     ConfigSearchPathImpl,
     FileConfigSource,
+    ImportlibResourcesConfigSource,
     SourcesRegistry,
     get_yaml_loader,
 )
@@ -165,6 +167,15 @@ class GuardedFiles(FileConfigSource):
         return file_of(group, name) if name in registered(group) else config_path
 
 
+def _package_source(provider: str, path: str) -> ConfigSource:
+    """A package as a Hydra config source: one on `hydra.searchpath` is read as the folder that it lies in."""
+    package = ImportlibResourcesConfigSource(provider, path)
+    if not provider.startswith("hydra.searchpath") or not package.available():
+        return package
+    folder = files(package.path)
+    return GuardedFiles(provider, f"file://{folder}") if isinstance(folder, Path) else package
+
+
 _DIGITS, _WHOLE = "[0-9](?:_?[0-9])*", "(?:0|[1-9](?:_?[0-9])*)"
 _NUMBERS = {
     "int": re.compile(rf"[-+]?{_WHOLE}$"),
@@ -284,6 +295,7 @@ def make_loader(config_dir: str | None) -> Loader:
     plugins = Plugins.instance()
     plugins.register(PartsSource)
     SourcesRegistry.instance().types["file"] = GuardedFiles
+    SourcesRegistry.instance().types["pkg"] = _package_source  # type: ignore[assignment]
     _offer_optuna()
     path = ConfigSearchPathImpl()
     path.append("hydra", "pkg://hydra.conf")

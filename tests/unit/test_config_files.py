@@ -386,6 +386,31 @@ def test_a_file_has_the_numbers_of_the_command_line(text: str) -> None:
     assert (type(from_file), from_file) == (type(typed), typed)
 
 
+def test_the_files_of_a_package_are_read_as_those_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "__init__.py": "",
+        "strategy/quiet.yaml": f"{BASE}bucket_mb: 7\n",
+        "strategy/typo.yaml": f"{BASE}bucket: 7\n",
+        "strategy/octal.yaml": f"{BASE}powersgd_rank: 010\n",
+        "experiment/nope.yaml": f"{GLOBAL}defaults: [override /strategy: ddpp]\n",
+        "strategy/ddp.yaml": f"{BASE}bucket_mb: 8\n",
+    }
+    with_files(tmp_path / "front_options", files)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    composer, path = Composer(), "hydra.searchpath=[pkg://front_options]"
+    assert composer.compose([path, "strategy=quiet"]).config["strategy"]["bucket_mb"] == 7.0
+    for word, file in (
+        ("strategy=typo", "strategy/typo"),
+        ("strategy=octal", "strategy/octal"),
+        ("experiment=nope", "experiment/nope"),
+        ("strategy=ddp", "strategy/ddp"),
+    ):
+        with pytest.raises(ConfigError, match=f"{tmp_path}/front_options/{file}.yaml"):
+            composer.compose([path, word])
+    with pytest.raises(ConfigError, match="hydra.searchpath=front_missing is no folder or package that can be found"):
+        composer.compose(["hydra.searchpath=[pkg://front_missing]"])
+
+
 def test_an_interpolation_waits_for_the_run_that_uses_it(tmp_path: Path) -> None:
     name = "sparse/adagrad.yaml"
     files = {name: "defaults: [schema/adagrad@_here_, _self_]\neps: ${oc.env:DTF_NOT_SET,1e-3}\n"}
