@@ -24,7 +24,7 @@ from dtf.api.job import Job
 from dtf.api.recipe import Recipe
 from dtf.api.registry import registered
 from dtf.api.row_optimizer import DEFAULT
-from dtf.api.schema import KeyProblem, build_option, unset
+from dtf.api.schema import UNSET, KeyProblem, build_option, unset
 from dtf.api.task import Task
 from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.advice import CommandLine, drop_advice
@@ -293,7 +293,8 @@ class Composer:
                 raise translated(error, overrides, self.loader, reads) from error
             finally:
                 state.cfg = before
-        config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
+        if config["plugins"] != UNSET:
+            config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
         options: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(choices))  # type: ignore[assignment]
         return Composed(config, options, tuple(overrides), composed, self, reads, tuple(notes), tuple(inactive))
 

@@ -263,6 +263,8 @@ def test_mandatory_keys_matter_only_to_who_needs_them(composer: Composer) -> Non
     assert composed.job == lookup("job", "describe")()
     with pytest.raises(ConfigError, match=r"recipe.data.root=\?\?\? is mandatory; give recipe.data.root=VALUE"):
         _ = composed.settings
+    with pytest.raises(ConfigError, match=r"plugins=\?\?\? is mandatory; give plugins=VALUE"):
+        _ = composer.compose(["plugins=???"]).settings
     assert composed.recompose(["recipe.data.root=/x"]).check().recipe.data.root == "/x"  # type: ignore[attr-defined]
     with pytest.raises(DataError):
         composed.recompose(["recipe.data.root=missing"]).check()

@@ -113,7 +113,7 @@ def test_files_show_their_values_and_what_else_they_set(tmp_path: Path) -> None:
 
 def test_interpolations_are_shown_as_they_are_written(tmp_path: Path) -> None:
     files = {
-        "experiment/e": "# @package _global_\nrun: {name: '${oc.env:DTF_NOT_SET}'}\n",
+        "experiment/e": "# @package _global_\nplugins: ${oc.env:DTF_NOT_SET}\nseed: ${oc.env:DTF_NOT_SET}\n",
         "optimizer/mine": "defaults: [schema/adam@_here_, _self_]\neps: ${oc.env:DTF_NOT_SET}\n",
         "sparse/adagrad": "defaults: [schema/adagrad@_here_, _self_]\neps: ${oc.env:DTF_NOT_SET}\n",
     }
@@ -124,7 +124,7 @@ def test_interpolations_are_shown_as_they_are_written(tmp_path: Path) -> None:
         Composer(str(tmp_path)), chosen={"experiment": ["e"], "optimizer": ["mine"], "sparse": ["adagrad"]}
     )
     options = {name: next(iter(entry["options"].values())) for name, entry in found["groups"].items()}
-    assert options["experiment"]["sets"] == {"run.name": "${oc.env:DTF_NOT_SET}"}
+    assert options["experiment"]["sets"] == dict.fromkeys(("plugins", "seed"), "${oc.env:DTF_NOT_SET}")
     for key in ("optimizer.eps", "sparse.eps"):
         shown = {entry["key"]: entry["default"] for entry in options[key.split(".")[0]]["keys"]}
         assert shown.pop(key) == "${oc.env:DTF_NOT_SET}"
