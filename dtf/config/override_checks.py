@@ -56,6 +56,8 @@ def check_override(override: Override, loader: Loader) -> None:
     for unused, instead in _HYDRA_ELSEWHERE.items():
         if name == unused or name.startswith(f"{unused}."):
             raise ConfigError(f"{show(override.input_line)} is not used here; {instead}; set on the command line")
+    if name == "hydra":
+        raise ConfigError(f"{show(override.input_line)} is no override; write hydra.KEY=value; set on the command line")
     if group == "hydra" and name.split(".")[1] not in HydraConf.__dataclass_fields__ and override.is_add():
         raise ConfigError(f"{show(override.input_line)} has no effect here; leave it out; set on the command line")
     if name == "hydra/launcher" and override.value() != BASIC:

@@ -123,6 +123,8 @@ def composer() -> Composer:
         ("seed=${nope}", "seed: Interpolation key 'nope' not found" + HERE),
         ("+recipe._target_=os.system", "recipe._target_ is refused, a config names no code"),
         ("launcher.env={_target_: x}", "launcher.env._target_ is refused, a config names no code"),
+        ("hydra=1", "hydra=1 is no override; write hydra.KEY=value" + HERE),
+        ("+hydra={run: 1}", "+hydra={run: 1} is no override; write hydra.KEY=value" + HERE),
         ("hydra.foo=1", "hydra.foo is no known key"),
         ("hydra/job_logging=none", "hydra/job_logging is not used here; leave it out" + HERE),
         ("hydra.run.dir=/x", "hydra.run.dir is not used here; use run.dir instead"),
