@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtf.api.launcher import LONGEST_S, WORK, Launcher, check_environment, check_one_role, log_folder
-from dtf.api.registry import option, register
+from dtf.api.registry import name_of, option, register
 from dtf.core.errors import ConfigError, Exit, PeerError
 from dtf.core.text import quoted
 from dtf.core.types import Event
@@ -87,8 +87,12 @@ class Torchrun(Launcher):
     def check(self, strategy: Strategy) -> None:
         slots = self.count()
         check_one_role("torchrun", strategy, slots)
-        if sum(strategy.roles(slots).values()) != slots:
-            raise ConfigError(f"this strategy does not run on {slots} processes; use launcher=local")
+        ranks = sum(strategy.roles(slots).values())
+        if ranks != slots:
+            raise ConfigError(
+                f"launcher=torchrun starts {slots} ranks, and strategy={name_of('strategy', strategy)} has {ranks}; "
+                "use launcher=local"
+            )
 
     def meeting_point(self) -> tuple[str, int, bool]:
         return *network.endpoint(self.rendezvous, "launcher.rendezvous"), False

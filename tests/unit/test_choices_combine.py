@@ -1,10 +1,13 @@
-"""Every recipe goes with every option of every other group, or a rule of RULES says why it cannot."""
+"""Options of all groups go together, or a rule of RULES names the pair that does not and says why."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import cycle, product
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -16,17 +19,58 @@ from dtf.config.option_files import is_class_file
 from dtf.config.settings import EXPERIMENT, GROUPS
 from dtf.core.errors import ConfigError
 
+
+class Rule(NamedTuple):
+    """Why some choices do not go together, with nothing to be done about it."""
+
+    says: str
+    """How the refusal begins, a pattern."""
+
+    choices: Mapping[str, str]
+    """Group -> the options that it refuses, a pattern; where there are several groups, only together."""
+
+
+WITHOUT_TABLES = "(?!ctr_clicks_sparse|deepfm_criteo).*"
+CLICKS = "(?!resnet).*"
+ASYNCHRONOUS = "async|half_async|geo"
 RULES = {
-    "no sparse tables": (
+    "it has no sparse tables": Rule(
         r"sparse says how rows of sparse tables learn, and \w+ has none",
-        "a choice of sparse= would have no effect",
+        {"recipe": WITHOUT_TABLES, "sparse": "(?!adagrad).+"},
     ),
-    "no classes": (r"sampler=weighted balances classes, and the rows of", "clicks have no classes to balance"),
-    "one view": (r"sampler=repeated shows rows several times", "generated and logged clicks are not augmented"),
-    "no CUDA": (r"precision.tf32=true needs CUDA", "tf32 is arithmetic of a GPU"),
-    "no rank": (r"launcher=env finds no rank in the environment", "it is started by another program"),
+    "clicks have no classes to balance": Rule(
+        r"sampler=weighted balances classes, and the rows of", {"recipe": CLICKS, "sampler": "weighted"}
+    ),
+    "clicks are not augmented": Rule(
+        r"sampler=repeated shows rows several times", {"recipe": CLICKS, "sampler": "repeated"}
+    ),
+    "tf32 is arithmetic of a GPU": Rule(r"precision.tf32=true needs CUDA", {"precision": "tf32"}),
+    "no loss scale is shared by all": Rule(
+        r"a loss scale is found step by step, and strategy.mode=\w+ has none",
+        {"precision": "fp16", "strategy.mode": ASYNCHRONOUS},
+    ),
+    "another program starts its ranks": Rule(r"launcher=env finds no rank in the environment", {"launcher": "env"}),
+    "it starts ranks of one role": Rule(
+        r"launcher=\w+ starts ranks of one role", {"launcher": "inline|torchrun", "strategy": "pserver"}
+    ),
+    "it starts one process of several roles": Rule(
+        r"launcher=manual starts one process of a run whose processes have several roles",
+        {"launcher": "manual", "strategy": "(?!pserver).*"},
+    ),
+    "it is one process": Rule(
+        r"launcher=torchrun starts \d+ ranks, and strategy=dp has 1", {"launcher": "torchrun", "strategy": "dp"}
+    ),
 }
-"""Name of a rule -> what its refusal says, and why no choice can be made to fit."""
+"""Name of a rule -> what it refuses. Any other choices go together."""
+
+DEFAULTS = {
+    "recipe": "resnet_shapes",
+    "strategy": "ddp",
+    "precision": "fp32",
+    "sampler": "shuffle",
+    "launcher": "local",
+}
+"""What counts for RULES where nothing is chosen."""
 
 GIVEN = {
     "launcher.node_rank": 0,
@@ -35,10 +79,15 @@ GIVEN = {
 }
 """Values of mandatory keys; 1 for all others."""
 
+Choice = dict[str, str]
+"""Group -> option; also `strategy.mode`."""
+
 
 @pytest.fixture(scope="module")
-def composer() -> Composer:
-    return Composer()
+def composer() -> Iterator[Composer]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("DTF_TOKEN", "a secret of all processes")
+        yield Composer()
 
 
 def own(group: str, name: str) -> bool:
@@ -47,23 +96,15 @@ def own(group: str, name: str) -> bool:
     return known is None or known.__module__.startswith("dtf.")
 
 
-def choices(composer: Composer) -> Iterator[list[str]]:
-    """Words that choose an option of a group, with each mode of a strategy that has modes."""
-    for group in [*GROUPS, EXPERIMENT]:
-        for name in composer.options(group):
-            if group == "recipe" or not own(group, name):
-                continue
-            word = f"{group}=[{name}]" if group == "observer" else f"{group}={name}"
-            yield [word]
-            for key in keys(registered(group)[name]) if group == "strategy" and name in registered(group) else ():
-                if key.name == "mode":
-                    yield from ([word, f"strategy.mode={mode.value}"] for mode in key.hint)
-
-
-def recipes(composer: Composer) -> list[list[str]]:
-    """Words that choose a recipe; with a length for a class that no file advises on."""
-    names = [name for name in composer.options("recipe") if own("recipe", name)]
-    return [[f"recipe={name}", *(["train.epochs=1"] if is_bare(composer, name) else [])] for name in names]
+def options(composer: Composer, group: str) -> list[Choice]:
+    """The options of a group, with each mode of a strategy that has modes."""
+    found = list[Choice]()
+    for name in (name for name in composer.options(group) if own(group, name)):
+        found.append({group: name})
+        for key in keys(registered(group)[name]) if group == "strategy" and name in registered(group) else ():
+            if key.name == "mode":
+                found += [{group: name, "strategy.mode": mode.value} for mode in key.hint]
+    return found
 
 
 def is_bare(composer: Composer, name: str) -> bool:
@@ -72,38 +113,120 @@ def is_bare(composer: Composer, name: str) -> bool:
     return read is None or is_class_file("recipe", name, read.file, CONF)
 
 
-def refusal(composer: Composer, words: list[str]) -> str:
-    """The name of the rule that refuses them; empty where they go together. ConfigError for any other refusal."""
+def words(composer: Composer, choice: Choice) -> list[str]:
+    """The command line; with a length for a recipe that no file advises on, and no GPU, whatever this machine has."""
+    said = [f"{group}=[{name}]" if group == "observer" else f"{group}={name}" for group, name in choice.items()]
+    bare = "recipe" in choice and is_bare(composer, choice["recipe"])
+    manual = choice.get("launcher") == "manual"
+    said += ["launcher.endpoints=[127.0.0.1:4000]", "launcher.role=server"] if manual else []
+    return [*said, "launcher.devices=cpu", *(["train.epochs=1"] if bare else [])]
+
+
+def refusal(composer: Composer, said: list[str]) -> str:
+    """How a command line is refused; empty where it is not."""
     try:
-        composed = composer.compose(words)
+        composed = composer.compose(said)
         missing = unset(composed.config)
         if missing:
-            composed = composer.compose([*words, *(f"{key}={GIVEN.get(key, 1)}" for key in missing)])
+            composed = composer.compose([*said, *(f"{key}={GIVEN.get(key, 1)}" for key in missing)])
         if composed.settings.job.trains:
-            composed.check(data=False)
+            settings = composed.check(data=False)
+            settings.launcher.check(settings.strategy)
     except ConfigError as error:
-        named = [name for name, (text, _) in RULES.items() if re.match(text, str(error))]
-        if not named:
-            raise AssertionError(f"{' '.join(words)}: {error}") from error
-        return named[0]
+        return str(error)
     return ""
 
 
-def test_a_recipe_goes_with_options_of_other_groups(composer: Composer) -> None:
-    """Each option with one recipe, each recipe with several options."""
-    some, options = recipes(composer), list(choices(composer))
-    for number in range(max(len(some), len(options))):
-        refusal(composer, [*some[number % len(some)], *options[number % len(options)]])
+def rules(choice: Choice) -> list[str]:
+    """Names of the rules that refuse a choice."""
+    chosen = DEFAULTS | choice
+    return [
+        name
+        for name, rule in RULES.items()
+        if all(re.fullmatch(pattern, chosen.get(group, "")) for group, pattern in rule.choices.items())
+    ]
+
+
+def check(composer: Composer, choices: Iterable[Choice]) -> Counter[str]:
+    """Compose them all; how often each rule refused, and none (""). Fails where RULES say something else."""
+    found, wrong = Counter[str](), list[str]()
+    for choice in choices:
+        said, expected = words(composer, choice), rules(choice)
+        refused = refusal(composer, said)
+        by = next((name for name in expected if re.match(RULES[name].says, refused)), "")
+        if bool(refused) != bool(by) or bool(expected) != bool(by):
+            wrong.append(f"{' '.join(said)}: refused by {expected or 'no rule'}, and it says: {refused or 'nothing'}")
+        found[by] += 1
+    assert not wrong, "\n".join(wrong)
+    return found
+
+
+def mixtures(composer: Composer) -> Iterator[Choice]:
+    """Choices in all groups at once that go together, until each option was in one that goes with anything."""
+    left = {group: options(composer, group) for group in GROUPS if group not in ("job", "recipe")}
+    for recipe in cycle(["ctr_clicks_sparse", "resnet_shapes"]):
+        choice = {"recipe": recipe}
+        for group, some in left.items():
+            left[group] = some = [option for option in some if not refused_anyway(option)]
+            fitting = next((option for option in some if not rules(choice | option)), None)
+            if fitting is not None:
+                choice |= fitting
+                some.remove(fitting)
+        if len(choice) == 1:
+            return
+        yield choice
+
+
+def refused_anyway(option: Choice) -> bool:
+    """Whether an option goes with nothing."""
+    return any(RULES[name].choices.keys() <= option.keys() for name in rules(option))
+
+
+def test_choices_of_all_groups_go_together(composer: Composer) -> None:
+    """Each option that goes with anything."""
+    check(composer, mixtures(composer))
+
+
+def test_a_rule_is_needed_for_what_is_refused_and_a_refusal_for_each_rule(
+    composer: Composer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, fine = {"sampler": "weighted", "recipe": "frappe"}, {"sampler": "weighted"}
+    assert check(composer, [refused]) == {"clicks have no classes to balance": 1}
+    for choice, rule in (
+        (refused, Rule("sampler=weighted balances", {"recipe": "resnet.*"})),
+        (fine, Rule("sampler=weighted balances", {"sampler": "weighted"})),
+    ):
+        monkeypatch.setitem(RULES, "clicks have no classes to balance", rule)
+        with pytest.raises(AssertionError, match="refused by"):
+            check(composer, [choice])
 
 
 @pytest.mark.slow
 def test_every_recipe_goes_with_every_option_of_other_groups(composer: Composer) -> None:
     """All pairs: python -m pytest -n 0 -s -m slow tests/unit/test_choices_combine.py"""
-    refused = [refusal(composer, [*recipe, *words]) for recipe in recipes(composer) for words in choices(composer)]
-    counts = {name: refused.count(name) for name in RULES}
-    print(f"\n{len(refused)} pairs, {refused.count('')} go together; refused: {counts}")
-    unused = {name for name, count in counts.items() if not count} - {"no CUDA"}
-    assert not unused, "a rule that refuses nothing is to be taken out"
+    groups = [group for group in [*GROUPS, EXPERIMENT] if group != "recipe"]
+    others = [option for group in groups for option in options(composer, group)]
+    found = check(composer, (recipe | other for recipe in options(composer, "recipe") for other in others))
+    print(f"\n{found.total()} pairs, {found['']} go together; refused: {found}")
+    assert ruling(1) <= set(found)
+
+
+@pytest.mark.slow
+def test_every_strategy_goes_with_every_launcher_precision_and_sampler(composer: Composer) -> None:
+    """Those that go with anything; images have rows for each sampler."""
+    groups = [
+        [option for option in options(composer, group) if not refused_anyway(option)]
+        for group in ("strategy", "launcher", "precision", "sampler")
+    ]
+    mixed = [strategy | launcher | precision | sampler for strategy, launcher, precision, sampler in product(*groups)]
+    found = check(composer, mixed)
+    print(f"\n{found.total()} mixtures, {found['']} go together; refused: {found}")
+    assert ruling(2) <= set(found)
+
+
+def ruling(groups: int) -> set[str]:
+    """Rules about so many groups beside the recipe. One that refuses nothing is to be taken out."""
+    return {name for name, rule in RULES.items() if len(rule.choices.keys() - {"recipe"}) == groups}
 
 
 @pytest.mark.parametrize(
