@@ -200,8 +200,8 @@ def _death(rank_exit: RankExit) -> GroupResult:
 def _mismatch(rank_exit: RankExit) -> GroupResult:
     """The result of a rank that got a tensor of another size in a collective than it gave itself."""
     text = (
-        "ranks gave tensors of different sizes to one collective operation, or called different ones at a time; the "
-        f"call is in rank_{rank_exit.rank}.log; each rank must make the same calls in the same order"
+        "gloo ended it: ranks gave tensors of different sizes to one collective operation, or called different ones; "
+        f"the call is in rank_{rank_exit.rank}.log; each rank must make the same calls in the same order"
     )
     exit = int(Exit.CONFIG)
     return GroupResult(Exit.CONFIG, Failed(rank_exit.rank, rank_exit.step, exit, text, ""))

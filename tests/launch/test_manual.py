@@ -160,7 +160,9 @@ class Keepers(HelperRoles):
 class KeepersStrategy(RolesStrategy):
     """An author's strategy, with roles of other names."""
 
-    helper_roles = Keepers()  # type: ignore[assignment]
+    def __init__(self, servers: int = 1) -> None:
+        super().__init__(servers)
+        self.helper_roles = Keepers()
 
     def roles(self, processes: int) -> dict[str, int]:
         return {"keeper": self.servers, "night-worker": processes}

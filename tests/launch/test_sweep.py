@@ -81,7 +81,8 @@ def test_new_entries_of_mappings_and_deletions_as_in_a_single_run(configs) -> No
     [
         (
             ["lr=cosine,constant", "lr.floor=0.1"],
-            "trial 2 of 2 (lr=constant): lr.floor=0.1 is no known key; choices: peak, warmup; set on the command line",
+            "trial 2 of 2 (lr=constant): lr.floor=0.1 is no known key; it is a key of lr=cosine; choices: peak, "
+            "warmup; set on the command line",
         ),
         (
             ["seed=1,2", "lr.peak=0.1,abc"],
