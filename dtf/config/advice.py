@@ -89,11 +89,11 @@ def print_notes(notes: Sequence[str]) -> None:
 def _refuse_unchosen(observers: Any, given: CommandLine) -> None:
     """Raise KeyProblem for a key of an observer that was not chosen."""
     nodes = observers.items() if isinstance(observers, dict) else ()
-    options = given.loader.get_group_options("observer")
     for name, node in nodes:
         if not isinstance(node, dict) or "name" in node or f"observer/{name}" in given.reads:
             continue
         key, value = next(leaves(node, f"observer.{name}"))
+        options = given.loader.get_group_options("observer")
         if name not in options:
             raise KeyProblem(
                 f"observer.{name}", f"{key}={show(value)}: {name} is no observer; {suggest(str(name), options)}"

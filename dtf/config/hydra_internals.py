@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -22,6 +22,7 @@ __all__ = [
     "CachingConfigRepository",
     "Callbacks",
     "ConfigLoaderImpl",
+    "ConfigRepository",
     "ConfigSearchPathImpl",
     "FileConfigSource",
     "ImportlibResourcesConfigSource",

@@ -12,12 +12,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import GroupDefault
 from hydra.core.object_type import ObjectType
@@ -33,6 +35,7 @@ from dtf.config.defaults_lists import ROOT, YamlFile, check_defaults, check_pack
 from dtf.config.hydra_internals import (
     CachingConfigRepository,
     ConfigLoaderImpl,
+    ConfigRepository,
     ConfigSearchPathImpl,
     FileConfigSource,
     ImportlibResourcesConfigSource,
@@ -234,11 +237,23 @@ def parse_yaml(text: str) -> Any:
         loader.dispose()
 
 
+class _Repository(ConfigRepository):
+    """Sources in order. Hydra copies it for each config that it composes."""
+
+    def __deepcopy__(self, memo: object) -> _Repository:
+        """With the same sources, which nobody changes; a list of others takes the place of theirs."""
+        return copy(self)
+
+
 class Loader(ConfigLoaderImpl):
     """Hydra's composer over dtf's sources.
 
     Refuses settings of Hydra that would start code, however a config is asked for.
     """
+
+    def __init__(self, config_search_path: ConfigSearchPath) -> None:
+        super().__init__(config_search_path)
+        self.repository = _Repository(config_search_path)
 
     def load_configuration(
         self,
