@@ -32,7 +32,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("strategy", "processes"),
-    [("fsdp", 3), ("ddp", 2), pytest.param("pipeline", 2, marks=pytest.mark.slow), ("tensor", 2)],
+    [("fsdp", 3), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("ddp", "pipeline", "tensor"))],
     ids=str,
 )
 def test_one_after_another(run_dtf, told: Path, strategy: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     "options",
     [
         ["recipe.late=32"],
-        ["recipe.late=32", "strategy.prefetch=0"],
-        ["recipe.late=32", "strategy.reshard_after_forward=false"],
+        pytest.param(["recipe.late=32", "strategy.prefetch=0"], marks=pytest.mark.slow),
+        pytest.param(["recipe.late=32", "strategy.reshard_after_forward=false"], marks=pytest.mark.slow),
     ],
     ids=["in the third step", "gathered one by one", "gathered once"],
 )

@@ -29,9 +29,7 @@ RECEIVED = COUPLED | {"recipe": recipe(received=True)}
 IDS = COUPLED | {"recipe": recipe("received_tables_toy")}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options", "processes"), crossed(variants(), [1, 2, 3], usual=[2], turns=[3, None, None, None, 3])
-)
+@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(variants(), [1, 2, 3], usual=[2], programs=True))
 def test_a_loss_that_couples_rows(strategy: str, options: dict, processes: int) -> None:
     assert difference(reference(**LOSS), spread(strategy, processes, options=options, **LOSS)) <= BOUND
 
@@ -41,14 +39,12 @@ def test_a_loss_that_couples_rows_under_combinations(strategy: str, options: dic
     assert difference(reference(**LOSS), spread(strategy, processes, options=options, **LOSS)) <= BOUND
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options", "processes"), crossed(variants(), [1, 2, 3], usual=[2], turns=[3, None, None])
-)
+@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(variants(), [1, 2, 3], usual=[2], programs=True))
 def test_receive_draws_and_looks_across_rows(strategy: str, options: dict, processes: int) -> None:
     assert difference(reference(**RECEIVED), spread(strategy, processes, options=options, **RECEIVED)) <= BOUND
 
 
-@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(variants(), [2, 3], usual=[2], turns=[None]))
+@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(variants(), [2, 3], usual=[2], programs=True))
 def test_receive_changes_the_ids_of_tables(strategy: str, options: dict, processes: int) -> None:
     assert difference(reference(**IDS), spread(strategy, processes, options=options, **IDS)) <= BOUND
 

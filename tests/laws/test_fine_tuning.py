@@ -23,6 +23,7 @@ from dtf.model.pretrained import match_weights, open_weights
 from dtf.optim.optimizers import Sgd
 from dtf.optim.sharding import Sharding, full_params
 from dtf.optim.update import LocalUpdate
+from tests.support.arrays import plain
 from tests.support.harness import difference, reference, spread, variants
 from tests.support.toy import Toy
 
@@ -32,7 +33,7 @@ RARER = [
     ("pipeline", {"degree": 2}),
     ("pipeline", {"schedule": "gpipe", "balance": "flops"}),
 ]
-WAYS = [way for way in variants() if way not in RARER] + [pytest.param(*way, marks=pytest.mark.slow) for way in RARER]
+WAYS = [*plain(variants()), *(pytest.param(*way, marks=pytest.mark.slow) for way in RARER if way not in variants())]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("strategy", "options"), WAYS, ids=str)
+@pytest.mark.parametrize(("strategy", "options"), WAYS)
 def test_every_strategy_follows_the_reference(strategy: str, options: dict, everything: dict[str, Any]) -> None:
     processes = 4 if options.keys() & {"degree", "replicate"} else 2
     assert difference(reference(**everything), spread(strategy, processes, options=options, **everything)) <= 1e-10

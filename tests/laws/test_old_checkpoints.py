@@ -36,6 +36,9 @@ RUNS = {
     "sparse_pserver": [*SPARSE, "strategy=pserver", "strategy.servers=2"],
 }
 
+USUAL = ("ddp", "pipeline", "sparse_pserver")
+"""Those that run by default: an update of each kind."""
+
 
 def machine() -> dict[str, str]:
     """What decides the last bits of a sum."""
@@ -47,7 +50,7 @@ def machine() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in RUNS])
 def test_it_goes_on_as_the_version_that_wrote_it_did(name: str, run_dtf: Callable[..., Any]) -> None:
     """Bit for bit on such a machine as wrote them; elsewhere to fp64's rounding."""
     done = run_dtf(*RUNS[name], *OPTIONS, f"checkpoint.resume={WRITTEN / name / 'step_000004'}")

@@ -31,9 +31,9 @@ def tied(kind: str) -> dict[str, Any]:
     [
         pytest.param("function", 2, {}, {}, marks=pytest.mark.slow),
         ("function", 4, BLOCKS, {"ema": 0.9, "optimizer": "adamw"}),
-        ("function", 2, {"virtual": 2, **BLOCKS}, {"clip_norm": 0.01}),
+        pytest.param("function", 2, {"virtual": 2, **BLOCKS}, {"clip_norm": 0.01}, marks=pytest.mark.slow),
         ("function", 4, {"degree": 2}, {"clip_norm": 0.01, "optimizer": "lars"}),
-        ("function", 2, {}, {"freeze": ["embed"]}),
+        pytest.param("function", 2, {}, {"freeze": ["embed"]}, marks=pytest.mark.slow),
         pytest.param("function", 2, {}, {"remat": "blocks"}, marks=pytest.mark.slow),
         ("modules", 2, {}, {}),
         pytest.param("modules", 4, BLOCKS, {"clip_norm": 0.01}, marks=pytest.mark.slow),

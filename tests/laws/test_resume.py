@@ -108,7 +108,7 @@ def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(
 
 @pytest.mark.parametrize(
     ("strategy", "options", "optimizer"),
-    crossed(variants(), ["adamw", "lars"], usual=["adamw"], turns=["lars", None, None]),
+    crossed(variants(), ["adamw", "lars"], usual=["adamw"], turns=["lars", None, None, None, None]),
 )
 def test_optimizer_state_travels(strategy: str, options: dict, optimizer: str, once: Callable[..., Any]) -> None:
     whole = broken(once, ("ddp", 2), (strategy, 3), ({"shard_optimizer": True}, options), optimizer=optimizer)

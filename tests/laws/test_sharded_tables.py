@@ -22,6 +22,7 @@ from dtf.core.errors import DataError
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.sparse.make_tables import tables_of
+from tests.support.arrays import SAME_PROGRAM, plain
 from tests.support.harness import PRECISIONS, ROWS, difference, meshes, reference, spread, variants
 from tests.support.sparse_toy import Tabled
 
@@ -31,13 +32,13 @@ RANGE: dict[str, Any] = {"name": "tabled", "rows": ROWS, "size": 150}
 
 
 def cases() -> list[Any]:
-    """All strategies, numbers of processes and kinds of ids; those on three processes, and ranges of ids under ddp, run
-    by default.
+    """All strategies, numbers of processes and kinds of ids; each program on three processes, and ranges of ids under
+    ddp, run by default.
     """
     strategies = sorted({name for name, _ in variants()})
     found = []
     for strategy, processes, kind in product(strategies, (1, 2, 3, 4), ("any", "range")):
-        usual = processes == 3 and (kind == "any" or strategy == "ddp")
+        usual = processes == 3 and strategy not in SAME_PROGRAM and (kind == "any" or strategy == "ddp")
         found.append(
             pytest.param(
                 strategy,
@@ -55,10 +56,10 @@ def test_every_strategy_follows_the_reference_in_fp64(strategy: str, processes: 
     assert difference(reference(recipe=recipe), spread(strategy, processes, recipe=recipe)) <= 1e-10
 
 
-@pytest.mark.parametrize("strategy", sorted({name for name, _ in variants()}))
-def test_gradients_of_rows_are_divided_by_the_counts_of_the_loss(strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "options"), plain(variants()))
+def test_gradients_of_rows_are_divided_by_the_counts_of_the_loss(strategy: str, options: dict) -> None:
     recipe = ANY | {"counts": True}
-    assert difference(reference(recipe=recipe), spread(strategy, 2, recipe=recipe)) <= 1e-10
+    assert difference(reference(recipe=recipe), spread(strategy, 2, options=options, recipe=recipe)) <= 1e-10
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,15 @@ ONE_REPLICA = ("tensor", "pipeline")
     ("strategy", "options", "processes"),
     [
         *(
-            pytest.param(strategy, options, 2, marks=pytest.mark.slow if options else ())
+            pytest.param(strategy, options, 2, marks=pytest.mark.slow if options or strategy == "zero1" else ())
             for strategy, options in variants()
             if strategy not in ONE_REPLICA
         ),
-        *((strategy, options, 4) for strategy, options in meshes() if strategy in ONE_REPLICA),
+        *(
+            pytest.param(strategy, options, 4, marks=pytest.mark.slow if strategy == "tensor" else ())
+            for strategy, options in meshes()
+            if strategy in ONE_REPLICA
+        ),
     ],
 )
 def test_a_remembered_check_changes_nothing(strategy: str, options: dict[str, Any], processes: int) -> None:

@@ -67,7 +67,9 @@ def test_sync_ends_bit_for_bit_as_on_a_good_network(servers: int, seed: int) -> 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
-@pytest.mark.parametrize("mode", [{"mode": "async"}, {"mode": "half_async"}], ids=lambda mode: mode["mode"])
+@pytest.mark.parametrize(
+    "mode", [{"mode": "async"}, pytest.param({"mode": "half_async"}, marks=slow)], ids=lambda mode: mode["mode"]
+)
 def test_each_ticket_is_applied_once(mode: dict[str, Any], servers: int, seed: int) -> None:
     """Also where two servers get the pushes in different orders, one of them before it has opened the step."""
     result = spread("pserver", 3, options=mode | {"servers": servers, "min_block": 1}, network=seed, **LONG)

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+SAME_PROGRAM = {"zero1": "ddp", "fsdp": "ddp", "tensor": "ddp"}
+"""Strategies with the program of another one. What a program does by itself, that one tries by default."""
+
 
 def crossed(
     variants: Sequence[tuple[str, dict[str, Any]]],
@@ -14,8 +17,10 @@ def crossed(
     turns: Sequence[Any] = (),
     usual: Sequence[Any] = (),
     each: int = 0,
+    programs: bool = False,
 ) -> list[Any]:
-    """Parameters (strategy, options, value) of all combinations.
+    """Parameters (strategy, options, value) of all combinations. `programs`: by default those of SAME_PROGRAM are left
+    out, and with them all options.
 
     By default a strategy without options meets all values (those of `usual`, if given), or `each` of them: the first
     strategy the first values, the second those that follow, and so on. A strategy with options meets one value of
@@ -28,6 +33,8 @@ def crossed(
         chosen = [turns[place % len(turns)]] if options else [usual[(plain + i) % len(usual)] for i in range(each)]
         place += bool(options)
         plain += each * (not options)
+        if programs and (options or strategy in SAME_PROGRAM):
+            chosen = []
         for value in values:
             marks = () if value in chosen else pytest.mark.slow
             found.append(pytest.param(strategy, options, value, id=f"{strategy}-{options}-{value}", marks=marks))
@@ -40,8 +47,13 @@ def seldom(cases: Sequence[tuple[Any, ...]], usual: Callable[..., bool]) -> list
 
 
 def plain(variants: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """Parameters (strategy, options); by default those without options."""
+    """Parameters (strategy, options); by default those without options, each program once."""
     return [
-        pytest.param(strategy, options, id=f"{strategy}-{options}", marks=pytest.mark.slow if options else ())
+        pytest.param(
+            strategy,
+            options,
+            id=f"{strategy}-{options}",
+            marks=pytest.mark.slow if options or strategy in SAME_PROGRAM else (),
+        )
         for strategy, options in variants
     ]

@@ -34,6 +34,7 @@ from dtf.recipes.ctr.model import (
 )
 from dtf.recipes.ctr.recipe import WIDE, ClickLog, EmbeddingKind, Kind, ModelOptions, Structure
 from dtf.strategies.pipeline.graph_split import GraphSplit
+from tests.support.arrays import plain
 from tests.support.ctr_toy import FIELDS, SIZE, CtrToy, Drawn, DrawnOptions, options
 from tests.support.harness import ROWS, difference, reference, spread, variants
 
@@ -218,8 +219,7 @@ CASE = {"plugin": "tests.support.ctr_toy", "steps": 4, "eval_every": 2, "optimiz
 @pytest.mark.parametrize("kind", ["deepfm"])
 @pytest.mark.parametrize(
     ("strategy", "chosen"),
-    [pytest.param(*variant, marks=[pytest.mark.slow] * bool(variant[1])) for variant in variants()],
-    ids=str,
+    plain(variants()),
 )
 def test_every_strategy_follows_the_reference(strategy: str, chosen: dict, kind: str) -> None:
     """100 rows, batches of 24, five micro-batches, two ranks; loss, calibration and AUC among the numbers."""
@@ -232,7 +232,7 @@ def test_every_strategy_follows_the_reference(strategy: str, chosen: dict, kind:
 @pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind.name, marks=() if kind in (Kind.dcnv2, Kind.dlrm) else pytest.mark.slow) for kind in Kind],
+    [pytest.param(kind.name, marks=() if kind is Kind.dlrm else pytest.mark.slow) for kind in Kind],
 )
 def test_every_model_can_be_divided(kind: str, strategy: str) -> None:
     case = CASE | {"recipe": {"name": "ctr_toy", "rows": ROWS, "kind": kind}}

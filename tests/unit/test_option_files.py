@@ -43,14 +43,6 @@ def test_a_file_has_every_key_with_its_default_and_help(group: str, name: str) -
     assert all(lines[number - 1].startswith("#") for number in keys), "help stands above each key"
 
 
-def test_what_an_option_is_called_stands_in_the_config() -> None:
-    composer = Composer()
-    for group, name in SHIPPED:
-        if group not in ("observer", "job"):
-            node = composer.compose([f"{group}={name}"]).config[group]
-            assert node["name"] == name or group == "recipe", (group, name, node["name"])
-
-
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of conf/ that dtf takes for its own."""
