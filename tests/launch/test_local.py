@@ -180,7 +180,9 @@ def test_a_bug_after_a_checkpoint_is_tried_once_more(start: Start, capsys: pytes
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("stopped", "rank 1: phase step, step 1, silent for .* s, stopped by a signal"),
+        pytest.param(
+            "stopped", "rank 1: phase step, step 1, silent for .* s, stopped by a signal", marks=pytest.mark.slow
+        ),
         ("python", r"rank 1: phase step, step 1, silent for .* s, at .*entries.py:\d+ in stays_in_python"),
     ],
 )

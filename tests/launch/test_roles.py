@@ -127,7 +127,11 @@ def test_without_restarts_nothing_is_replaced(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("hang", r", at .*roles.py:\d+ in stays_in_python"), ("stop", ", stopped by a signal")]
+    ("how", "words"),
+    [
+        ("hang", r", at .*roles.py:\d+ in stays_in_python"),
+        pytest.param("stop", ", stopped by a signal", marks=pytest.mark.slow),
+    ],
 )
 def test_a_trainer_that_hangs_is_replaced(start: Start, how: str, words: str) -> None:
     begun = time.monotonic()

@@ -60,6 +60,7 @@ def test_one_after_another(run_dtf, told: Path, strategy: str, processes: int, m
     assert expected and tensors(done.folder, 2) == expected
 
 
+@pytest.mark.slow
 def test_weights_that_were_given_are_shared_too(run_dtf, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [*RUN, "strategy=fsdp", "launcher.processes=2"]
     monkeypatch.setenv("LEFT", str(1 << 40))

@@ -51,7 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder
 
 
-@pytest.mark.parametrize("form", ["flat", "column", "dict"])
+@pytest.mark.parametrize("form", ["dict", *(pytest.param(form, marks=pytest.mark.slow) for form in ("flat", "column"))])
 def test_a_model_of_no_classes_is_evaluated_and_not_asked_for_probabilities(form: str, run_dtf: Run) -> None:
     """A softmax over the rows of a batch, or over a single number, is no probability of anything."""
     heights = ("plugins=[tests.support.heights]", "recipe=heights", f"recipe.form={form}", *INLINE)
@@ -116,7 +116,7 @@ def test_every_strategy_is_tried_below_or_refused_before_anything_starts(trained
 
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", "dp", "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tensor", "zero1"))],
+    ["dp", "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "tensor", "zero1"))],
 )
 def test_an_evaluation_repeats_what_training_saw(strategy: str, trained: Path, run_dtf: Run) -> None:
     """The same metrics, from the averages of the weights; a batch size and number of ranks that divide nothing."""

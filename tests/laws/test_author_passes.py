@@ -52,14 +52,14 @@ def added(**more: Any) -> dict[str, Any]:
     return {"plugin": PLUGIN, "recipe": {"name": "passes", "kind": "adds"}, **more}
 
 
-@pytest.mark.parametrize(("strategy", "processes"), [("fsdp", 3), ("ddp", 5)])
+@pytest.mark.parametrize(("strategy", "processes"), [("fsdp", 3), pytest.param("ddp", 5, marks=pytest.mark.slow)])
 def test_a_gradient_that_padding_has_too_is_refused(strategy: str, processes: int) -> None:
     """Four micro-batches leave one of five ranks with padding; under fsdp two of three make a pass over it."""
     with pytest.raises(AssertionError, match="the gradient of 0.weight is not zero where the loss is zero"):
         spread(strategy, processes, steps=1, **added())
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_padding_of_the_last_batch_alone_is_refused_when_it_comes(strategy: str) -> None:
     """The third batch has four rows, one micro-batch."""
     two = added(steps=2)
@@ -72,7 +72,7 @@ def sharing(place: str) -> dict[str, Any]:
     return {"plugin": "tests.support.sharing_model", "recipe": {"name": "sharing", "place": place}}
 
 
-@pytest.mark.parametrize("place", ["module", "recipe"])
+@pytest.mark.parametrize("place", ["module", pytest.param("recipe", marks=pytest.mark.slow)])
 def test_replicas_that_share_a_place_compute_in_turn(place: str) -> None:
     assert difference(reference(**sharing(place)), spread("dp", 2, **sharing(place))) < 1e-10
 

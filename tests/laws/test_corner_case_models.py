@@ -30,14 +30,14 @@ def alone(kind: str, precision: str = "fp64") -> dict[str, Any]:
         pytest.param("tied", "fsdp", 2, {}, marks=pytest.mark.slow),
         pytest.param("tied", "pipeline", 2, {}, marks=pytest.mark.slow),
         ("tied_blocks", "fsdp", 2, {}),
-        ("tied_blocks", "pipeline", 4, PIPELINE),
+        pytest.param("tied_blocks", "pipeline", 4, PIPELINE, marks=pytest.mark.slow),
         pytest.param("gain", "pipeline", 4, PIPELINE, marks=pytest.mark.slow),
         pytest.param("tied_blocks", "fsdp", 3, {"unit": "layer"}, marks=pytest.mark.slow),
         pytest.param("frozen", "pipeline", 4, PIPELINE, marks=pytest.mark.slow),
         pytest.param("frozen", "pipeline", 2, {}, marks=pytest.mark.slow),
         ("frozen", "fsdp", 2, {}),
         pytest.param("frozen", "tensor", 2, {}, marks=pytest.mark.slow),
-        ("root", "fsdp", 2, {"unit": "layer"}),
+        pytest.param("root", "fsdp", 2, {"unit": "layer"}, marks=pytest.mark.slow),
         pytest.param("root", "pipeline", 2, {}, marks=pytest.mark.slow),
         ("unknown", "fsdp", 2, {}),
         ("stubborn", "fsdp", 2, {}),
@@ -76,7 +76,13 @@ def test_a_buffer_that_the_forward_pass_changes_is_refused(
     [
         ("tied", "tensor", {}, "splits b, whose parameters c has too"),
         ("stubborn", "pipeline", {}, "has a train\\(\\) of its own"),
-        ("early", "pipeline", {"virtual": 2}, "the model draws random numbers in its forward pass"),
+        pytest.param(
+            "early",
+            "pipeline",
+            {"virtual": 2},
+            "the model draws random numbers in its forward pass",
+            marks=pytest.mark.slow,
+        ),
         ("alias", "pipeline", {}, "a tensor is changed in place later"),
         (
             "shrinking",
@@ -91,7 +97,9 @@ def test_a_buffer_that_the_forward_pass_changes_is_refused(
             "changes the parameter b.weight.*or use strategy=ddp launcher.processes=1",
         ),
         ("prelu", "tensor", {}, "ranks that should agree have different gradients of act.weight"),
-        ("undropped", "tensor", {}, "ranks that should agree have different inputs of drop"),
+        pytest.param(
+            "undropped", "tensor", {}, "ranks that should agree have different inputs of drop", marks=pytest.mark.slow
+        ),
         ("rowless", "tensor", {}, "the pass fails at or after c \\(Linear\\)"),
     ],
 )

@@ -80,7 +80,9 @@ def test_other_precisions_stay_close(strategy: str, options: dict, precision: st
     assert difference(reference(**case), spread(strategy, 2, options=options, **case), ("optimizer/",)) <= 0.3
 
 
-@pytest.mark.parametrize(("first", "second"), [("fsdp", "pipeline"), ("tensor", "dp")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("fsdp", "pipeline"), pytest.param("tensor", "dp", marks=pytest.mark.slow)]
+)
 def test_a_checkpoint_goes_on_elsewhere(first: str, second: str, everything: dict[str, Any], tmp_path: Path) -> None:
     """Averages, too, and numbers of the checkpoint win over those to start from."""
     spread(first, 2, folder=str(tmp_path), save_every=2, halt=True, **everything)
@@ -333,7 +335,7 @@ def test_files_run_no_code(made: Made, capsys: pytest.CaptureFixture[str]) -> No
     assert "ran" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+@pytest.mark.parametrize("suffix", [pytest.param("pth", marks=pytest.mark.slow), "safetensors"])
 def test_other_formats_of_real_numbers_become_that_of_the_run(suffix: str, made: Made) -> None:
     """Whether whole tensors are read, or parts of them."""
     tensors = {

@@ -233,7 +233,7 @@ def watched(rank: int, size: int, strategy: str, options: dict[str, Any]) -> dic
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        ("pipeline", {"schedule": "1f1b", "balance": "flops"}),
+        pytest.param("pipeline", {"schedule": "1f1b", "balance": "flops"}, marks=pytest.mark.slow),
         pytest.param("pipeline", {"schedule": "gpipe", "balance": "flops"}, marks=pytest.mark.slow),
         ("tensor", {}),
     ],

@@ -119,7 +119,9 @@ def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("1f1b", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("1f1b", 1), pytest.param("gpipe", 1, marks=pytest.mark.slow), ("1f1b", 2)]
+)
 def test_each_parameter_lives_on_one_rank_and_as_much_goes_back_as_forward(schedule: str, virtual: int) -> None:
     found = ranks(2, "tests.laws.test_pipeline:step", shared=True, schedule=schedule, virtual=virtual)
     names = [name for rank in found for name in rank["names"]]
@@ -243,7 +245,9 @@ def needs(rank: int, size: int, remat: str) -> list[float]:
     return [float(size_in_units) * {"KiB": 2**10, "MiB": 2**20}[unit], sum(made.memory()._replace(exchange=0))]
 
 
-@pytest.mark.parametrize("remat", Remat)
+@pytest.mark.parametrize(
+    "remat", [Remat.blocks, *(pytest.param(kind, marks=pytest.mark.slow) for kind in Remat if kind is not Remat.blocks)]
+)
 def test_the_table_says_what_the_plan_says(remat: Remat) -> None:
     """Also of blocks that forget what they computed."""
     for table, plan in ranks(2, "tests.laws.test_pipeline:needs", shared=True, remat=remat.value):
@@ -347,8 +351,8 @@ def test_what_the_model_forbids_is_named(recipe: str, options: dict[str, Any], w
 @pytest.mark.parametrize(
     "precision",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16")),
-        *("bf16_params", "bf16_master", "fp16"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16", "bf16_params")),
+        *("bf16_master", "fp16"),
     ],
 )
 def test_what_crosses_keeps_its_format(precision: str) -> None:

@@ -56,7 +56,7 @@ CALM: dict[tuple[str, ...], Result] = {}
         ("ddp", 2),
         pytest.param("ddp", 3, marks=pytest.mark.slow),
         pytest.param("zero1", 2, marks=pytest.mark.slow),
-        ("dp", 2),
+        pytest.param("dp", 2, marks=pytest.mark.slow),
         pytest.param("fsdp", 3, marks=pytest.mark.slow),
     ],
 )
@@ -79,7 +79,7 @@ def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(
 
 @pytest.mark.parametrize(
     ("strategy", "processes"),
-    [("ddp", 2), ("dp", 2), *(pytest.param(*way, marks=pytest.mark.slow) for way in (("ddp", 3), ("fsdp", 2)))],
+    [("dp", 2), *(pytest.param(*way, marks=pytest.mark.slow) for way in (("ddp", 2), ("ddp", 3), ("fsdp", 2)))],
 )
 def test_a_run_stopped_where_nobody_saves_goes_on_bit_for_bit(
     strategy: str, processes: int, run_dtf: Any, calm: Callable[..., Result]

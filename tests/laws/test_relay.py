@@ -116,7 +116,7 @@ def test_what_cannot_run_is_refused_before_anything_runs(run_dtf: Any, override:
     ("moment", "number", "code"),
     [
         ("dtf.jobs.relay._run_segment", signal.SIGTERM, Exit.PREEMPTED),
-        ("dtf.runs.compare.RecordedRun.read", signal.SIGINT, INTERRUPTED),
+        pytest.param("dtf.runs.compare.RecordedRun.read", signal.SIGINT, INTERRUPTED, marks=pytest.mark.slow),
         pytest.param("dtf.jobs.relay._run_segment", signal.SIGINT, INTERRUPTED, marks=pytest.mark.slow),
         pytest.param("dtf.runs.compare.RecordedRun.read", signal.SIGTERM, Exit.PREEMPTED, marks=pytest.mark.slow),
     ],

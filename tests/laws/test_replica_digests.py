@@ -32,7 +32,7 @@ DIVIDED = [
     ("pipeline", {"degree": 2}, 4),
 ]
 """Strategies with replicas."""
-SELDOM = (DIVIDED[2], DIVIDED[4], DIVIDED[5])
+SELDOM = (DIVIDED[0], DIVIDED[2], DIVIDED[4], DIVIDED[5])
 USUAL = [pytest.param(*each, marks=pytest.mark.slow if each in SELDOM else ()) for each in DIVIDED]
 """One of each kind; the others, which combine them, are slow."""
 SEEMING = [
@@ -59,7 +59,11 @@ def begin_later() -> list[Any]:
     found = []
     for place, each in enumerate([*DIVIDED, ("pserver", {}, 2)]):
         for turn, kind in enumerate(LATER):
-            usual = each not in SELDOM and (each[0] == "ddp" or place % 3 == turn)
+            usual = (
+                each not in SELDOM
+                and each[0] in ("ddp", "pipeline", "pserver")
+                and (each[0] == "ddp" or place % 3 == turn)
+            )
             identity = f"{kind}-{each[0]}-options{place}-{each[2]}"
             found.append(pytest.param(kind, *each, id=identity, marks=() if usual else pytest.mark.slow))
     return found

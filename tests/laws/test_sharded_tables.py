@@ -133,7 +133,9 @@ def test_other_precisions_stay_close(strategy: str, precision: str) -> None:
     assert difference(a, b, () if precision == "fp32" else ("optimizer/", "table/")) <= bound
 
 
-@pytest.mark.parametrize("tables", ["replicated", "rows", "columns", "tables"])
+@pytest.mark.parametrize(
+    "tables", ["rows", "columns", *(pytest.param(name, marks=slow) for name in ("replicated", "tables"))]
+)
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=slow), "tensor", pytest.param("pipeline", marks=slow)])
 def test_wherever_the_rows_lie(strategy: str, tables: str) -> None:
     """Width 2 of the second table: two ranks have a column each."""

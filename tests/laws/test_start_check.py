@@ -39,7 +39,10 @@ def test_a_remembered_check_changes_nothing(strategy: str, options: dict[str, An
     assert remembered == made
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params", "bf16_master", "fp16"])
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16_master", "fp16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16", "bf16_params"))],
+)
 def test_gradients_that_are_clipped_are_found_in_any_format(precision: str) -> None:
     case = {**RUN, "steps": 1, "precision": precision, "checked": None}
     clips = spread("ddp", 2, plugin="tests.support.clipping_model", recipe={"name": "clipping"}, **case)

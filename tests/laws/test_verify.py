@@ -149,7 +149,7 @@ def test_an_entry_that_cannot_run_is_named_before_anything_runs(run_dtf: Any, en
 @pytest.mark.parametrize(
     ("recipe", "precision"),
     [
-        ("cancelled_bias", "fp64"),
+        pytest.param("cancelled_bias", "fp64", marks=pytest.mark.slow),
         ("key_bias", "fp32"),
         pytest.param("cancelled_bias", "fp32", marks=pytest.mark.slow),
         pytest.param("key_bias", "fp64", marks=pytest.mark.slow),
@@ -177,6 +177,7 @@ def test_a_fault_beside_rounding_is_found(run_dtf: Any, recipe: str) -> None:
     assert row["tensors"][f"model/{tensor}"] == pytest.approx(1e-6, rel=0.01)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_differs_is_a_break(run_dtf: Any) -> None:
     """A strategy whose evaluation counts one row for another: training agrees."""
     done = run_dtf("job=verify", *TOYS, "recipe=toy", "job.precisions=[fp64]", "job.strategies=[evaluates_wrong]")

@@ -66,7 +66,7 @@ def _sampled(names: tuple[str, ...]) -> list:
         layout = LAYOUTS.get(name, Layout())
         dividing = [s for s, parts in (("pipeline", layout.blocks), ("tensor", layout.splits)) if parts]
         for strategy in (*trial.CLEAN, *dividing):
-            fast = strategy == trial.CLEAN[i % len(trial.CLEAN)] and i < 4
+            fast = strategy == trial.CLEAN[i % len(trial.CLEAN)] and i < 2
             found.append(pytest.param(name, strategy, marks=() if fast else pytest.mark.slow))
     return found
 

@@ -14,27 +14,19 @@ ZOO = load_zoo()
 
 SAMPLE = {
     ("vit", "fsdp"),
-    ("swin", "ddp"),
     ("timm_levit", "ddp"),
     ("gpt_tied", "pipeline"),
-    ("mixture_of_experts", "fsdp"),
     ("rotary", "pserver"),
     ("siamese", "ddp"),
-    ("spectral_norm", "ddp"),
-    ("batch_norm", "tensor"),
     ("codebook", "ddp"),
     ("teacher", "ddp"),
-    ("counter_attribute", "ddp"),
     ("writes_into_its_rows", "ddp"),
-    ("scratch_of_its_class", "dp"),
     ("complex_parameter", "ddp"),
     ("zero_size_parameter", "fsdp"),
-    ("dropout_twice", "zero1"),
     ("noise_private_generator", "ddp"),
     ("gradient_penalty", "fsdp"),
     ("token_sums", "pserver"),
     ("contrastive", "ddp"),
-    ("scalar_sum", "ddp"),
     ("gan_pair", "ddp"),
 }
 """What runs by default, on two processes: one for each kind of thing that can go wrong."""
