@@ -87,9 +87,9 @@ class HelperRoles:
 
     def count_key(self, role: str) -> str:
         """The config key that says how many processes of a role there are, for error messages. Default:
-        launcher.processes for trainers, and words in its place for other roles.
+        launcher.processes for trainers, and for another role a key of the strategy with its name and an s.
         """
-        return "launcher.processes" if role == "trainer" else f"the strategy's number of {role} processes"
+        return "launcher.processes" if role == "trainer" else f"strategy.{role}s"
 
     def check_manual_start(self) -> None:
         """Raise ConfigError where a process cannot be started by a command of its own (`launcher=manual`), which gives

@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar, dataclass_transform
 
 from dtf.core.errors import ConfigError
@@ -86,7 +87,7 @@ def register(group: str, name: str, *, variant_of: str = "") -> Callable[[T], T]
 
     `variant_of`: an option of the group, registered before. The class is a subclass of its class that gives its keys
     other defaults and does nothing else, as `zero1` of `ddp`. The values of a node then decide which of the two names
-    it may have.
+    it gets.
 
     The module of the class must import without torch, as the command line reads the class. ConfigError when another
     class has the name, or when the class lacks methods of its contract or has an `__init__`.
@@ -100,6 +101,8 @@ def register(group: str, name: str, *, variant_of: str = "") -> Callable[[T], T]
                 f"{group}={name}: {cls.__module__}.{cls.__qualname__} has an __init__ of its own, and its options are "
                 "the arguments of one that is made from its fields; call it __post_init__(self)"
             )
+        if variant_of:
+            _check_variant(f"{group}={name}", cls, lookup(group, variant_of))
         made = dataclasses.dataclass(kw_only=True)(cls)
         missing = sorted(getattr(made, "__abstractmethods__", ()))
         if missing:
@@ -112,7 +115,6 @@ def register(group: str, name: str, *, variant_of: str = "") -> Callable[[T], T]
                 f"{group}={name} is registered twice, by {other.__module__} and {cls.__module__}; rename one"
             )
         if variant_of:
-            _check_variant(f"{group}={name}", made, lookup(group, variant_of))
             _BASES[made] = base_of(group, variant_of)
         known[name] = made
         return made
@@ -121,12 +123,20 @@ def register(group: str, name: str, *, variant_of: str = "") -> Callable[[T], T]
 
 
 def _check_variant(place: str, cls: type, base: type) -> None:
-    """Raise ConfigError for a class that cannot be the same as `base` with other defaults."""
-    own, theirs = ({field.name for field in dataclasses.fields(each)} for each in (cls, base))
-    if not issubclass(cls, base) or own != theirs:
+    """Raise ConfigError for a class that is not `base` with other defaults: its body must hold nothing else."""
+    keys = {field.name for field in dataclasses.fields(base)}
+    made = {"__init__", "__repr__", "__eq__", "__replace__", "__annotate__", "__annotate_func__"}  # by Python
+    code = (FunctionType, property, classmethod, staticmethod)
+    more = [
+        name
+        for name, value in vars(cls).items()
+        if name not in keys | made and (not name.startswith("_") or isinstance(value, code))
+    ]
+    if not issubclass(cls, base) or more:
         raise ConfigError(
-            f"{place}: {cls.__module__}.{cls.__qualname__} is no variant of {base.__module__}.{base.__qualname__}; "
-            "make it a subclass with the same keys, or leave variant_of out"
+            f"{place}: {cls.__module__}.{cls.__qualname__} is no variant of {base.__module__}.{base.__qualname__}"
+            f"{f', as it defines {more[0]}' if more else ''}; make it a subclass that gives its keys other defaults "
+            "and has nothing else, or leave variant_of out"
         )
 
 

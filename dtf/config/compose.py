@@ -35,7 +35,7 @@ from dtf.config.hydra_errors import translated
 from dtf.config.hydra_sources import make_loader, read_option, record_files
 from dtf.config.limits import resolve_interpolations
 from dtf.config.messages import is_set_by, parse, with_suggestions
-from dtf.config.node_names import check_nodes, refuse_other_name
+from dtf.config.node_names import check_nodes, set_true_names
 from dtf.config.override_checks import check_override, refuse_address, refuse_shadows, refuse_targets
 from dtf.config.plugin_names import plugins_in, plugins_in_overrides
 from dtf.config.provenance import NO_EFFECT, Source, check_texts, origin, sources
@@ -281,7 +281,7 @@ class Composer:
                 fitted = _fit(plain)
                 check_texts(plain, fitted, given.places)
                 config, inactive = self._reset_inactive_keys(composed, fitted, overrides)
-                refuse_other_name(config, given.places)
+                set_true_names(config, composed)
                 refuse_address(config)
             except (ConfigError, KeyboardInterrupt):
                 raise

@@ -39,7 +39,11 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def nested(content: Any, key: str) -> str:
-    """How to write a key whose last name holds dots, as mappings of YAML; empty for another key."""
+    """How to write a key whose last name holds dots, as mappings of YAML; empty for another key.
+
+    In the file of a group the name may begin with the group, which stands above it already:
+    `strategy.strategy.bucket_mb` is `bucket_mb: 3` there.
+    """
     parts = parts_of(key)
     for start in range(len(parts) - 1):
         parent, name = at(content, parts[:start]), ".".join(parts[start:])

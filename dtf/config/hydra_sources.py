@@ -241,7 +241,9 @@ class _Repository(ConfigRepository):
     """Sources in order. Hydra copies it for each config that it composes."""
 
     def __deepcopy__(self, memo: object) -> _Repository:
-        """With the same sources, which nobody changes; a list of others takes the place of theirs."""
+        """With the same sources: nobody changes them. Hydra gives the copy another list where `hydra.searchpath` adds
+        some.
+        """
         return copy(self)
 
 

@@ -9,13 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dtf.api.registry import registered
-from dtf.api.schema import build_option, coerce_option, is_node, keys, show, unset
+from dtf.api.schema import is_node, keys, show
 from dtf.config import elsewhere
 from dtf.config.settings import GROUPS, Root
-from dtf.core.errors import ConfigError
-
-_ONE_A_RANK = ("ddp", "zero1", "fsdp")
-"""Strategies under which each rank computes its own rows with the whole model."""
 
 
 def meant_elsewhere(key: str, value: object, config: Mapping[Any, Any]) -> str:
@@ -74,24 +70,19 @@ def _counted(name: str, value: object, config: Mapping[Any, Any]) -> str:
     number, where this config tells it.
     """
     number = value if type(value) is int and value > 0 else 0
-    batch, ranks = _batch_size(config), _replicas(config)
+    batch = _batch_size(config)
     match elsewhere.COUNTED[name]:
         case "passes of a step":
-            if not number or not batch or not ranks:
-                return "step.micro_batch_rows=ROWS, those of a pass: step.batch_size / replicas of the model / passes"
-            most = "at most " if batch % (number * ranks) else ""
+            passes, rows = (f"{number} passes" if number else "passes"), (f"={batch}" if batch else "")
             return (
-                f"step.micro_batch_rows={-(-batch // (number * ranks))}, {most}{number} passes for each of {ranks} "
-                f"ranks over its share of step.batch_size={batch}"
+                f"step.micro_batch_rows=ROWS, those of a pass: step.batch_size{rows} / {passes} / replicas of the model"
             )
         case "batches of an evaluation":
             if not number or not batch:
                 return "train.eval_rows=ROWS, rows in place of batches"
             return f"train.eval_rows={number * batch}, {number} x step.batch_size={batch}"
         case _:
-            if not number or not ranks:
-                return "step.batch_size=ROWS, those of all ranks together"
-            return f"step.batch_size={number * ranks}, {number} for each of {ranks} ranks"
+            return "step.batch_size=ROWS, those of all ranks together"
 
 
 def _batch_size(config: Mapping[Any, Any]) -> int:
@@ -99,17 +90,3 @@ def _batch_size(config: Mapping[Any, Any]) -> int:
     step = config.get("step")
     batch = step.get("batch_size") if isinstance(step, dict) else 0
     return batch if type(batch) is int and batch > 0 else 0
-
-
-def _replicas(config: Mapping[Any, Any]) -> int:
-    """How many ranks divide a global batch; 0 where that is not known, as the config holds a mistake or the strategy
-    decides it.
-    """
-    strategy, launcher = config.get("strategy"), config.get("launcher")
-    if not isinstance(strategy, dict) or strategy.get("name") not in _ONE_A_RANK:
-        return 0
-    try:
-        node = coerce_option("launcher", launcher, "launcher")
-        return 0 if unset(node) else build_option("launcher", node).count()
-    except ConfigError:
-        return 0

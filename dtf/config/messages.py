@@ -87,7 +87,7 @@ def _other_form(said: str, value: Any) -> str:
     if not other or isinstance(value, Interpolated):
         return ""
     if isinstance(value, int | float) and "text" in wanted:
-        return in_quotes(given.partition("=")[0])
+        return in_quotes(given.partition("=")[0], show(value))
     if not isinstance(value, str) or not value:
         return ""
     if dots := _DOTS.fullmatch(value):
@@ -99,9 +99,9 @@ def _other_form(said: str, value: Any) -> str:
     return "quotes make it text, write it without them" if fits else ""
 
 
-def in_quotes(key: str) -> str:
+def in_quotes(key: str, text: object) -> str:
     """How to write a number as text."""
-    return f"in quotes it is text, on the command line '{key}=\"...\"'"
+    return f'it must be text: write "{text}" with quotes, on the command line \'{key}="{text}"\''
 
 
 def _plain(text: str) -> Any:

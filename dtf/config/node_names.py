@@ -1,6 +1,4 @@
-"""Checks that the `name` in a node of a config is that of the class whose keys and values it holds: Hydra merges it as
-any key.
-"""
+"""The `name` in a node of a config, which Hydra merges as any key: that of the class whose keys and values it holds."""
 
 from __future__ import annotations
 
@@ -8,8 +6,10 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import DictConfig, flag_override
+
 from dtf.api.registry import base_of, family_of, registered
-from dtf.api.schema import KeyProblem, option_node, show
+from dtf.api.schema import UNSET, KeyProblem, option_node, show
 from dtf.config.option_files import SCHEMA, is_base, option_of
 from dtf.config.settings import EXPERIMENT, GROUPS
 from dtf.core.errors import ConfigError
@@ -36,7 +36,7 @@ def check_nodes(
             chosen = key.split(".")[0]
             if after.value not in registered(chosen):
                 continue  # it is refused by its own name
-            other = _entry(after.option, chosen, after.value)
+            other = f"{SCHEMA}/{after.value}@_here_" if group == chosen else f"override /{chosen}: {after.value}"
             raise KeyProblem(
                 key,
                 f"{key}={show(after.value)} is another class than {show(before.value)}, from which the node starts; "
@@ -62,43 +62,32 @@ def _check_packages(config: Mapping[str, Any], reads: Mapping[str, YamlFile]) ->
         raise ConfigError(f"{read.file} puts its keys {place}; begin it with the line # @package {line}")
 
 
-def refuse_other_name(config: Mapping[str, Any], sources_of: Callable[[str], list[Source]]) -> None:
-    """Raise KeyProblem for a node with the name of one variant and the values of another, see `true_name`."""
+def set_true_names(config: dict[str, Any], tree: DictConfig) -> None:
+    """Give each node of a config the name of `true_name`, in place; `tree`: the same config as Hydra composed it."""
     for group in GROUPS:
         for inner, node in config[group].items() if group == "observer" else [("", config[group])]:
-            name, other = node["name"], true_name(group, node)
-            if name == other:
-                continue
-            at, variants = f"{group}.{inner}" if inner else group, _variants(group, name)
-            given, kept = (
-                [f"{at}.{key}={show(node[key])}" for key, value in variants[each].items() if node[key] != value]
-                for each in (name, other)
-            )
-            key = given[0].partition("=")[0]
-            file = next((place.option for place in reversed(sources_of(key))), "")
-            choice = f"{group}=[{other}]" if inner else f"{group}={other}"
-            remedy = f"write {_entry(file, group, other)} into the defaults list" if file else f"choose {choice}"
-            more = f" and {' '.join(kept)}" if kept and not file else ""
-            raise KeyProblem(key, f"{' '.join(given)} makes {group}={other} of {group}={name}; {remedy}{more}")
+            name = true_name(group, node)
+            if name != node["name"]:
+                node["name"] = name
+                with flag_override(tree, ["readonly", "struct"], False):
+                    (tree[group][inner] if inner else tree[group])["name"] = name
 
 
 def true_name(group: str, node: Mapping[str, Any]) -> Any:
-    """The name that the values of a node tell: of an option and its variants, the one with the fewest other defaults. A
-    variant is none where not one of the values is left that make it one.
+    """The name that the values of a node tell: among an option and its variants, that of the one whose defaults they
+    are; of the option where nothing is left that makes the named variant; else the name that is there.
     """
     name = node.get("name")
     if not isinstance(name, str) or name not in registered(group):
         return name
-    base, variants = base_of(group, name), _variants(group, name)
-    others, own = (
-        {
-            member: {key for key, value in defaults.items() if values.get(key) != value}
-            for member, defaults in variants.items()
-        }
-        for values in (node, variants[base])
-    )
-    left = [member for member in variants if not own[member] or own[member] - others[member]]
-    return min(left, key=lambda member: (len(others[member]), member != name, member == base))
+    variants, base = _variants(group, name), base_of(group, name)
+    values = {key: node.get(key) for key in variants[name]}
+    if UNSET in values.values():
+        return name
+    exact = next((member for member, defaults in variants.items() if values == defaults), None)
+    own = [key for key, value in variants[name].items() if value != variants[base][key]]
+    changed = all(values[key] != variants[name][key] for key in own)
+    return exact or (base if changed else name)
 
 
 def _variants(group: str, name: str) -> dict[str, dict[str, Any]]:
@@ -107,11 +96,6 @@ def _variants(group: str, name: str) -> dict[str, dict[str, Any]]:
     plain = nodes[base_of(group, name)]
     differ = [key for key in plain if key != "name" and any(node[key] != plain[key] for node in nodes.values())]
     return {member: {key: node[key] for key in differ} for member, node in nodes.items()}
-
-
-def _entry(path: str, group: str, name: Any) -> str:
-    """What a file, by its path as an option, writes into its defaults list to choose an option."""
-    return f"{SCHEMA}/{name}@_here_" if option_of(path)[0] == group else f"override /{group}: {name}"
 
 
 def _named_nodes(path: str, read: YamlFile) -> Iterator[str]:

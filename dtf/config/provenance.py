@@ -120,8 +120,9 @@ def check_texts(given: dict[Any, Any], config: dict[str, Any], sources_of: Calla
             said = _written(source.file, key.split(".")) if source.file else str(source.value)
             alike = rf"(?<![\w+.-]){number}(?![\w.])"
             if said is not None and "${" not in said and not re.search(alike, said):
-                shown = said.partition("=")[2] or said
-                raise KeyProblem(key, f"{key}={show(shown)} is the number {number}; {in_quotes(key)}")
+                words = [word for word in re.findall(r"[\w.+-]+", said) if word.replace("_", "").lstrip("+-").isdigit()]
+                shown = words[-1] if words else str(number)
+                raise KeyProblem(key, f"{key}={shown} is the number {number}; {in_quotes(key, shown)}")
 
 
 def _line(file: Path, wanted: list[str]) -> int | None:

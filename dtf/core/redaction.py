@@ -10,7 +10,7 @@ from typing import Any
 STARS = "***"
 """In the place of a secret."""
 
-_SECRET = re.compile(r"secret|passwd|password|(token|key)s?(?![a-z])")
+_SECRET = re.compile(r"secret|passwd|password|(token|key)(s|id|file|path|value)?(?![a-z])")
 _CAPITAL_INSIDE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 

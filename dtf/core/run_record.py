@@ -10,7 +10,8 @@ import yaml
 
 from dtf.core.consistency import keys_of_all_commands
 from dtf.core.errors import Exit
-from dtf.core.redaction import redact
+from dtf.core.files import flat
+from dtf.core.redaction import may_be, redact
 
 
 class RunEnd(NamedTuple):
@@ -31,7 +32,8 @@ def run_end(folder: Path, config: dict[str, Any]) -> RunEnd | None:
         if not record["ended"]:
             return None
         own = keys_of_all_commands(yaml.safe_load((folder / "config.yaml").read_text()))
-        same = json.dumps(own, sort_keys=True) == json.dumps(redact(config), sort_keys=True)
+        ours, theirs = dict(flat(redact(config), "")), dict(flat(own, ""))
+        same = ours.keys() == theirs.keys() and all(may_be(ours[key], theirs[key]) for key in ours)
         return RunEnd(str(record["id"]), Exit(record["exit"]), str(record["cause"])) if same else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
         return None

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from dtf.api.recipe import Dataset, Recipe
-from dtf.api.registry import name_of
-from dtf.api.sampler import RowTrait
 from dtf.core.errors import ConfigError
 
 
@@ -27,19 +25,6 @@ def opened(recipe: Recipe, split: str, seed: int) -> Dataset:
             f"{type(rows).__name__}.__len__() gives no number of rows ({error}); it must return an int from 0 on"
         ) from error
     return rows
-
-
-def check_row_traits(recipe: Recipe, traits: set[RowTrait]) -> None:
-    """Raise ConfigError where `Recipe.row_traits` says anything else than the training data, which have `traits`."""
-    said = recipe.row_traits
-    if said is None or set(said) == traits:
-        return
-    listed, there = (", ".join(sorted(str(getattr(each, "value", each)) for each in of)) for of in (said, traits))
-    raise ConfigError(
-        f"recipe={name_of('recipe', recipe)}: {type(recipe).__name__}.row_traits says [{listed}], and its training "
-        f"data have [{there}]; `classes` are those of Dataset.groups(), `views` those of Dataset.repeats, and rows "
-        "with Dataset.runs() are not `single`"
-    )
 
 
 def check_fetched(dataset: Dataset, rows: int, answer: Any) -> None:

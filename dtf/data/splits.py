@@ -12,7 +12,7 @@ from dtf.api.registry import name_of
 from dtf.api.sampler import Sampler, row_traits
 from dtf.core.errors import DataError
 from dtf.core.types import WHOLE, Batch, Shard
-from dtf.data.answers import check_row_traits, opened
+from dtf.data.answers import opened
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.samplers import Sequential
@@ -78,9 +78,7 @@ class Splits:
         """
         sampler, batch = self._sampler, self._batch
         groups, runs = self.train.groups(), self.train.runs()
-        traits = row_traits(self.train.repeats, groups, runs)
-        check_row_traits(self._recipe, traits)
-        sampler.check_rows(traits, f"recipe={name_of('recipe', self._recipe)}")
+        sampler.check_rows(row_traits(self.train.repeats, groups, runs), f"recipe={name_of('recipe', self._recipe)}")
         epochs = Epochs(sampler, len(self.train), batch, self._seed, groups, runs)
         if not epochs.batches:
             raise DataError(

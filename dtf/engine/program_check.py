@@ -1,9 +1,10 @@
-"""Whether what `Strategy.setup` returned can be driven: found on all ranks before the first step."""
+"""Whether what `Strategy.setup` returned reads each row once: found on all ranks before the first step."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from dtf.api.leased_work import LeasedWork
 from dtf.api.strategy import Program
 from dtf.core.errors import ConfigError
 from dtf.core.types import Shard
@@ -22,34 +23,40 @@ def check_program(program: object, strategy: str, world: World) -> Program:
 
 
 def _said(program: Any) -> list[Any]:
-    """[what is wrong here or "", the shard or None]; JSON."""
+    """[what is wrong here or "", the shard or None, the counts that are the same on all ranks]; JSON."""
     if not isinstance(program, Program):
-        return [f"setup() returned a {type(program).__name__}; it must return a dtf.Program", None]
+        return [f"setup() returned a {type(program).__name__}; it must return a dtf.Program", None, {}]
     shard, missing = getattr(program, "shard", ""), "the program has no {}; set it before setup() returns"
     if shard == "":
-        return [missing.format("shard"), None]
-    for name in ("shares", "micro_batch_rows"):
-        count = getattr(program, name, None)
+        return [missing.format("shard"), None, {}]
+    counts = {name: getattr(program, name, None) for name in ("shares", "micro_batch_rows")}
+    for name, count in counts.items():
         if count is None:
-            return [missing.format(name), None]
+            return [missing.format(name), None, {}]
         if type(count) is not int or count < 1:
-            return [f"the program's {name} is {count!r}; it must be an int of at least 1", None]
+            return [f"the program's {name} is {count!r}; it must be an int of at least 1", None, {}]
     if shard is None:
-        return ["", None]
+        return ["", None, counts | {"leased": type(program.leased) is not LeasedWork}]
     if not isinstance(shard, Shard) or any(type(number) is not int for number in shard):
-        return [f"the program's shard is {shard!r}; it must be a dtf.Shard(index, count), or None", None]
+        return [f"the program's shard is {shard!r}; it must be a dtf.Shard(index, count), or None", None, {}]
     if not 0 <= shard.index < shard.count:
-        return [f"the program's shard is {shard.index} of {shard.count}; the index is counted from 0", None]
-    return ["", list(shard)]
+        return [f"the program's shard is {shard.index} of {shard.count}; the index is counted from 0", None, {}]
+    return ["", list(shard), counts]
 
 
 def _fault(gathered: list[list[Any]]) -> str:
     """What is wrong on one of the ranks, or between them, or ""."""
-    for rank, (fault, _) in enumerate(gathered):
+    for rank, (fault, _, _) in enumerate(gathered):
         if fault:
             return f"on rank {rank}, {fault}" if len(gathered) > 1 else fault
+    for rank, (_, _, said) in enumerate(gathered):
+        for name in ("shares", "micro_batch_rows"):
+            if said[name] != gathered[0][2][name]:
+                return f"the program's {name} is {gathered[0][2][name]} on rank 0 and {said[name]} on rank {rank}"
+    if all(shard is None and not said["leased"] for _, shard, said in gathered):
+        return "no rank reads rows: the shard of each program is None; give each rank dtf.Shard(rank, ranks)"
     readers: dict[int, int] = {}
-    counts = {rank: shard[1] for rank, (_, shard) in enumerate(gathered) if shard is not None}
+    counts = {rank: shard[1] for rank, (_, shard, _) in enumerate(gathered) if shard is not None}
     for rank, count in counts.items():
         first = next(iter(counts))
         if count != counts[first]:

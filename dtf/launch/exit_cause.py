@@ -106,10 +106,11 @@ def group_result(
     deaths = [e for e in own if e.signal and not (stop_signals and e.signal == signal.SIGTERM)]
     sent = [(e.at, e.failed) for e in exits if e.failed and e.failed.exit not in PLANNED_EXITS]
     failures = sorted(sent, key=lambda message: (message[1].exit == Exit.PEER, message[0]))
+    aborted = all(e.signal == signal.SIGABRT for e in deaths)
     unlike = next((e for e in deaths if _UNLIKE_SIZES in e.log), None)
-    if unlike and all(failed.exit == Exit.PEER for _, failed in failures):
+    if aborted and unlike and all(failed.exit == Exit.PEER for _, failed in failures):
         return _mismatch(unlike)
-    if any(e.signal != signal.SIGABRT for e in deaths) or (deaths and not failures):
+    if not aborted or (deaths and not failures):
         return _death(next((e for e in deaths if e.signal != signal.SIGABRT), deaths[0]))
     starting = all(e.starting for e in exits)
     if stop_signals > 1 and not starting and any(e.killed for e in exits):

@@ -174,10 +174,8 @@ class _RunEnded(DtfError):
     patient = True
 
     def __init__(self, folder: Path, end: RunEnd) -> None:
-        super().__init__(
-            f"the run in {folder} has ended with {code_name(end.exit)}: {end.cause}; to go on start its servers again, "
-            "and then this trainer"
-        )
+        again = "; to go on start its servers again, and then this trainer" if end.exit in STARTED_AGAIN else ""
+        super().__init__(f"the run in {folder} has ended with {code_name(end.exit)}: {end.cause}{again}")
         self.folder, self.exit = folder, end.exit
 
 
@@ -256,8 +254,8 @@ class ManualTrainer:
     def _wait(self) -> None:
         """Called while it looks for the servers. _RunEnded where there is nothing to look for.
 
-        A run that ended before this trainer began may be starting again, with all its processes at once: it is waited
-        for, though not for long where it ended for good.
+        A run that lost a server, or ended before this trainer began, may be starting again: it is waited for, though
+        not for long where it ended for good.
         """
         self._context.beat("wait", 0)
         if self._context.stop_requested():
@@ -267,8 +265,10 @@ class ManualTrainer:
             end = run_end(folder, self._context.facts["config"])
             if end is None:
                 continue
-            for_good = end.exit not in STARTED_AGAIN and waited_s > self._context.place.hang_timeout_s
-            if end.exit is Exit.OK or end.id != before or for_good:
+            for_good = end.exit not in STARTED_AGAIN
+            new, waited = end.id != before, waited_s > self._context.place.hang_timeout_s
+            # a run that was told to stop had its trainers told, too
+            if end.exit is Exit.OK or (new and (for_good or end.exit is Exit.PREEMPTED)) or (for_good and waited):
                 raise _RunEnded(folder, end)
 
     def _work(self, clients: list[Client]) -> str:

@@ -7,7 +7,6 @@ checkpoint, which is noticed when the run is lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -131,9 +130,14 @@ def _shared_master(params: Mapping[str, ParamShard]) -> tuple[str, str] | None:
         for tensor, copy in ((shard.local, False), (shard.master, True))[: 1 + copied]:
             if tensor.is_contiguous() and tensor.numel():
                 used.append((tensor.data_ptr(), tensor.data_ptr() + byte_count([tensor]), name, copy))
-    for (_, end, name, copy), (start, _, other, other_copy) in pairwise(sorted(used)):
-        if start < end and (copy or other_copy):
-            return (name, other) if copy else (other, name)
+    used.sort()
+    reaching: list[tuple[int, str, bool]] = []  # those before that reach so far
+    for start, end, name, copy in used:
+        reaching = [each for each in reaching if each[0] > start]
+        other = next((each for each in reaching if copy or each[2]), None)
+        if other:
+            return (name, other[1]) if copy else (other[1], name)
+        reaching.append((end, name, copy))
     return None
 
 

@@ -30,7 +30,7 @@ def written() -> dict[str, torch.Tensor]:
     ("strategy", "options"),
     seldom(
         [*variants(), *meshes()],
-        lambda strategy, options: (not options and strategy not in ("zero1", "fsdp")) or "degree" in options,
+        lambda strategy, options: (not options and strategy != "zero1") or "degree" in options,
     ),
 )
 def test_every_strategy_starts_from_what_the_constructor_made(strategy: str, options: dict) -> None:

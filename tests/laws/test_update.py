@@ -28,7 +28,7 @@ BAD: dict[str, Any] = {"recipe": {"rows": ROWS, "bad_row": 17, "batch_norm": Fal
         variants(),
         ["fp32", "bf16", "bf16_params", "bf16_master"],
         usual=["fp32"],
-        programs=True,
+        turns=[None],
     ),
 )
 def test_a_non_finite_row_on_one_rank_updates_nobody(strategy: str, options: dict, precision: str) -> None:

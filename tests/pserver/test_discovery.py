@@ -289,7 +289,7 @@ def test_a_trainer_that_comes_after_the_end_of_the_run_ends_too(tmp_path: Path) 
         late_trainer(tmp_path, said, seed=2, timeout_s=0.1).run()  # of another config: its servers are still to come
 
 
-@pytest.mark.parametrize("exit", [Exit.DIVERGED, Exit.BUG, Exit.PREEMPTED, Exit.PEER])
+@pytest.mark.parametrize("exit", [Exit.DIVERGED, Exit.BUG, Exit.PREEMPTED])
 @pytest.mark.parametrize("before", ["goes on", "another run has ended"])
 def test_a_trainer_whose_run_ends_while_it_waits_has_its_result_at_once(
     exit: Exit, before: str, tmp_path: Path
@@ -299,6 +299,14 @@ def test_a_trainer_whose_run_ends_while_it_waits_has_its_result_at_once(
     with pytest.raises(DtfError, match=rf"the run in {tmp_path} has ended with {code_name(exit)}: so it was") as raised:
         trainer.run()
     assert raised.value.exit is exit and raised.value.patient
+    assert ("start its servers again" in str(raised.value)) == (exit is Exit.PREEMPTED)
+
+
+def test_a_trainer_waits_for_servers_that_somebody_starts_again(tmp_path: Path) -> None:
+    """Their launcher had no restart left."""
+    ended(tmp_path, None, "zeroth")
+    with pytest.raises(PeerError, match="it was not started yet, or the run has ended"):
+        late_trainer(tmp_path, [], timeout_s=0.1, wait=lambda: ended(tmp_path, Exit.PEER)).run()
 
 
 @pytest.mark.parametrize(("exit", "waits"), [(Exit.DIVERGED, False), (Exit.PREEMPTED, True), (Exit.PEER, True)])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-SAME_PROGRAM = {"zero1": "ddp", "fsdp": "ddp", "tensor": "ddp"}
-"""Strategies with the program of another one. What a program does by itself, that one tries by default."""
+SAME_PROGRAM = ("zero1", "fsdp", "tensor")
+"""Strategies with the program of ddp. By default ddp alone tries what a program does with a recipe or with rows."""
 
 
 def crossed(

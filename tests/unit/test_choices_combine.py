@@ -173,6 +173,7 @@ def mixtures(composer: Composer) -> Iterator[Choice]:
                 choice |= fitting
                 some.remove(fitting)
         if len(choice) == 1:
+            assert not any(left.values()), left
             return
         yield choice
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dtf.api.leased_work import LeasedWork
 from dtf.core.errors import ConfigError
 from dtf.core.types import Place, Shard
 from dtf.distributed.world import World
@@ -34,7 +35,8 @@ def program(**fields: Any) -> FakeProgram:
 
 
 def others(*shards: list[int] | None) -> Ranks:
-    return Ranks([["", shard] for shard in shards])
+    counts = {"shares": 2, "micro_batch_rows": 4}
+    return Ranks([["", shard, counts if shard else counts | {"leased": False}] for shard in shards])
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,6 @@ def others(*shards: list[int] | None) -> Ranks:
         (Shard(0, 2), [[1, 2]]),
         (Shard(1, 2), [[0, 2]]),
         (Shard(0, 2), [None, [1, 2], None]),
-        (None, [None]),
         (Shard(0, 1), []),
         (Shard(0, 1), [None]),
     ],
@@ -58,6 +59,9 @@ def test_shares_that_are_read_once_are_taken(shard: Shard | None, rest: list[lis
     [
         ({"shard": Shard(0, 1)}, [[0, 1]], "ranks 0 and 1 both read share 0 of 1 of the rows, which would count twice"),
         ({}, [None, None], "no rank reads share 1 of 2"),
+        ({"shard": None}, [None], "no rank reads rows: the shard of each program is None"),
+        ({"shares": 3}, [[1, 2]], "the program's shares is 3 on rank 0 and 2 on rank 1"),
+        ({"micro_batch_rows": 8}, [[1, 2]], "the program's micro_batch_rows is 8 on rank 0 and 4 on rank 1"),
         ({}, [[1, 3]], "rank 0 reads one of 2 shares of the rows, and rank 1 one of 3"),
         ({"shard": Shard(2, 2)}, [[1, 2]], "rank 0, the program's shard is 2 of 2; the index is counted from 0"),
         ({"shard": (0, 2)}, [[1, 2]], r"shard is \(0, 2\); it must be a dtf.Shard\(index, count\), or None"),
@@ -80,4 +84,12 @@ def test_what_a_program_lacks_is_named() -> None:
 
 def test_a_rank_says_what_is_wrong_on_another_one() -> None:
     with pytest.raises(ConfigError, match="strategy=mine: on rank 1, the program has no shard"):
-        check_program(program(), "mine", Ranks([["the program has no shard", None]]))
+        check_program(program(), "mine", Ranks([["the program has no shard", None, {}]]))
+
+
+def test_where_other_processes_compute_no_rank_reads() -> None:
+    class Servers(LeasedWork):
+        """They wait for trainers."""
+
+    right = program(shard=None, leased=Servers())
+    assert check_program(right, "mine", others(None)) is right

@@ -74,6 +74,7 @@ def replaceable(found: RankExit) -> RankExit:
         pytest.param(
             [exited(0, Exit.PEER, at=1), unlike(1)], 0, Exit.CONFIG, 1, False, id="another size than the peer's"
         ),
+        pytest.param([signalled(0, signal.SIGKILL), unlike(1)], 0, Exit.PEER, 0, True, id="another was killed"),
         pytest.param([exited(0, Exit.BUG, at=1), unlike(1)], 0, Exit.BUG, 0, False, id="one failed and called another"),
         pytest.param(
             [exited(0, Exit.BUG, at=2), exited(1, Exit.DATA, at=1)],

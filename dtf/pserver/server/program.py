@@ -327,7 +327,7 @@ class ServerProgram(Program):
             return
         barrier = dist.barrier(async_op=True)
         assert barrier is not None
-        heard = 0.0
+        heard = monotonic()
         while not barrier.is_completed():
             self._raise_failure()
             if monotonic() - heard > WAIT_S:
