@@ -101,7 +101,7 @@ def _other_form(said: str, value: Any) -> str:
 
 def in_quotes(key: str, text: object) -> str:
     """How to write a number as text."""
-    return f'it must be text: write "{text}" with quotes, on the command line \'{key}="{text}"\''
+    return f"in quotes it is text: '{text}', on the command line '{key}=\"{text}\"'"
 
 
 def _plain(text: str) -> Any:

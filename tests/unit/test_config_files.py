@@ -106,8 +106,8 @@ def with_files(folder: Path, files: dict[str, str], config_name: str | None = No
         (
             {"experiment/a.yaml": "# @package _global_\nrun: {name: 1_000}\n"},
             "experiment=a",
-            "run.name=1_000 is the number 1000; in quotes it is text: '1_000', on the command line 'run.name=\"1_000\"'; set in "
-            "{}/experiment/a.yaml",
+            "run.name=1_000 is the number 1000; in quotes it is text: '1_000', on the command line "
+            "'run.name=\"1_000\"'; set in {}/experiment/a.yaml",
         ),
         (
             {"experiment/a.yaml": "# @package _global_\nrecipe: {model.arch: resnet20}\n"},
