@@ -177,6 +177,28 @@ class Strategy(ABC):
         """
 
 
+def check_roles(strategy: Strategy, processes: int) -> None:
+    """Raise ConfigError for a strategy whose `roles` or `helper_roles` name no processes that can be started."""
+    who, roles = f"{type(strategy).__module__}.{type(strategy).__qualname__}", strategy.roles(processes)
+    counts = roles.values() if isinstance(roles, dict) else ()
+    if not counts or any(type(count) is not int or count < 1 for count in counts):
+        raise ConfigError(
+            f"{who}.roles({processes}) returned {roles!r}; it must return a dict of role -> number of processes, such "
+            f"as {{'trainer': {processes}}}"
+        )
+    helpers = strategy.helper_roles
+    if not isinstance(helpers, HelperRoles):
+        raise ConfigError(f"{who}.helper_roles is {helpers!r}; it must be a dtf.HelperRoles, or be left out")
+    engine_role, *others = roles
+    wrong = next((role for role in helpers.replaceable if role not in others), None)
+    if wrong is not None:
+        which = f"the role that runs the engine ({engine_role})" if wrong == engine_role else f"{wrong!r}"
+        raise ConfigError(
+            f"{who}.helper_roles.replaceable has {which}; it may have {', '.join(others) or 'no role'}: lost processes "
+            "of these are started again alone"
+        )
+
+
 def check_divides(key: str, value: int, processes: int) -> None:
     """Raise ConfigError unless `value`, ranks in a group, divides `processes`. 0 stands for all ranks. `key`: the
     config key that gave it.

@@ -25,6 +25,7 @@ from dtf.api.recipe import Recipe
 from dtf.api.registry import registered
 from dtf.api.row_optimizer import DEFAULT
 from dtf.api.schema import UNSET, KeyProblem, build_option, unset
+from dtf.api.strategy import check_roles
 from dtf.api.task import Task
 from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.advice import CommandLine, drop_advice
@@ -131,6 +132,7 @@ class Composed:
                 settings.seed,
                 rows=settings.sparse,
             )
+            check_roles(settings.strategy, processes)
             settings.strategy.check(task, processes, devices)
         return settings
 

@@ -69,6 +69,13 @@ class World:
                     "strategy.backend=mpi: this torch was built without MPI; use strategy.backend=gloo, or build "
                     "torch from source with MPI"
                 )
+            named = [part.rpartition(":")[2] for part in backend.split(",")]
+            unknown = [name for name in named if name not in dist.Backend.backend_list]
+            if unknown:
+                raise ConfigError(
+                    f"the strategy's communication() names the backend {unknown[0]!r}, which torch does not have; "
+                    f"choices: {', '.join(name for name in dist.Backend.backend_list if name != 'undefined')}"
+                )
             options: dict[str, Any] = {}
             if backend != "mpi":  # MPI ranks know each other already
                 host, _, port = place.store.rpartition(":")

@@ -87,6 +87,11 @@ of a step since the last Poll, infinite where there was none."""
 POLL_S = 2.0
 """Seconds between two polls of all ranks: short beside the time that schedulers give to stop, and no cost per step."""
 
+POLL_GROWTH = 4
+"""How many times as many steps there may be before the next poll as before this one. The first steps of servers take no
+time: they are open at once, and trainers have still to make them.
+"""
+
 
 class PlannedClock(Clock):
     """The clock of collective strategies: a pure function of the plan and of the metrics that all ranks agree on.
@@ -97,7 +102,7 @@ class PlannedClock(Clock):
     def __init__(self, plan: Plan, epochs: Epochs, schedule: Schedule, state: Mapping | None = None) -> None:
         self._plan, self._epochs, self._schedule = plan, epochs, schedule
         self._at = Progress(**state) if state else Progress()
-        self._stop_reason, self._poll_at = "", 0
+        self._stop_reason, self._poll_at, self._polled = "", 0, self._at.step
         self._tickets = self._all_tickets()
 
     def __next__(self) -> Ticket:
@@ -113,7 +118,8 @@ class PlannedClock(Clock):
                 self._at.step = ticket.step + 1
             case Poll(step):
                 self._stop_reason = "preempted" if values[STOP_REQUESTS] else "budget" if values[OVER_BUDGET] else ""
-                self._poll_at = step + max(1, int(POLL_S / max(values[STEP_SECONDS], 1e-6)))
+                steps = min(int(POLL_S / max(values[STEP_SECONDS], 1e-6)), POLL_GROWTH * (step - self._polled))
+                self._polled, self._poll_at = step, step + max(1, steps)
             case Evaluate(step):
                 name, mode = self._plan.objective
                 if name not in values:

@@ -29,6 +29,8 @@ def _said(program: Any) -> list[Any]:
     shard, missing = getattr(program, "shard", ""), "the program has no {}; set it before setup() returns"
     if shard == "":
         return [missing.format("shard"), None, {}]
+    if not isinstance(program.leased, LeasedWork):
+        return [f"the program's leased is {program.leased!r}; it must be a dtf.LeasedWork, or be left out", None, {}]
     counts = {name: getattr(program, name, None) for name in ("shares", "micro_batch_rows")}
     for name, count in counts.items():
         if count is None:

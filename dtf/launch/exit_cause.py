@@ -112,6 +112,9 @@ def group_result(
         return _mismatch(unlike)
     if not aborted or (deaths and not failures):
         return _death(next((e for e in deaths if e.signal != signal.SIGABRT), deaths[0]))
+    silent = [e for e in own if not e.signal and e.failed is None]
+    if silent and failures and all(failed.exit == Exit.PEER for _, failed in failures):
+        return _without_words(silent[0])
     starting = all(e.starting for e in exits)
     if stop_signals > 1 and not starting and any(e.killed for e in exits):
         return _lost(exits, "stopped at once by a second signal")
@@ -121,11 +124,8 @@ def group_result(
         return GroupResult(Exit(hang.exit), hang, external=hang.exit == Exit.PEER)
     if elsewhere:
         return GroupResult(Exit.PEER, elsewhere, external=True, consequence=True)
-    silent = [e for e in own if not e.signal]
     if silent:
-        code = silent[0].code
-        how = "without saying why" if code else "before its work was done, as by os._exit()"
-        return _gone(silent[0], f"ended with exit status {code} {how}")
+        return _without_words(silent[0])
     # its handler was not set yet, or it was killed
     if any(e.signal == signal.SIGTERM for e in own) or (stop_signals and starting):
         first = own[0] if own else exits[0]
@@ -206,6 +206,12 @@ def _mismatch(rank_exit: RankExit) -> GroupResult:
     )
     exit = int(Exit.CONFIG)
     return GroupResult(Exit.CONFIG, Failed(rank_exit.rank, rank_exit.step, exit, text, ""))
+
+
+def _without_words(rank_exit: RankExit) -> GroupResult:
+    """The result of a rank that ended by itself and sent nothing."""
+    how = "without saying why" if rank_exit.code else "before its work was done, as by os._exit()"
+    return _gone(rank_exit, f"ended with exit status {rank_exit.code} {how}")
 
 
 def _gone(rank_exit: RankExit, how: str) -> GroupResult:

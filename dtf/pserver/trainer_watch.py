@@ -29,7 +29,8 @@ class TrainerWatch:
         """
         place, stopping = self._context.place, self._coordinator.stop_requested
         # once the run stops, others need time for the leases of a trainer that is gone, before this process is killed
-        silence_s = max(HEARD_S, place.grace_s / 2) if stopping else place.hang_timeout_s
+        patience_s = min(max(HEARD_S, place.grace_s / 2), 0.75 * place.grace_s)
+        silence_s = patience_s if stopping else place.hang_timeout_s
         if program.ledger.expire(monotonic() - min(silence_s, place.hang_timeout_s)):
             program.change.notify_all()
         if program.ledger.members():

@@ -156,3 +156,15 @@ def test_resuming_continues_the_plan() -> None:
         clock.done(ticket, {"loss": 9.0, "stop_requests": 0.0, "over_budget": 0.0, "step_seconds": 9.0})
     assert rest == whole[whole.index(Save(4)) + 1 :]
     assert clock.best == (3.0, 3)
+
+
+def test_steps_that_are_open_at_once_tell_nothing_of_the_pace() -> None:
+    """Servers open the first steps before trainers have made one."""
+    clock = PlannedClock(Plan(5000, 0, 0, 0), Epochs(Sequential(), 10_000, 2, 0), Constant())
+    polls = list[int]()
+    for ticket in clock:
+        clock.done(ticket, agreed(ticket, 1e-4 if ticket.step <= 1 else 0.25))
+        polls += [ticket.step] * isinstance(ticket, Poll)
+        if ticket.step > 30:
+            break
+    assert polls == [0, 1, 5, 13, 21, 29]

@@ -226,7 +226,8 @@ def test_a_server_without_trainers_stops_at_once(unsaved: bool, kept: str, monke
 
 
 @pytest.mark.parametrize(
-    ("stop_requested", "grace_s", "wait_s"), [(True, 30, 15), (True, 2, 10), (True, 600, 60), (False, 30, 60)]
+    ("stop_requested", "grace_s", "wait_s"),
+    [(True, 30, 15), (True, 16, 10), (True, 8, 6), (True, 600, 60), (False, 30, 60)],
 )
 def test_a_killed_trainer_does_not_use_up_the_time_to_stop(
     stop_requested: bool, grace_s: float, wait_s: int, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,9 @@ def replaceable(found: RankExit) -> RankExit:
         pytest.param([exited(0, Exit.PEER, at=1), killed(1)], 0, Exit.PEER, 0, True, id="a rank says it lost a peer"),
         pytest.param([killed(0), rank_exit(1, 3 << 8)], 0, Exit.PEER, 1, True, id="an exit without words"),
         pytest.param(
+            [exited(0, Exit.PEER, at=1), rank_exit(1, 3 << 8)], 0, Exit.PEER, 1, True, id="it lost one without words"
+        ),
+        pytest.param(
             [exited(0, Exit.PREEMPTED), exited(1, Exit.PREEMPTED)], 1, Exit.PREEMPTED, 0, False, id="asked to stop"
         ),
         pytest.param(
