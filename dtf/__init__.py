@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dtf.api.precision import Precision
     from dtf.api.recipe import Dataset, Evaluator, Peers, Recipe
     from dtf.api.recipe import Split as DataSplit
-    from dtf.api.registry import option, register
+    from dtf.api.registry import option, register, with_default
     from dtf.api.row_optimizer import RowOptimizer
     from dtf.api.sampler import RowTrait, Sampler, Tail
     from dtf.api.sparse_table import Placement, Table
@@ -173,6 +173,7 @@ _PUBLIC = {
     "Train": "core.types",
     "weighted_sums": "model.metrics",
     "Weights": "api.task",
+    "with_default": "api.registry",
     "WORK": "api.launcher",
     "World": "distributed.world",
 }
@@ -276,6 +277,7 @@ __all__ = [
     "tables_of",
     "target_rank",
     "weighted_sums",
+    "with_default",
 ]
 
 find_old_modules()

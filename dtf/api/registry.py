@@ -101,6 +101,7 @@ def register(group: str, name: str, *, variant_of: str = "") -> Callable[[T], T]
                 f"{group}={name}: {cls.__module__}.{cls.__qualname__} has an __init__ of its own, and its options are "
                 "the arguments of one that is made from its fields; call it __post_init__(self)"
             )
+        _check_defaults(f"{group}={name}", cls)
         if variant_of:
             _check_variant(f"{group}={name}", cls, lookup(group, variant_of))
         made = dataclasses.dataclass(kw_only=True)(cls)
@@ -120,6 +121,21 @@ def register(group: str, name: str, *, variant_of: str = "") -> Callable[[T], T]
         return made
 
     return decorate
+
+
+def _check_defaults(place: str, cls: type) -> None:
+    """Raise ConfigError for a key that gets a value without an annotation, which a dataclass takes for no default."""
+    if "__dataclass_fields__" in vars(cls):
+        return
+    bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
+    inherited = {field.name for base in bases for field in dataclasses.fields(base)}
+    annotated = inspect.get_annotations(cls)
+    name = next((name for name in vars(cls) if name in inherited and name not in annotated), None)
+    if name is not None:
+        raise ConfigError(
+            f"{place}: {cls.__module__}.{cls.__qualname__} gives its key {name} a value without a type, which would be "
+            f"ignored; write {name}: TYPE = dtf.with_default(BASE, {name!r}, VALUE)"
+        )
 
 
 def _check_variant(place: str, cls: type, base: type) -> None:

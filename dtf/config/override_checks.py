@@ -102,6 +102,10 @@ def _check_place(override: Override, group: str) -> None:
             "defaults: [schema/NAME@_here_]; set on the command line"
         )
     several = name == "observer" or name not in (*GROUPS, EXPERIMENT)
+    value = override.value()
+    if not several and isinstance(value, list) and all(isinstance(option, str) for option in value):
+        last = value[-1] if value else "NAME"
+        raise ConfigError(f"{what}: {name} takes one option; write {name}={last}; set on the command line")
     if override.is_add() and not several and isinstance(override.value(), str):
         raise ConfigError(
             f"{what}: {name} takes one option; write {name}={override.value()} without +; set on the command line"

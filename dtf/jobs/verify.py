@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from enum import Enum
@@ -136,10 +136,17 @@ class Verify(Job):
             refusals = f", {len(refused)} {'was' if len(refused) == 1 else 'were'} refused" if refused else ""
             mistake = "; the recipe's own layout is wrong, see above" if wrong_layout else ""
             print(
-                f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers{refusals}{mistake}; "
+                f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers in "
+                f"{self._compared(references)}{refusals}{mistake}; "
                 f"{folder / 'verify.json'}"
             )
         return Exit.BUG if broken else Exit.CONFIG if wrong_layout else Exit.OK
+
+    def _compared(self, references: Mapping[tuple[str, int], _Reference]) -> str:
+        """How many steps were compared, which may be fewer than `steps`: the recipe's run may be shorter."""
+        steps = max(reference.steps for reference in references.values())
+        shorter = f", as the run is shorter than job.steps={self.steps}" if steps < self.steps else ""
+        return f"{count_text(steps, 'step')}{shorter}"
 
     def _check(self, composed: Composed) -> list[str]:
         if not composed.settings.launcher.starts_ranks:
@@ -350,6 +357,11 @@ class _Reference:
         if noise not in self._runs:
             self._runs[noise] = self._train(f"reference-{noise}" if noise else "reference", noise)
         return self._runs[noise]
+
+    @property
+    def steps(self) -> int:
+        """How many were recorded."""
+        return max((len(run.metrics) for run in self._runs.values()), default=0)
 
     def noisy(self) -> list[RecordedRun]:
         return [self.run(noise) for noise in NOISES]

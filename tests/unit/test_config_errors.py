@@ -143,6 +143,9 @@ def composer() -> Composer:
         ("hydra.run=3", "hydra.run=3 does not fit its key; see dtf --cfg hydra" + HERE),
         ("plugins=['a b']", "plugins=[a b] is no module name"),
         ("foo/bar=x", "foo/bar=x is no known key; "),
+        ("strategy=[zero1,ddp]", "strategy=[zero1,ddp]: strategy takes one option; write strategy=ddp" + HERE),
+        ("experiment=[a,b]", "experiment=[a,b]: experiment takes one option; write experiment=b" + HERE),
+        ("optimizer=[]", "optimizer=[]: optimizer takes one option; write optimizer=NAME" + HERE),
     ],
 )
 def test_command_line(composer: Composer, line: str, message: str) -> None:

@@ -183,6 +183,8 @@ def test_a_variant_is_declared_and_never_guessed(monkeypatch: pytest.MonkeyPatch
     ):
         with pytest.raises(ConfigError, match=said):
             registry.register("lr", "other", variant_of=base)(type("Other", (Cosine,), body))
+    with pytest.raises(ConfigError, match="lr=other: .*Other gives its key warmup a value without a type, which would"):
+        registry.register("lr", "other")(type("Other", (Cosine,), {"warmup": 3}))
     assert "other" not in registered("lr")
 
 

@@ -156,7 +156,7 @@ def test_the_optional_parts_say_that_there_is_nothing() -> None:
     assert dtf.Program.leased.rest() is work.rest() is work.eval_rest() is None
     assert not work.consumed() and not work.unread("train", 0) and not work.told_to_stop()
     assert not roles.replaceable and roles.on_device("trainer") and not roles.on_device("server")
-    assert roles.count_key("trainer") == "launcher.processes" and "number of server" in roles.count_key("server")
+    assert roles.count_key("trainer") == "launcher.processes" and roles.count_key("server") == "strategy.servers"
     with pytest.raises(dtf.ConfigError, match="launcher=manual.*use launcher=local"):
         roles.check_manual_start()
 
