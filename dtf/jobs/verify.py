@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from enum import Enum
@@ -26,7 +26,7 @@ from dtf.core.text import count_text, quoted
 from dtf.core.types import Event, Note
 from dtf.host.devices import cores
 from dtf.host.signals import Stop
-from dtf.jobs.verify_text import EXACT, explain, line, markdown, replayed
+from dtf.jobs.verify_text import EXACT, compared, explain, line, markdown, replayed
 from dtf.runs.run_folder import Run, unique_id
 
 if TYPE_CHECKING:
@@ -137,16 +137,10 @@ class Verify(Job):
             mistake = "; the recipe's own layout is wrong, see above" if wrong_layout else ""
             print(
                 f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers in "
-                f"{self._compared(references)}{refusals}{mistake}; "
+                f"{compared(max(each.steps for each in references.values()), self.steps)}{refusals}{mistake}; "
                 f"{folder / 'verify.json'}"
             )
         return Exit.BUG if broken else Exit.CONFIG if wrong_layout else Exit.OK
-
-    def _compared(self, references: Mapping[tuple[str, int], _Reference]) -> str:
-        """How many steps were compared, which may be fewer than `steps`: the recipe's run may be shorter."""
-        steps = max(reference.steps for reference in references.values())
-        shorter = f", as the run is shorter than job.steps={self.steps}" if steps < self.steps else ""
-        return f"{count_text(steps, 'step')}{shorter}"
 
     def _check(self, composed: Composed) -> list[str]:
         if not composed.settings.launcher.starts_ranks:

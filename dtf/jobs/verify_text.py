@@ -111,3 +111,8 @@ def line(row: dict[str, Any], first: bool) -> str:
         f" {verdict}"
     )
     return f"{head}\n{text}" if first else text
+
+
+def compared(steps: int, asked: int) -> str:
+    """How many steps of `job.steps` were compared: a recipe's run may be shorter."""
+    return f"{count_text(steps, 'step')}{f', as the run is shorter than job.steps={asked}' if steps < asked else ''}"
