@@ -31,7 +31,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.registry import registered
 from dtf.api.schema import option_node, to_plain
-from dtf.config.defaults_lists import ROOT, YamlFile, check_defaults, check_package, refuse_choice_as_key, refuse_cycle
+from dtf.config.defaults_lists import (
+    ROOT,
+    YamlFile,
+    check_defaults,
+    check_order,
+    check_package,
+    refuse_choice_as_key,
+    refuse_cycle,
+)
 from dtf.config.hydra_internals import (
     CachingConfigRepository,
     ConfigLoaderImpl,
@@ -149,6 +157,7 @@ class GuardedFiles(FileConfigSource):
         check_package(file, config_path, header["package"], text)
         defaults = content.pop("defaults", [])  # the result has copies
         check_defaults(file, config_path, defaults)
+        check_order(file, config_path, defaults, content)
         refuse_choice_as_key(file, config_path, header["package"], content)
         reads = _reads.get()
         if reads is not None:

@@ -141,10 +141,57 @@ def test_a_fault_names_its_file_and_the_remedy(
         (
             "experiment/a",
             f"{GLOBAL}defaults: [/strategy: zero1, _self_]\n",
-            ": strategy: zero1 in its defaults list is a second choice of strategy; write override /strategy: zero1 at "
-            "the end of the list",
+            ": /strategy: zero1 in its defaults list is a second choice of strategy; write override /strategy: zero1 "
+            "at the end of the list",
         ),
-        ("experiment/a", f"{GLOBAL}defaults: [/strategy: ddp]\n", ": strategy: ddp in its defaults list is a second"),
+        ("experiment/a", f"{GLOBAL}defaults: [/strategy: ddp]\n", ": /strategy: ddp in its defaults list is a second"),
+        (
+            "recipe/a",
+            f"{SHAPES}, ../precision/fp64@precision]\n",
+            ": ../precision/fp64@precision in its defaults list is a second choice of precision; write override "
+            "/precision: fp64 at the end of the list",
+        ),
+        (
+            "strategy/a",
+            "defaults: [schema/ddp@_here_, /precision/fp64@_global_.precision, _self_]\n",
+            ": /precision/fp64@_global_.precision in its defaults list is a second choice of precision; leave it out, "
+            "and choose precision=fp64 in an experiment or on the command line",
+        ),
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults: [/precision/schema@precision: fp64]\n",
+            ": /precision/schema@precision: fp64 in its defaults list is a second choice of precision",
+        ),
+        ("recipe/a", f"{SHAPES}, /experiment/b]\n", ": experiment: b has no effect here"),
+        (
+            "strategy/a",
+            "defaults: [../strategy/ddp, _self_]\n",
+            ": ../strategy/ddp in its defaults list: a path has no . and no ..; write /strategy/ddp",
+        ),
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults: [_self_, override /lr: step, override /lr: cosine]\n",
+            ": override /lr stands twice in its defaults list, and only the first counts; leave one",
+        ),
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults: [optional strategy: fsdp, _self_]\n",
+            ": optional strategy: fsdp in its defaults list: optional passes over an option that is not there without "
+            "a word; leave it out: strategy: fsdp",
+        ),
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults: [_self_, optional override /precison: bf16]\n",
+            ": optional override /precison: bf16 in its defaults list: optional passes over",
+        ),
+        # keys that would not count
+        (
+            "strategy/a",
+            "defaults: [_self_, schema/ddp@_here_]\nbucket_mb: 3\n",
+            ": schema/ddp@_here_ comes after _self_ in its defaults list, so that none of the file's own keys would "
+            "count; _self_ goes after it: defaults: [schema/ddp@_here_, _self_]",
+        ),
+        ("strategy/a", "defaults: [_self_, ddp]\nbucket_mb: 3\n", ": ddp comes after _self_ in its defaults list"),
         (
             "experiment/a",
             f"{GLOBAL}defaults: [strategy: zero1, _self_]\n",
@@ -179,7 +226,7 @@ def test_a_fault_names_its_file_and_the_remedy(
         ),
         (
             "experiment/a",
-            f"{GLOBAL}defaults: [override /strategy: dp, /lr: step]\n",
+            f"{GLOBAL}defaults: [override /strategy: dp, b: c]\n",
             ": Override 'strategy : dp' is defined before",
         ),
         (
@@ -208,8 +255,8 @@ def test_a_fault_names_its_file_and_the_remedy(
         (
             "strategy/a",
             "defaults: [optional schema/nope@_here_, _self_]\n",
-            ": optional schema/nope@_here_ in its defaults list: optional goes before GROUP: OPTION; leave optional "
-            "out: schema/nope@_here_",
+            ": optional schema/nope@_here_ in its defaults list: optional passes over an option that is not there "
+            "without a word; leave it out: schema/nope@_here_",
         ),
         (
             "experiment/a",
@@ -264,6 +311,21 @@ def test_an_experiment_starts_from_another(tmp_path: Path) -> None:
     assert (config["seed"], config["train"]["steps"], config["strategy"]["name"]) == (3, 5, "dp")
 
 
+def test_a_part_is_mixed_in_after_the_base(tmp_path: Path) -> None:
+    files = {
+        "strategy/a.yaml": "defaults: [schema/ddp@_here_, _self_, small]\nbucket_mb: 3\nstatic_graph: true\n",
+        "strategy/small.yaml": "bucket_mb: 2\n",
+        "strategy/b.yaml": "defaults: [schema@_here_: ddp, /strategy/small@_here_, _self_]\n",
+        "experiment/a.yaml": f"{GLOBAL}defaults: [_self_, b]\nseed: 3\ntrain: {{steps: 5}}\n",
+        "experiment/b.yaml": f"{GLOBAL}seed: 4\n",
+        "root.yaml": "defaults: [config, _self_]\n",
+    }
+    composer = with_files(tmp_path, files, "root")
+    for chosen in ("a", "b"):
+        config = composer.compose([f"strategy={chosen}", "experiment=a"]).config
+        assert (config["strategy"]["bucket_mb"], config["seed"], config["train"]["steps"]) == (2, 4, 5)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -279,6 +341,15 @@ def test_an_experiment_starts_from_another(tmp_path: Path) -> None:
             "defaults: [config, experiment: relay, _self_]\n",
             "experiment: relay in its defaults list is a second choice of",
         ),
+        (
+            "defaults: [config, checkpoint/off, _self_]\n",
+            "checkpoint/off in its defaults list is a second choice of checkpoint; write override /checkpoint: off at",
+        ),
+        (
+            "defaults: [config, experiment/relay, _self_]\n",
+            "experiment/relay in its defaults list is a second choice of experiment; write override /experiment: relay",
+        ),
+        ("defaults: [_self_, config]\nseed: 3\n", "config comes after _self_ in its defaults list, so that none of"),
     ],
 )
 def test_a_root_of_ones_own_starts_from_that_of_dtf(tmp_path: Path, text: str, message: str) -> None:
