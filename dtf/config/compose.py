@@ -37,7 +37,7 @@ from dtf.config.hydra_sources import make_loader, read_option, record_files
 from dtf.config.limits import resolve_interpolations
 from dtf.config.messages import is_set_by, parse, with_suggestions
 from dtf.config.node_names import check_nodes, set_true_names
-from dtf.config.override_checks import check_override, refuse_address, refuse_shadows, refuse_targets
+from dtf.config.override_checks import check_override, node_at, refuse_address, refuse_shadows, refuse_targets
 from dtf.config.plugin_names import plugins_in, plugins_in_overrides
 from dtf.config.provenance import NO_EFFECT, Source, check_texts, origin, sources
 from dtf.config.settings import (
@@ -219,7 +219,8 @@ class Composer:
                 if "." not in override.key_or_group or override.key_or_group.startswith("job.")
             ]
         config, reads = self.with_plugins(overrides, lambda: self._load(first))
-        job = OmegaConf.to_container(config.job) if OmegaConf.is_dict(config.get("job")) else {}
+        found = node_at(config, "job")
+        job = OmegaConf.to_container(found) if OmegaConf.is_dict(found) else {}
         if not isinstance(job, dict) or not _uses_model(job.get("name")):
             return config, reads
         from dtf.config.inherit import overrides_from_run

@@ -159,9 +159,10 @@ def refuse_shadows(composed: DictConfig, choices: dict[str, Any]) -> None:
 
 def _refuse_another_class(composed: DictConfig, choices: dict[str, Any], folder: str) -> None:
     """Raise ConfigError for a file of the user's with the name of a class that holds the keys of another one."""
-    nodes = [(group, name, composed.get(group)) for group, name in choices.items() if group != "observer"]
-    observers = composed.get("observer")
-    nodes += [("observer", name, node) for name, node in (observers.items() if OmegaConf.is_dict(observers) else ())]
+    nodes = [(group, name, node_at(composed, group)) for group, name in choices.items() if group != "observer"]
+    observers = node_at(composed, "observer")
+    if isinstance(observers, DictConfig):
+        nodes += [("observer", name, node_at(observers, str(name))) for name in observers]
     for group, name, node in nodes:
         file = os.path.join(folder, group, f"{name}.yaml")
         if name not in registered(group) or not OmegaConf.is_dict(node) or not os.path.isfile(file):
@@ -171,6 +172,11 @@ def _refuse_another_class(composed: DictConfig, choices: dict[str, Any], folder:
                 f"{group}={name} is an option of dtf, and {file} makes {show(node.get('name'))} of it; rename the "
                 f"file, or begin it with defaults: [schema/{name}@_here_, _self_]"
             )
+
+
+def node_at(config: DictConfig, key: str) -> Any:
+    """What stands at a key; None for an interpolation, which may lead nowhere."""
+    return None if key not in list(config) or OmegaConf.is_interpolation(config, key) else config.get(key)
 
 
 def _may_choose(value: Any) -> bool:

@@ -311,6 +311,23 @@ def test_an_experiment_starts_from_another(tmp_path: Path) -> None:
     assert (config["seed"], config["train"]["steps"], config["strategy"]["name"]) == (3, 5, "dp")
 
 
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("strategy: ${nope}", "strategy"),
+        ("strategy: ${strategy}", "strategy"),
+        ("lr: ${optimizer.nope}", "lr"),
+        ("job: ${nope}", "job"),
+        ("observer: ${nope}", "observer"),
+        ('observer: {console: "${nope}"}', "observer.console"),
+    ],
+)
+def test_an_interpolation_for_a_whole_part_that_leads_nowhere_is_named(tmp_path: Path, line: str, key: str) -> None:
+    composer = with_files(tmp_path, {"experiment/a.yaml": f"{GLOBAL}{line}\n"})
+    with pytest.raises(ConfigError, match=rf"^{key}: .*; set in {tmp_path}/experiment/a.yaml$"):
+        composer.compose(["experiment=a"])
+
+
 def test_a_part_is_mixed_in_after_the_base(tmp_path: Path) -> None:
     files = {
         "strategy/a.yaml": "defaults: [schema/ddp@_here_, _self_, small]\nbucket_mb: 3\nstatic_graph: true\n",
