@@ -39,7 +39,7 @@ from dtf.config.messages import is_set_by, parse, with_suggestions
 from dtf.config.node_names import check_nodes, set_true_names
 from dtf.config.override_checks import check_override, node_at, refuse_address, refuse_shadows, refuse_targets
 from dtf.config.plugin_names import plugins_in, plugins_in_overrides
-from dtf.config.provenance import NO_EFFECT, Source, check_texts, origin, sources
+from dtf.config.provenance import NO_EFFECT, Source, check_texts, check_unset, origin, sources
 from dtf.config.settings import (
     EXPERIMENT,
     GROUPS,
@@ -280,6 +280,7 @@ class Composer:
                 plain = resolve(OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"]))
                 refuse_targets(plain)
                 check_nodes(plain, reads, given.places)
+                check_unset(plain, reads, given.places)
                 notes = drop_advice(plain, composed, given)
                 fitted = _fit(plain)
                 check_texts(plain, fitted, given.places)

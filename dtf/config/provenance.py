@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from hydra.types import RunMode
 
 from dtf.api.registry import registered
-from dtf.api.schema import KeyProblem, option_node, show, to_plain
+from dtf.api.schema import UNSET, KeyProblem, option_node, show, to_plain
 from dtf.config.defaults_lists import YamlFile
 from dtf.config.dotted_keys import UNSAID, at, leaves, parts_of
 from dtf.config.hydra_sources import CONF, Loader
@@ -123,6 +123,19 @@ def check_texts(given: dict[Any, Any], config: dict[str, Any], sources_of: Calla
                 words = [word for word in re.findall(r"[\w.+-]+", said) if word.replace("_", "").lstrip("+-").isdigit()]
                 shown = words[-1] if words else str(number)
                 raise KeyProblem(key, f"{key}={shown} is the number {number}; {in_quotes(key, shown)}")
+
+
+def check_unset(config: dict[Any, Any], reads: dict[str, YamlFile], sources_of: Callable[[str], list[Source]]) -> None:
+    """Raise KeyProblem for `???` in a file of the user's that makes a key mandatory, as Hydra keeps the value that the
+    key had before.
+    """
+    for path, read in reads.items():
+        package = read.header.get("package") or option_of(path)[0]
+        for key, value in leaves(read.content, "" if package == "_global_" else package):
+            if value != UNSET or read.file.is_relative_to(CONF) or at(config, parts_of(key)) in (UNSET, UNSAID):
+                continue
+            if [source.value for source in sources_of(key)][-1:] == [UNSET]:
+                raise KeyProblem(key, f"{key}=??? is mandatory; give {key}=VALUE")
 
 
 def _line(file: Path, wanted: list[str]) -> int | None:

@@ -328,6 +328,15 @@ def test_an_interpolation_for_a_whole_part_that_leads_nowhere_is_named(tmp_path:
         composer.compose(["experiment=a"])
 
 
+def test_a_key_that_a_file_makes_mandatory_is_asked_for(tmp_path: Path) -> None:
+    files = {"experiment/a.yaml": f"{GLOBAL}seed: ???\n", "strategy/a.yaml": f"{BASE}bucket_mb: ???\n"}
+    composer = with_files(tmp_path, files)
+    for word, key in (("experiment=a", "seed"), ("strategy=a", "strategy.bucket_mb")):
+        with pytest.raises(ConfigError, match=rf"^{key}=\?\?\? is mandatory; give {key}=VALUE; set in {tmp_path}"):
+            composer.compose([word])
+    assert composer.compose(["experiment=a", "seed=3"]).config["seed"] == 3
+
+
 def test_a_part_is_mixed_in_after_the_base(tmp_path: Path) -> None:
     files = {
         "strategy/a.yaml": "defaults: [schema/ddp@_here_, _self_, small]\nbucket_mb: 3\nstatic_graph: true\n",
@@ -373,6 +382,17 @@ def test_a_root_of_ones_own_starts_from_that_of_dtf(tmp_path: Path, text: str, m
     with pytest.raises(ConfigError) as caught:
         with_files(tmp_path, {"root.yaml": text}, "root").compose([])
     assert str(caught.value).startswith(f"{tmp_path}/root.yaml: {message}")
+
+
+def test_the_keys_of_a_root_of_ones_own_win_over_the_experiment(tmp_path: Path) -> None:
+    files = {
+        "experiment/a.yaml": f"{GLOBAL}seed: 3\n",
+        "experiment/b.yaml": f"{GLOBAL}seed: 4\n",
+        "root.yaml": "defaults: [config, _self_, override /experiment: a]\ntrain: {epochs: 7}\n",
+        "hard.yaml": "defaults: [root, _self_]\nseed: 5\n",
+    }
+    assert with_files(tmp_path, files, "root").compose(["experiment=b"]).config["seed"] == 4
+    assert with_files(tmp_path, files, "hard").compose(["experiment=b"]).config["seed"] == 5
 
 
 def test_a_number_is_text_where_it_reads_as_it_was_written(tmp_path: Path) -> None:
