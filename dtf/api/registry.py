@@ -103,7 +103,13 @@ def register(group: str, name: str, *, variant_of: str = "") -> Callable[[T], T]
             )
         _check_defaults(f"{group}={name}", cls)
         if variant_of:
-            _check_variant(f"{group}={name}", cls, lookup(group, variant_of))
+            known = registered(group)
+            if variant_of not in known:
+                raise ConfigError(
+                    f"{group}={name}: {cls.__module__}.{cls.__qualname__} has variant_of={variant_of!r}, which is not "
+                    f"registered; {suggest(str(variant_of), known)}"
+                )
+            _check_variant(f"{group}={name}", cls, known[variant_of])
         made = dataclasses.dataclass(kw_only=True)(cls)
         missing = sorted(getattr(made, "__abstractmethods__", ()))
         if missing:

@@ -89,6 +89,11 @@ def _refuse_second_choices(file: Path, config_path: str, defaults: list[Any]) ->
     own, overridden = group if name else "", set[str]()
     for entry, is_override, path in _options_in(config_path, defaults):
         chosen, option = option_of(path)
+        if path == ROOT and own and not is_override:
+            raise ConfigError(
+                f"{file}: {_written(entry)} in its defaults list leads back to the file itself, as {ROOT} is the root "
+                "that chooses it; leave it out"
+            )
         if is_override or chosen == own or chosen not in (*GROUPS, EXPERIMENT):
             continue
         if not own and isinstance(entry, dict) and set(entry) <= {chosen, f"/{chosen}"}:
@@ -102,6 +107,8 @@ def _refuse_second_choices(file: Path, config_path: str, defaults: list[Any]) ->
                 f"{file}: override /{chosen} stands twice in its defaults list, and only the first counts; leave one"
             )
         overridden |= {chosen} if is_override else set()
+    for entry in (entry for entry in defaults if isinstance(entry, str) and defaults.count(entry) > 1):
+        raise ConfigError(f"{file}: {entry} stands twice in its defaults list; leave one")
     for entry, _, path in _options_in(config_path, defaults):
         if {".", ".."} & {*_written(entry).split("@")[0].replace(":", "/").split("/")}:
             raise ConfigError(
@@ -168,9 +175,11 @@ def check_package(file: Path, config_path: str, package: str | None, text: str) 
     if package is None:
         for number, line in enumerate(text.splitlines(), 1):
             if _PACKAGE.match(line):
-                raise ConfigError(
-                    f"{file}, line {number}: {line.strip()} is read only above all other lines; move it up"
-                )
+                place = line.partition("@package")[2].strip(" :") or "_global_"
+                remedy = "is read only above all other lines; move it up"
+                if number == 1:
+                    remedy = f"is not read so; write # @package {place}"
+                raise ConfigError(f"{file}, line {number}: {line.strip()} {remedy}")
     elif group in GROUPS and name and package.split(".")[0] not in (group, "_global_"):
         raise ConfigError(
             f"{file}: # @package {package} puts the keys of {group}={name} elsewhere; leave the line out, or write "

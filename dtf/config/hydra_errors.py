@@ -116,6 +116,8 @@ def _of_file(text: str, reads: dict[str, YamlFile]) -> str:
         return f"{place}: override {group} in its defaults list is a group below {folder}; write override /{group}"
     if package and reads[named[1]].header["package"] != "_global_":
         return f"{head} reaches beyond the file's own group; begin the file with the line # @package _global_"
+    if package:
+        return f"{head}: a group has one place; leave @{package} out"
     return (
         f"{head} comes too late, {group} is chosen before this file is read; choose it in an experiment or on the "
         "command line"

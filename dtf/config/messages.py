@@ -88,6 +88,8 @@ def _other_form(said: str, value: Any) -> str:
         return ""
     if isinstance(value, int | float) and "text" in wanted:
         return in_quotes(given.partition("=")[0], show(value))
+    if isinstance(value, float) and value.is_integer() and "int" in wanted:
+        return f"write it without a point or exponent: {int(value)}"
     if not isinstance(value, str) or not value:
         return ""
     if dots := _DOTS.fullmatch(value):

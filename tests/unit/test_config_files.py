@@ -94,6 +94,12 @@ def with_files(folder: Path, files: dict[str, str], config_name: str | None = No
             "in {}/strategy/a.yaml",
         ),
         (
+            {"experiment/a.yaml": "# @package _global_\nstep: {batch_size: 1e3}\n"},
+            "experiment=a",
+            "step.batch_size=1000.0 is not of type int; write it without a point or exponent: 1000; set in "
+            "{}/experiment/a.yaml",
+        ),
+        (
             {"experiment/a.yaml": "# @package _global_\ntrain: {steps: 1:30}\n"},
             "experiment=a",
             "train.steps=1:30 is not of type int | null; numbers are decimal: write 90; set in {}/experiment/a.yaml",
@@ -183,6 +189,22 @@ def test_a_fault_names_its_file_and_the_remedy(
             "experiment/a",
             f"{GLOBAL}defaults: [_self_, optional override /precison: bf16]\n",
             ": optional override /precison: bf16 in its defaults list: optional passes over",
+        ),
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults: [/config, _self_]\n",
+            ": /config in its defaults list leads back to the file itself, as config is the root that chooses it; ",
+        ),
+        ("experiment/a", f"{GLOBAL}defaults: [b, b, _self_]\n", ": b stands twice in its defaults list; leave one"),
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults: [_self_, override /strategy@foo: zero1]\n",
+            ": override /strategy in its defaults list: a group has one place; leave @foo out",
+        ),
+        (
+            "experiment/a",
+            "# @package: _global_\nseed: 3\n",
+            ", line 1: # @package: _global_ is not read so; write # @package _global_",
         ),
         # keys that would not count
         (
@@ -360,6 +382,7 @@ def test_a_part_is_mixed_in_after_the_base(tmp_path: Path) -> None:
             "its defaults list has no `config`, dtf's own root, from which a root of yours starts; begin it with",
         ),
         ("seed: 3\n", "its defaults list has no `config`"),
+        ("defaults: [config, config, _self_]\n", "config stands twice in its defaults list; leave one"),
         ("defaults: [config]\nseed: 3\n", "its defaults list has no _self_, the place of the file's own keys"),
         ("defaults: [root, config, _self_]\n", "its defaults list leads back to the file itself (root)"),
         ("defaults: config\n", "defaults=config must be a list, such as defaults: [config, _self_]"),

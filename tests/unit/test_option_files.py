@@ -176,7 +176,7 @@ def test_a_variant_is_declared_and_never_guessed(monkeypatch: pytest.MonkeyPatch
     for line, name in (("lr=warmed lr.warmup=8", "cosine"), ("lr=cosine lr.warmup=9", "warmed")):
         assert composer.compose(line.split()).config["lr"]["name"] == name
     for base, body, said in (
-        ("cosin", {}, "lr=cosin is not registered; did you mean cosine?"),
+        ("cosin", {}, "lr=other: .*Other has variant_of='cosin', which is not registered; did you mean cosine?"),
         ("step", {}, "lr=other: .*Other is no variant of dtf.api.lr.Step; make it a subclass"),
         ("cosine", {"__call__": Squared.__call__}, "is no variant of dtf.api.lr.Cosine, as it defines __call__"),
         ("cosine", {"more": 3}, "is no variant of dtf.api.lr.Cosine, as it defines more"),
