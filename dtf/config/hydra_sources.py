@@ -28,6 +28,7 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import GrammarParseError
 
 from dtf.api.registry import registered
 from dtf.api.schema import option_node, to_plain
@@ -146,6 +147,10 @@ class GuardedFiles(FileConfigSource):
             )
         except ConfigError:
             raise
+        except GrammarParseError as error:
+            raise ConfigError(
+                f"{file}: {error.full_key} has an interpolation that cannot be read; write ${{KEY}}"
+            ) from error
         except Exception as error:  # YAML, a header, a value no parser takes: whatever a file can hold
             raise ConfigError(f"{file}: {one_line(error)}; it must be a YAML mapping of keys to values") from error
         if not isinstance(content, dict):

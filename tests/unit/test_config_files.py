@@ -94,6 +94,11 @@ def with_files(folder: Path, files: dict[str, str], config_name: str | None = No
             "in {}/strategy/a.yaml",
         ),
         (
+            {"experiment/a.yaml": "# @package _global_\nrun: {name: '${'}\n"},
+            "experiment=a",
+            "{}/experiment/a.yaml: run.name has an interpolation that cannot be read; write ${{KEY}}",
+        ),
+        (
             {"experiment/a.yaml": "# @package _global_\nstep: {batch_size: 1e3}\n"},
             "experiment=a",
             "step.batch_size=1000.0 is not of type int; write it without a point or exponent: 1000; set in "
