@@ -126,7 +126,7 @@ def alone() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(name, marks=() if name in ("tensor", "pserver") else pytest.mark.slow) for name in STRATEGIES],
+    [pytest.param(name, marks=() if name == "pserver" else pytest.mark.slow) for name in STRATEGIES],
 )
 def test_the_recipe_in_the_documentation_trains_alike_under_every_strategy(
     strategy: str, unpack: Callable[[Page], None], run_dtf: RunDtf, alone: dict[str, list[dict[str, Any]]]

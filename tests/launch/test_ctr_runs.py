@@ -52,6 +52,7 @@ def test_evaluates_under_another_strategy_to_the_same_numbers(folder: Path, run_
     assert found == pytest.approx({name: last[name] for name in found}, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_exported_program_takes_ids(folder: Path, run_dtf: Any, tmp_path: Path) -> None:
     result = run_dtf("job=export", f"job.model={folder}", folder=tmp_path / "x")
     assert result.code == 0, result.err

@@ -21,8 +21,10 @@ def parts(out: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "how",
-    [("strategy=ddp", "launcher=inline"), ("strategy=pserver", "launcher.processes=2")],
-    ids=["inline", "servers"],
+    [
+        pytest.param(("strategy=ddp", "launcher=inline"), id="inline", marks=pytest.mark.slow),
+        pytest.param(("strategy=pserver", "launcher.processes=2"), id="servers"),
+    ],
 )
 def test_each_part_is_tried_and_nothing_is_left(run_dtf: Any, how: tuple[str, ...]) -> None:
     done = run_dtf("recipe=toy", *DRY, *how)

@@ -78,6 +78,7 @@ def test_a_rank_finds_the_world_as_it_is_now(start: Start, monkeypatch: pytest.M
         assert not set(places[0]["cores"]) & set(places[1]["cores"])
 
 
+@pytest.mark.slow
 def test_launcher_env_is_there_from_the_first_import(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forkserver_cache, "_server", None)  # the warm one is for the others
     monkeypatch.setattr(forkserver_cache, "PRELOAD", ["json"])
@@ -102,6 +103,7 @@ def test_a_killed_rank_is_replaced_and_meets_nothing_old(start: Start) -> None:
     assert "---- attempt 1" in (done.folder / "rank_0.log").read_text()
 
 
+@pytest.mark.slow
 def test_the_fork_server_is_replaced_when_it_dies(start: Start) -> None:
     done = start("server_killed_once")
     assert done.code == Exit.OK

@@ -25,6 +25,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_counts_unreadable_files_and_ends_when_they_are_too_many(tmp_path: Path, run_dtf: Any) -> None:
     root = tree(tmp_path / "t", train=6, val=5)
     (root / "train/c0/3.jpg").write_bytes(b"")

@@ -71,6 +71,7 @@ def test_a_run_that_goes_on_makes_no_check(counted: Counted, tmp_path: Path) -> 
     assert counted("train.steps=4", folder=other)[0] == first - CHECK  # what a resumed run found is handed on
 
 
+@pytest.mark.slow
 def test_a_restart_makes_no_check(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/no folder")
     options = ["train.steps=3", "checkpoint.every_steps=1", "train.log_every=1"]

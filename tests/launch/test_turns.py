@@ -74,6 +74,7 @@ def test_weights_that_were_given_are_shared_too(run_dtf, monkeypatch: pytest.Mon
     assert tensors(done.folder, 2) == tensors(free.folder, 2)
 
 
+@pytest.mark.slow
 def test_who_waits_for_whom(run_dtf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank whose turn it is waits until the line is written."""
     said, texts = tmp_path / "said", []

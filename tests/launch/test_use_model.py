@@ -298,6 +298,7 @@ def test_what_cannot_be(command: tuple[str, ...], code: int, told: str, trained:
     assert (result.code, told in result.err) == (code, True), result.err
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_file_only(trained: Path, run_dtf: Run, tmp_path: Path) -> None:
     """Where the file lies may change, its bytes may not; the checkpoint's numbers win over it."""
     from safetensors.torch import save_file

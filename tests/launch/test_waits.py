@@ -61,6 +61,7 @@ def test_a_module_that_only_some_rows_use_is_refused_by_name(run_dtf, options: l
     assert record["exit"] == Exit.CONFIG and "do not use third" in record["cause"]
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_in_a_circle_are_refused(tmp_path: Path) -> None:
     done = launch("tests.support.entries:waits_in_a_circle", tmp_path, hang_timeout_s=LONG_S, start_timeout_s=LONG_S)
     assert done.code == Exit.CONFIG

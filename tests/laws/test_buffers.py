@@ -24,7 +24,7 @@ def case(kind: str, **more: object) -> dict:
     return {"plugin": PLUGIN, "recipe": recipe, **{k: v for k, v in more.items() if k not in recipe}}
 
 
-@pytest.mark.parametrize(("strategy", "options", "kind"), crossed(DIVIDING, [*RULES, *KNOWN], turns=TURNS, each=2))
+@pytest.mark.parametrize(("strategy", "options", "kind"), crossed(DIVIDING, [*RULES, *KNOWN], turns=TURNS, each=1))
 def test_every_strategy_follows_the_reference(strategy: str, options: dict, kind: str) -> None:
     if kind == "skipped" and (options.get("static_graph") or options.get("balance") == "flops"):
         return  # both are promises that the rows decide nothing

@@ -106,6 +106,7 @@ def test_the_numbers_of_a_plain_loop(received: bool) -> None:
 USE = ["plugins=[tests.support.coupled_toy]", "recipe=coupled_toy", "recipe.received=true", "recipe.eval_rows=23"]
 
 
+@pytest.mark.slow
 def test_jobs_that_use_a_model_cut_alike(run_dtf: Any) -> None:
     """job=evaluate gives the metrics of the training's last evaluation, job=predict the same answers, on any world; a
     file of predictions that ends within a micro-batch goes on with the same answers.

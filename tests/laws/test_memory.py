@@ -172,6 +172,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "processes", "optimizer", "options", "micro"), CASES, ids=str)
 def test_the_plan_is_near_the_peak(
     strategy: str, processes: int, optimizer: str, options: dict[str, Any], micro: int

@@ -180,6 +180,7 @@ def test_going_on_with_other_arithmetic_is_said(run_dtf: Any) -> None:
     ), again.out
 
 
+@pytest.mark.slow
 def test_dp_and_ddp_go_on_from_each_other_by_command(run_dtf: Any) -> None:
     base = [*RUN, "checkpoint.every_steps=6"]
     first = run_dtf(*base, "precision=fp64", "strategy=ddp", "launcher.processes=3", "train.steps=12", "lr=constant")

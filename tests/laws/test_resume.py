@@ -113,7 +113,7 @@ def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(
 
 @pytest.mark.parametrize(
     ("strategy", "options", "optimizer"),
-    crossed(variants(), ["adamw", "lars"], usual=["adamw"], turns=["lars", None, None, None, None]),
+    crossed(variants(), ["adamw", "lars"], usual=["adamw"], turns=["lars", None, None, None, None], programs=True),
 )
 def test_optimizer_state_travels(strategy: str, options: dict, optimizer: str, once: Callable[..., Any]) -> None:
     whole = broken(once, ("ddp", 2), (strategy, 3), ({"shard_optimizer": True}, options), optimizer=optimizer)
@@ -139,7 +139,7 @@ def test_saving_and_evaluating_leave_no_trace(strategy: str, processes: int) -> 
     ("strategy", "processes"),
     [
         pytest.param("dp", 2, marks=pytest.mark.slow),
-        ("ddp", 3),
+        pytest.param("ddp", 3, marks=pytest.mark.slow),
         ("fsdp", 2),
         pytest.param("fsdp", 3, marks=pytest.mark.slow),
         pytest.param("tensor", 2, marks=pytest.mark.slow),

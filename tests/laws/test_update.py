@@ -147,6 +147,7 @@ class Stored:
         return self._tensors[name]
 
 
+@pytest.mark.slow
 def test_half_precision_learns_what_fp32_learns() -> None:
     """By the mean loss of the last twenty steps: that of one evaluation goes up and down by more."""
     losses = {}

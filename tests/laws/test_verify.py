@@ -165,7 +165,8 @@ def test_rounding_alone_is_no_break(run_dtf: Any, recipe: str, precision: str) -
     assert bias in row["rounding"] and "rounding: " in done.out and len(row["rounding"]) < 6
 
 
-@pytest.mark.parametrize("recipe", ["cancelled_bias", pytest.param("key_bias", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["cancelled_bias", "key_bias"])
 def test_a_fault_beside_rounding_is_found(run_dtf: Any, recipe: str) -> None:
     """The same models, and one tensor that is wrong by a millionth, after the last update, so that losses agree."""
     tensor = {"cancelled_bias": "3.bias", "key_bias": "last.bias"}[recipe]

@@ -94,6 +94,7 @@ def test_each_ticket_is_applied_once_although_processes_die(seed: int) -> None:
     assert result["died"] >= 1
 
 
+@pytest.mark.slow
 def test_it_learns_as_async_does() -> None:
     """Batch normalisation included: its averages are linear, and each thread tells what it adds."""
     case: dict[str, Any] = {"clip_norm": 0.0, "optimizer": "adagrad"}

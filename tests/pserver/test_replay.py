@@ -82,7 +82,8 @@ def test_a_recorded_run_has_the_same_numbers_again_and_needs_no_memory_of_what_i
     )
 
 
-@pytest.mark.parametrize("recipe", [["recipe=toy"], pytest.param(CLICKS, marks=slow)], ids=["toy", "clicks"])
+@slow
+@pytest.mark.parametrize("recipe", [["recipe=toy"], CLICKS], ids=["toy", "clicks"])
 def test_a_replay_starts_from_the_weights_that_the_run_started_from(
     recipe: list[str], run_dtf: Any, replayed: Any
 ) -> None:

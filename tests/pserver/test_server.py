@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -156,6 +157,8 @@ def test_a_server_that_waits_for_another_one_looks_after_its_trainers(monkeypatc
     looked = list[ServerProgram]()
     with server() as (program, _, _engine):
         program._world, program.while_waiting = cast(Any, SimpleNamespace(size=2)), looked.append
+        seconds = itertools.count(step=60)  # between two looks at the clock
+        monkeypatch.setattr("dtf.pserver.server.program.monotonic", lambda: float(next(seconds)))
         for program.over in (False, True):
             barrier = SimpleNamespace(is_completed=iter([False, True]).__next__, wait=lambda: None)
             monkeypatch.setattr("torch.distributed.barrier", lambda async_op, barrier=barrier: barrier)

@@ -176,6 +176,7 @@ def test_killed_processes_of_teams_leave_sync_bit_for_bit(servers: list[str], ru
     assert left(killed.folder) == []
 
 
+@pytest.mark.slow
 def test_a_killed_process_of_a_team_leaves_sync_bit_for_bit(run_dtf: Any, tmp_path: Path) -> None:
     words = [*BASE, "strategy.team=2"]
     whole, killed = run_dtf(*words), run_dtf(*words, f"recipe.marker={tmp_path / 'killed'}")

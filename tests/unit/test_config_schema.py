@@ -269,7 +269,7 @@ def test_a_value_that_no_key_takes(plain: dict[str, Any], line: str, rule: str) 
         ),
         (
             {"run": {"name": 1.5}},
-            "run.name=1.5 is not of type text; in quotes it is text, on the command line 'run.name=",
+            "run.name=1.5 is not of type text; in quotes it is text: '1.5', on the command line 'run.name=",
         ),
         ({"run": {"name": False}}, "run.name=false is not of type text; in quotes it is text"),
         ({"run": {"name": None}}, "run.name=null is not of type text"),

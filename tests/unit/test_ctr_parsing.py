@@ -205,7 +205,7 @@ def pieces(name: str) -> st.SearchStrategy[bytes]:
 
 @pytest.mark.parametrize("name", TEXTS)
 @given(data=st.data())
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_bytes_are_read_as_the_reference_reads_them(name: str, data: st.DataObject) -> None:
     agree(name, data.draw(pieces(name)))
 

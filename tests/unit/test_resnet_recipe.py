@@ -135,6 +135,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_drawn_shapes_can_be_learnt(one_thread: None) -> None:
     """A few steps on a few rows: the loss of rows never seen falls well below that of guessing."""
     recipe = ResnetShapes(
