@@ -69,7 +69,7 @@ class World:
                     "strategy.backend=mpi: this torch was built without MPI; use strategy.backend=gloo, or build "
                     "torch from source with MPI"
                 )
-            named = [part.rpartition(":")[2] for part in backend.split(",")]
+            named = [part.rpartition(":")[2].lower() for part in backend.split(",")]
             unknown = [name for name in named if name not in dist.Backend.backend_list]
             if unknown:
                 raise ConfigError(

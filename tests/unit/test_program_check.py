@@ -93,3 +93,14 @@ def test_where_other_processes_compute_no_rank_reads() -> None:
 
     right = program(shard=None, leased=Servers())
     assert check_program(right, "mine", others(None)) is right
+
+
+def test_what_a_program_has_of_other_processes_is_a_leased_work() -> None:
+    with pytest.raises(ConfigError, match="the program's leased is None; it must be a dtf.LeasedWork, or be left out"):
+        check_program(program(leased=None), "mine", others([1, 2]))
+
+
+def test_a_backend_that_torch_does_not_have_is_refused_before_ranks_meet() -> None:
+    for backend in ("glooo", "cpu:gloo,cuda:ncc"):
+        with pytest.raises(ConfigError, match=r"communication\(\) names the backend '(glooo|ncc)', which torch"):
+            World.join(Place(size=2, store="127.0.0.1:1"), backend)
