@@ -23,12 +23,15 @@ Send = Callable[[Event], None]
 
 
 def meet(place: Place) -> Any:
-    """Join the other ranks; their process group's store, under this attempt's prefix."""
+    """Join the other ranks; their process group's store, under this attempt's prefix. Returns when all have joined:
+    whoever leaves next may take the store along.
+    """
     import torch.distributed as dist
 
     host, _, port = place.store.rpartition(":")
     store = dist.PrefixStore(place.prefix, dist.TCPStore(host, int(port), is_master=False))
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
+    dist.barrier()
     return store
 
 
