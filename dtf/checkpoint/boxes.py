@@ -6,12 +6,22 @@ A box is an axis-aligned part of a global tensor. Torch is imported only by what
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf.checkpoint import storage
-from dtf.checkpoint.manifest import ITEM_BYTES, Manifest, StoredBox, intersect, parse_json, volume
+from dtf.checkpoint.manifest import (
+    ITEM_BYTES,
+    MAX_BYTES,
+    Manifest,
+    StoredBox,
+    StoredFile,
+    exact_json,
+    intersect,
+    parse_json,
+    volume,
+)
 from dtf.checkpoint.safetensors_format import Slot, header, slots
 from dtf.core.errors import DataError
 from dtf.core.types import Box
@@ -22,6 +32,7 @@ if TYPE_CHECKING:
 
 STATE = "state.json"
 """The file of a checkpoint that holds what is no tensor."""
+_MAX_STATE_DEPTH = 64
 TORCH_DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -75,18 +86,88 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
+def write_scalars(folder: Path, scalars: dict[str, Any]) -> StoredFile:
+    """Inverse of `read_scalars`. ValueError for what that would refuse."""
+    data = exact_json(scalars)
+    if len(data) > MAX_BYTES or not _is_shallow(scalars):
+        raise ValueError(f"the scalars of a checkpoint have {len(data)} bytes or too many levels")
+    return storage.write(folder / STATE, [data])
+
+
 def read_scalars(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """What a checkpoint holds beside tensors. Torch-free. DataError when it is damaged."""
     file = manifest.files.get(STATE)
     if file is None:
         raise DataError(f"{STATE} is missing")
+    if file.size > MAX_BYTES:
+        raise DataError(f"{STATE} has {file.size} bytes; {MAX_BYTES} is the limit")
     try:
         scalars = parse_json(bytes(storage.Blocks(folder, STATE, file).read(0, file.size)))
     except ValueError as error:
         raise DataError(f"{STATE} is no JSON: {ascii(str(error))[:120]}") from None
     if not isinstance(scalars, dict):
         raise DataError(f"{STATE} is no JSON object")
+    if not _is_shallow(scalars):
+        raise DataError(f"{STATE} has more than {_MAX_STATE_DEPTH} levels")
     return scalars
+
+
+def _is_shallow(value: Any) -> bool:
+    """Whether a value has few enough levels to be walked by functions that call themselves."""
+    level = [value]
+    for _ in range(_MAX_STATE_DEPTH):
+        inner = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [item for items in inner for item in items]
+        if not level:
+            return True
+    return False
+
+
+def loading_fault(
+    folder: Path, index: int = 0, count: int = 1, judge: Callable[[dict[str, Any]], object] = dict
+) -> str | None:
+    """Why a checkpoint must not be loaded, as far as rank `index` of `count` has to look: digests first, then content
+    that is as it was written but makes no sense. None when all is well.
+
+    `judge` gets the scalars and raises DataError for those of no use.
+    """
+    try:
+        manifest = storage.read_manifest(folder)
+        fault = next(storage.faults(folder, manifest, index, count), None)
+        return fault or next(content_faults(folder, manifest, index, count, judge), None)
+    except DataError as error:
+        return str(error)
+    except NotADirectoryError:
+        return "is no folder"
+
+
+def content_faults(
+    folder: Path,
+    manifest: Manifest,
+    index: int = 0,
+    count: int = 1,
+    judge: Callable[[dict[str, Any]], object] = dict,
+) -> Iterator[str]:
+    """What is wrong in files whose digests are right: scalars that are none, tensors that are not where the manifest
+    says. Rank `index` of `count` looks at its share of the files.
+    """
+    mine = sorted({STATE, *manifest.files})[index::count]
+    stored: dict[str, dict[str, Slot]] = {}
+    for name in mine:
+        try:
+            if name == STATE:
+                judge(read_scalars(folder, manifest))
+            else:
+                file = manifest.files[name]
+                stored[name] = slots(storage.Blocks(folder, name, file).read, file.size)
+        except (DataError, OSError) as error:
+            yield f"{name}: {error}" if name not in str(error) else str(error)
+    for name, tensor in manifest.tensors.items():
+        for box in tensor.boxes:
+            if box.file in stored:
+                slot = stored[box.file].get(box.key)
+                if slot is None or (slot.dtype, slot.shape) != (tensor.dtype, box.shape):
+                    yield f"{box.file}: {box.key!a} is not the box of {name} that the manifest lists"
 
 
 class StoredCheckpoint:

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dtf.api.registry import option, register, with_default
 from dtf.api.schema import KeyProblem
 from dtf.checkpoint import storage
-from dtf.checkpoint.boxes import STATE, StoredCheckpoint, write_boxes
+from dtf.checkpoint.boxes import STATE, StoredCheckpoint, loading_fault, write_boxes, write_scalars
 from dtf.checkpoint.manifest import (
     Manifest,
     Objective,
     StoredBox,
     StoredFile,
     StoredTensor,
-    exact_json,
 )
 from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.core.errors import BusyError, DataError, DtfError, Exit, SaveError
@@ -112,6 +111,7 @@ class Checkpointer:
         self._folder, self._options, self._world, self._run_id = folder, options, world, run_id
         self._objective, self._strategy, self._note = objective, strategy, note
         self._damaged: set[Path] = set()  # found at the start; they are left where they are and count for nothing
+        self._judge: Callable[[dict[str, Any]], object] = dict
         self._cause: Exception | None = None
 
     # ------------------------------------------------------------ save
@@ -125,7 +125,9 @@ class Checkpointer:
         """
         name = storage.step_name(step)
         begun = self._lead(
-            lambda: _text(storage.begin(self._folder, step, self._run_id, self._note)), SaveError, f"checkpoint {name}"
+            lambda: _text(storage.begin(self._folder, step, self._run_id, self._note, self._fault)),
+            SaveError,
+            f"checkpoint {name}",
         )
         if begun is None:
             return str(self._folder / name)
@@ -150,7 +152,7 @@ class Checkpointer:
                 rank, text, exit = failed[0]
                 raise (SaveError if exit is None else DtfError)(f"rank {rank}: {text}")
             files, tensors = _merge([written for part in parts for written in part["result"]])
-            files[STATE] = storage.write(draft / STATE, [exact_json(scalars)])
+            files[STATE] = write_scalars(draft, scalars)
             goal = Objective(*self._objective, value) if value is not None else None
             final = storage.commit(
                 draft, Manifest(step, self._run_id, self._strategy, self._world.size, goal, files, tensors)
@@ -188,20 +190,20 @@ class Checkpointer:
 
     # ------------------------------------------------------------ find and load
 
-    def find(self, attempt: int = 0) -> Path | None:
+    def find(self, attempt: int = 0, judge: Callable[[dict[str, Any]], object] = dict) -> Path | None:
         """The checkpoint to resume from, with every digest compared. None: start at step 0. Collective. Called once,
         before the first save.
 
         `attempt`: how many restarts this run has had. A restarted run resumes from its own checkpoints whatever
-        `resume` says. A checkpoint that cannot be loaded is noted and skipped. BusyError when `resume` would start a
-        second history in the folder. DataError when there are checkpoints but none can be loaded, or when a rank cannot
-        read what others can.
+        `resume` says. `judge` raises DataError for scalars from which no run can go on. A checkpoint that cannot be
+        loaded is noted and skipped. BusyError when `resume` would start a second history in the folder. DataError when
+        there are checkpoints but none can be loaded, or when a rank cannot read what others can.
         """
-        newest_fault = ""
+        newest_fault, self._judge = "", judge
         candidates = [Path(path) for path in self._lead(lambda: self._candidates(attempt), DataError, "checkpoints")]
         for path in candidates:
             reports = self._world.gather(
-                self._attempt(lambda path=path: storage.first_fault(path, self._world.rank, self._world.size))
+                self._attempt(lambda path=path: loading_fault(path, self._world.rank, self._world.size, judge))
             )
             fault = self._lead(lambda reports=reports: _verdict(reports or []), DataError, f"checkpoint {path}")
             if fault is None:
@@ -223,6 +225,9 @@ class Checkpointer:
     def load(self, path: Path) -> StoredCheckpoint:
         """Open a checkpoint for reading. Not collective."""
         return StoredCheckpoint(path)
+
+    def _fault(self, path: Path) -> str | None:
+        return loading_fault(path, judge=self._judge)
 
     def _candidates(self, attempt: int) -> list[str]:
         """The part of rank 0 in `find`: the checkpoints of this run folder, or those of the given path if there are

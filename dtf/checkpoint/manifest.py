@@ -23,11 +23,15 @@ BLOCK_BYTES = 1 << 20
 ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
 ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 """Number formats by their names in safetensors."""
+MAX_BYTES = 1 << 28
+"""Largest manifest, and largest JSON of scalars: a reader holds all of either in memory."""
 
 NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,128}")
 _FLOAT = "$float64"
 _MAX_DIMENSIONS = 8
 _MAX_TENSOR_NAME = 1024
+_MAX_TENSOR_BYTES = 1 << 62  # also of an empty tensor without its axes of length 0: torch multiplies the others
+_FACES_PER_BOX = 16
 
 
 class StoredBox(NamedTuple):
@@ -114,11 +118,12 @@ def _encodable(value: Any, where: str) -> Any:
 
 
 def _decoded(item: dict[str, Any]) -> Any:
-    return (
-        struct.unpack(">d", bytes.fromhex(item[_FLOAT]))[0]
-        if isinstance(item.get(_FLOAT), str) and len(item[_FLOAT]) == 16
-        else item
-    )
+    if _FLOAT not in item:
+        return item
+    digits = item[_FLOAT]
+    if len(item) > 1 or not isinstance(digits, str) or not re.fullmatch("[0-9a-f]{16}", digits):
+        raise ValueError(f"{_FLOAT} needs 16 hexadecimal digits")
+    return struct.unpack(">d", bytes.fromhex(digits))[0]
 
 
 def _no_constant(word: str) -> float:
@@ -131,7 +136,7 @@ def _no_constant(word: str) -> float:
 def encode(manifest: Manifest) -> bytes:
     """The bytes of manifest.json: one JSON object whose last member is the SHA-256 of every byte before it.
 
-    ValueError when the boxes do not cover every tensor exactly once.
+    ValueError when the boxes do not cover every tensor exactly once, or are too many.
     """
     _check(manifest)
     goal = manifest.objective
@@ -153,6 +158,8 @@ def encode(manifest: Manifest) -> bytes:
             },
         }
     )[:-1]
+    if len(body) > MAX_BYTES - len(_seal(b"")):
+        raise ValueError(f"a manifest of {len(body)} bytes; {MAX_BYTES} is the limit")
     return body + _seal(body)
 
 
@@ -163,7 +170,7 @@ def decode(data: bytes) -> Manifest:
         raise DataError("manifest.json is damaged: its bytes do not have the SHA-256 written at its end")
     try:
         return _parse(parse_json(data))
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise DataError(f"manifest.json makes no sense: {_short(error)}") from None
 
 
@@ -183,7 +190,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
         run_id=_text(data["run"]),
         strategy=_text(data["world"]["strategy"]),
         ranks=_count(data["world"]["ranks"]),
-        objective=Objective(_text(goal[0]), _text(goal[1]), float(goal[2])) if goal is not None else None,
+        objective=Objective(_text(goal[0]), _text(goal[1]), _number(goal[2])) if goal is not None else None,
         files={name: StoredFile(_count(file["size"]), _counts(file["crc32"])) for name, file in data["files"].items()},
         tensors={
             name: StoredTensor(
@@ -222,6 +229,8 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"{name} has the unknown dtype {_short(tensor.dtype)}")
         if len(tensor.shape) > _MAX_DIMENSIONS:
             raise ValueError(f"{name} has {len(tensor.shape)} dimensions; {_MAX_DIMENSIONS} is the limit")
+        if volume(max(1, length) for length in tensor.shape) * ITEM_BYTES[tensor.dtype] > _MAX_TENSOR_BYTES:
+            raise ValueError(f"{name} is larger than memory can be")
         fault = partition_fault(tensor.shape, [(box.offset, box.shape) for box in tensor.boxes])
         if fault:
             raise ValueError(f"{name}: {fault}")
@@ -244,6 +253,12 @@ def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{_short(value)} should be a whole number >= 0")
     return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{_short(value)} should be a number")
+    return float(value)
 
 
 def _counts(values: Any) -> tuple[int, ...]:
@@ -290,16 +305,31 @@ def partition_fault(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], t
     held = sum(volume(size) for _, size in boxes)
     if held != volume(shape) or not boxes:
         return f"{len(boxes)} boxes hold {held} of {volume(shape)} elements"
-    full = [box for box in boxes if volume(box[1])]
-    if len(full) < 2:
-        return ""
-    # Equal volume and no overlap make a partition. Sweep along the axis with most cuts: only boxes that are open there
-    # can overlap.
-    axis = max(range(len(shape)), key=lambda i: len({offset[i] for offset, _ in full}))
-    open_boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for offset, size in sorted(full, key=lambda box: box[0][axis]):
-        open_boxes = [box for box in open_boxes if box[0][axis] + box[1][axis] > offset[axis]]
-        if any(intersect(offset, size, *other) for other in open_boxes):
-            return f"box {size} at {offset} overlaps another"
-        open_boxes.append((offset, size))
-    return ""
+    return _overlap(shape, [box for box in boxes if volume(box[1])]) if held else ""
+
+
+def _overlap(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
+    """As `partition_fault`, of boxes inside a tensor that hold as many elements as it; in time linear in their number.
+
+    Where they do, the sum of their indicator functions is that of the tensor, and so are its derivatives. The
+    derivative along an axis puts a face at each end of a box, with opposite signs; faces of neighbours cancel.
+    """
+    axes = [i for i in range(len(shape)) if any(size[i] != shape[i] for _, size in boxes)]
+    faces: dict[tuple, int] = {}
+
+    def add(face: tuple, weight: int) -> None:
+        faces[face] = faces.get(face, 0) + weight
+
+    add(tuple((0, shape[i]) for i in axes), -1)
+    for offset, size in boxes:
+        add(tuple((offset[i], offset[i] + size[i]) for i in axes), 1)
+    for axis in range(len(axes)):
+        intervals, faces = faces, {}
+        for face, weight in intervals.items():
+            (first, last), before, after = face[axis], face[:axis], face[axis + 1 :]
+            add((*before, first, *after), weight)
+            add((*before, last, *after), -weight)
+        faces = {face: weight for face, weight in faces.items() if weight}
+        if len(faces) > _FACES_PER_BOX * (len(boxes) + 1):
+            return f"{len(boxes)} boxes are staggered along more than four axes, which no strategy does"
+    return f"of {len(boxes)} boxes one overlaps another" if any(faces.values()) else ""

@@ -18,15 +18,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from dtf.checkpoint.manifest import BLOCK_BYTES, NAME, Manifest, Objective, StoredFile, blocks, decode, encode
+from dtf.checkpoint.manifest import BLOCK_BYTES, MAX_BYTES, NAME, Manifest, Objective, StoredFile, decode, encode
 from dtf.core.errors import DataError
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _STEP = re.compile(r"step_(\d{6,18})")
 _LEFTOVER = re.compile(r"(?:step_\d{6,18}|latest)\.tmp-.+|\.trash-.+")
-_MAX_MANIFEST_BYTES = 1 << 28
 _CACHED_BLOCKS = 8
+_FaultOf = Callable[[Path], str | None]
 
 
 def step_name(step: int) -> str:
@@ -58,7 +58,7 @@ def write(path: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> Store
 
     Pieces are taken one at a time; no more than one of them and a block are held in memory.
     """
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         size, digests = 0, []
         for block in _in_blocks(pieces):
@@ -93,19 +93,21 @@ def _in_blocks(pieces: Iterable[bytes | bytearray | memoryview]) -> Iterator[byt
         yield held
 
 
-def begin(parent: Path, step: int, run_id: str, note: Callable[[str], None]) -> Path | None:
-    """Make a new empty folder for the checkpoint of `step`. None when that checkpoint exists, complete and undamaged.
+def begin(
+    parent: Path, step: int, run_id: str, note: Callable[[str], None], fault_of: _FaultOf | None = None
+) -> Path | None:
+    """Make a new empty folder for the checkpoint of `step`. None when that checkpoint exists and has no fault.
 
     A checkpoint is never overwritten. One of the same step that cannot be loaded is moved aside, to
     `step_000120.bad-<run id>`, for a person to look at. A complete one is kept: a run folder holds one history, so it
-    is the same training.
+    is the same training. `fault_of`: says why a checkpoint cannot be loaded; without it, digests decide.
     """
     if not parent.is_dir():
-        parent.mkdir()
+        parent.mkdir(mode=0o700)
         _sync_folder(parent.parent)
     final = parent / step_name(step)
     if os.path.lexists(final):
-        fault = first_fault(final)
+        fault = (fault_of or first_fault)(final)
         if fault is None:
             point_latest(parent, final.name, run_id)
             return None
@@ -120,7 +122,7 @@ def begin(parent: Path, step: int, run_id: str, note: Callable[[str], None]) -> 
     draft = parent / f"{final.name}.tmp-{run_id}"
     if os.path.lexists(draft):
         _remove(draft)
-    draft.mkdir()
+    draft.mkdir(mode=0o700)
     return draft
 
 
@@ -178,8 +180,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{MANIFEST} is missing; the checkpoint is not complete")
     file, size = _open(folder / MANIFEST)
     try:
-        if size > _MAX_MANIFEST_BYTES:
-            raise DataError(f"{MANIFEST} has {size} bytes; {_MAX_MANIFEST_BYTES} is the limit")
+        if size > MAX_BYTES:
+            raise DataError(f"{MANIFEST} has {size} bytes; {MAX_BYTES} is the limit")
         data = bytearray(size)
         manifest = decode(bytes(data[: _fill(file, memoryview(data), 0)]))
     finally:
@@ -236,7 +238,7 @@ def _file_faults(file: Blocks, numbers: range) -> Iterator[str]:
 
 
 def first_fault(folder: Path, index: int = 0, count: int = 1) -> str | None:
-    """Why a checkpoint must not be loaded, as far as rank `index` of `count` has to look; None when all is well."""
+    """Why bytes of a checkpoint are not as written, as far as rank `index` of `count` looks; None when all is well."""
     try:
         return next(faults(folder, read_manifest(folder), index, count), None)
     except DataError as error:
@@ -259,7 +261,7 @@ class Blocks:
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes [start, stop), writable. DataError when a block they touch is damaged."""
-        first, last = start // BLOCK_BYTES, blocks(stop)
+        first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
         if last - first <= 2:  # small tensors share blocks: read and compare those once
             data = memoryview(bytearray().join(self._block(number) for number in range(first, last)))
         else:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dtf.api.registry import base_of
 from dtf.api.task import Source
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import flat
 from dtf.core.types import Measured, Note
 from dtf.engine.assemble import TrainingSetup
+from dtf.engine.clock import Progress
+from dtf.optim.update import check_scalars
 
+_COUNTS = ("step", "best_step", "since_best")
+_MOST_STEPS = 1 << 62
+_SHOWN = 200  # characters of a value of a checkpoint
 RECENT_BYTES = 65536
 """Of the measurements sent again: as much as a pipe holds, and half of what a message may."""
 
@@ -73,13 +78,50 @@ def hyperparameters(setup: TrainingSetup) -> dict[str, Any]:
     return values
 
 
+def position(scalars: dict[str, Any]) -> Resumed:
+    """Where a run goes on that has these scalars in its checkpoint. DataError when no run could have written them."""
+    try:
+        clock, window = asdict(Progress(**scalars["clock"])), scalars["window"]
+        _refuse_unless("clock", _is_clock(clock))
+        _refuse_unless("window", window is None or (bool(window) and _are_numbers(window)))
+        _refuse_unless("course", isinstance(scalars["course"], dict))
+        check_scalars(scalars["program"])
+        recent = tuple(Measured(**fields) for fields in scalars["recent"])
+        _refuse_unless("recent", all(map(_is_measured, recent)))
+        return Resumed(clock, window, bool(scalars.get("updated", True)), recent)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"state.json lacks what a run needs to go on: {ascii(str(error))[:_SHOWN]}") from None
+
+
+def _refuse_unless(key: str, makes_sense: bool) -> None:
+    if not makes_sense:
+        raise DataError(f"state.json holds a {key} that no run writes")
+
+
+def _is_clock(clock: dict[str, Any]) -> bool:
+    best, fallen = clock["best"], clock["fallen"]
+    counts = all(type(clock[key]) is int and 0 <= clock[key] < _MOST_STEPS for key in _COUNTS)
+    return counts and (best is None or _are_numbers([best])) and _are_numbers([fallen])
+
+
+def _is_measured(measured: Measured) -> bool:
+    place = type(measured.step) is int and isinstance(measured.split, str) and isinstance(measured.values, dict)
+    return place and _are_numbers([measured.epoch, measured.seconds, *measured.values.values()])
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        type(value) is float or (type(value) is int and abs(value) < _MOST_STEPS) for value in values
+    )
+
+
 def resume(setup: TrainingSetup) -> Resumed:
     """Load the newest checkpoint, if there is one to go on from. Collective.
 
     ConfigError when it is of another task, or lies behind the end of this run.
     """
     checkpointer, plan = setup.checkpointer, setup.plan
-    path = checkpointer.find(setup.joined.rank.place.attempt)
+    path = checkpointer.find(setup.joined.rank.place.attempt, position)
     resumed = _load(setup, path) if path is not None else Resumed()
     if resumed.step > plan.end:
         key = f"train.until={plan.until}" if plan.end < plan.total else f"a run of {plan.total} steps"
@@ -98,7 +140,7 @@ def _load(setup: TrainingSetup, path: Path) -> Resumed:
     _refuse_another_task(setup, path, source)
     now, before = dict(flat(hyperparameters(setup), "")), dict(flat(scalars["course"], ""))
     changed = [
-        f"{key}={now.get(key)} (was {before.get(key)})"
+        f"{key}={now.get(key)} (was {str(before.get(key))[:_SHOWN]})"
         for key in sorted(now.keys() | before.keys())
         if now.get(key) != before.get(key)
     ]
@@ -106,18 +148,20 @@ def _load(setup: TrainingSetup, path: Path) -> Resumed:
         setup.joined.see(Note("warning", f"from step {scalars['clock']['step']} on with {', '.join(changed)}"))
     source.scalars = scalars["program"]
     setup.program.load(source)
-    recent = [Measured(**fields) for fields in scalars["recent"]] if checkpointer.owns(path) else []
+    resumed = position(scalars)
+    recent = list(resumed.recent) if checkpointer.owns(path) else []
     while len(json.dumps([asdict(measured) for measured in recent])) > RECENT_BYTES:
         recent = recent[len(recent) // 2 + 1 :]
-    return Resumed(scalars["clock"], scalars["window"], scalars.get("updated", True), tuple(recent))
+    return replace(resumed, recent=tuple(recent))
 
 
 def _refuse_another_task(setup: TrainingSetup, path: Path, source: Source) -> None:
     """Raise ConfigError that names the first key in which the checkpoint is not of this run's task."""
     for key, value in identity(setup).items():
         if source.scalars.get(key) != value:
+            was = repr(source.scalars.get(key))[:_SHOWN]
             start_anew = ", or start anew in another run.dir" if setup.checkpointer.owns(path) else ""
             raise ConfigError(
-                f"checkpoint {path} was written with {key}={source.scalars.get(key)!r}, this run has {key}={value!r}; "
+                f"checkpoint {path} was written with {key}={was}, this run has {key}={value!r}; "
                 f"data position and numbers would not continue; use the same{start_anew}"
             )

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.checkpoint import storage
-from dtf.checkpoint.boxes import STATE, read_scalars
+from dtf.checkpoint.boxes import content_faults, read_scalars
 from dtf.checkpoint.manifest import ITEM_BYTES, Manifest, volume
 from dtf.checkpoint.resolve_path import resolve_checkpoints
-from dtf.checkpoint.safetensors_format import slots
 from dtf.core.errors import ConfigError, DataError, Exit
 
 if TYPE_CHECKING:
@@ -103,20 +102,7 @@ def _faults(folder: Path) -> list[str]:
     faults = list(storage.faults(folder, manifest))
     if faults:
         return faults
-    readers = {name: storage.Blocks(folder, name, file) for name, file in manifest.files.items()}
-    try:
-        read_scalars(folder, manifest)
-        stored = {
-            name: slots(readers[name].read, manifest.files[name].size) for name in manifest.files if name != STATE
-        }
-    except (DataError, OSError) as error:
-        return [str(error)]
-    for name, tensor in manifest.tensors.items():
-        for box in tensor.boxes:
-            slot = stored.get(box.file, {}).get(box.key)
-            if slot is None or (slot.dtype, slot.shape) != (tensor.dtype, box.shape):
-                faults.append(f"{box.file}: {box.key!a} is not the box of {name} that the manifest lists")
-    return faults
+    return list(content_faults(folder, manifest))
 
 
 def _bytes(manifest: Manifest) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from dtf.api.optimizer import Optimizer
 from dtf.api.precision import Precision
 from dtf.api.task import Source
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Box, State
 from dtf.distributed.sharding import byte_count, local
 from dtf.host.waits import Group, Operation
@@ -332,6 +333,14 @@ class LocalUpdate:
         else:
             self._skipped.fill_(skipped)
         self._drop_gathered()
+
+
+def check_scalars(scalars: Mapping[str, Any]) -> None:
+    """Raise DataError for scalars of a program's checkpoint that no update has written."""
+    scale, counts = scalars.get("loss_scale", [1.0, 0]), [scalars.get(key, 0) for key in ("skipped", "table_steps")]
+    whole = [*counts, scale[-1]] if isinstance(scale, list) and len(scale) == 2 else [None]
+    if not all(type(count) is int and 0 <= count < 1 << 53 for count in whole) or type(scale[0]) is not float:
+        raise DataError("state.json holds counts of updates that no run writes")
 
 
 def _boxes(name: str, shard: ParamShard, state: Mapping[str, Tensor]) -> Iterator[Box]:

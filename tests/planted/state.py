@@ -101,8 +101,8 @@ FAULTS = [
     Fault(
         "boxes of a tensor may overlap",
         "dtf/checkpoint/manifest.py",
-        "if any(intersect(offset, size, *other) for other in open_boxes):",
-        "if not open_boxes and offset is None:",
+        'overlaps another" if any(faces.values()) else ""',
+        'overlaps another" if boxes is None else ""',
         ("tests/unit/test_manifest.py::test_overlapping_boxes_of_the_right_volume_are_no_partition",),
     ),
     Fault(

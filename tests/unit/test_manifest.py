@@ -5,8 +5,11 @@ itself.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import random
 import struct
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -129,7 +132,8 @@ def sealed(change: Callable[[dict], Any]) -> bytes:
         (lambda m: m["files"]["r.bin"].update(size=31), "cannot hold"),
         (lambda m: m["tensors"]["model/w"].update(dtype="object"), "dtype"),
         (lambda m: m["tensors"]["model/w"].update(shape=[4, 2, 1]), "does not lie in"),
-        (lambda m: m["tensors"]["model/w"].update(shape=[1 << 40, 1 << 40]), "elements"),
+        (lambda m: m["tensors"]["model/w"].update(shape=[1 << 20, 1 << 20]), "elements"),
+        (lambda m: m["tensors"]["model/w"].update(shape=[1 << 40, 1 << 40]), "larger than memory"),
         (lambda m: m["tensors"]["model/w"]["boxes"].pop(), "elements"),
         (lambda m: m["tensors"]["model/w"].update(boxes=[]), "elements"),
         (lambda m: m["tensors"]["model/w"]["boxes"].append(m["tensors"]["model/w"]["boxes"][0]), "elements"),
@@ -142,6 +146,91 @@ def sealed(change: Callable[[dict], Any]) -> bytes:
 def test_a_manifest_that_contradicts_itself_is_refused(change: Callable[[dict], Any], rule: str) -> None:
     with pytest.raises(DataError, match=rule):
         decode(sealed(change))
+
+
+class Counted(int):
+    """A coordinate that counts how often it is looked at."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        Counted.looks += 1
+        return int.__hash__(self)
+
+    def __lt__(self, other: int) -> bool:
+        Counted.looks += 1
+        return int.__lt__(self, other)
+
+    def __gt__(self, other: int) -> bool:
+        Counted.looks += 1
+        return int.__gt__(self, other)
+
+    def __add__(self, other: int) -> Counted:
+        Counted.looks += 1
+        return Counted(int.__add__(self, other))
+
+    __radd__ = __add__
+
+
+def staircase(rows: int, number: type[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Columns that are cut in two, each at another row: nearly all boxes are beside all others on either axis."""
+    return [
+        box
+        for i in range(rows)
+        for box in (
+            ((number(0), number(i)), (number(i + 1), number(1))),
+            ((number(i + 1), number(i)), (number(rows - i), number(1))),
+        )
+    ]
+
+
+def test_twice_the_boxes_take_twice_the_work_to_judge() -> None:
+    looks = []
+    for rows in (200, 400, 800):
+        Counted.looks = 0
+        assert partition_fault((rows + 1, rows), staircase(rows, Counted)) == ""
+        looks.append(Counted.looks)
+    assert looks[1] < 2.1 * looks[0] and looks[2] < 2.1 * looks[1] and looks[2] < 50 * 1600
+
+
+def test_160_000_boxes_are_judged() -> None:
+    boxes = staircase(80_000, int)
+    assert partition_fault((80_001, 80_000), boxes) == ""
+    (row, column), (height, width) = boxes[-1]
+    boxes[-1] = (row - 1, column), (height, width)
+    assert "overlaps" in partition_fault((80_001, 80_000), boxes)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_partition_is_what_covers_each_element_once(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(0, 3), max_size=3).map(tuple))
+    boxes = data.draw(
+        st.lists(st.tuples(*(st.tuples(*(st.integers(0, n) for n in shape)) for _ in range(2))), max_size=6)
+    )
+    covered = Counter(
+        element
+        for offset, size in boxes
+        for element in itertools.product(*(range(a, a + n) for a, n in zip(offset, size, strict=True)))
+    )
+    inside = all(a + n <= m for offset, size in boxes for a, n, m in zip(offset, size, shape, strict=True))
+    once = bool(boxes) and inside and covered == Counter(itertools.product(*map(range, shape)))
+    assert (partition_fault(shape, boxes) == "") == once
+
+
+def test_boxes_staggered_along_many_axes_are_refused_before_they_fill_memory() -> None:
+    draw = random.Random(0)
+    boxes = [(tuple(draw.randrange(51) for _ in range(8)), (50,) * 8) for _ in range(2**8)]
+    assert "more than four axes" in partition_fault((100,) * 8, boxes)
+    grid = [(offset, (50,) * 8) for offset in itertools.product((0, 50), repeat=8)]
+    assert partition_fault((100,) * 8, grid) == ""
+
+
+def test_a_manifest_too_large_to_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtf.checkpoint.manifest.MAX_BYTES", len(encode(manifest_of())))
+    assert decode(encode(manifest_of()))
+    with pytest.raises(ValueError, match="limit"):
+        encode(manifest_of(run_id="rr"))
 
 
 def test_overlapping_boxes_of_the_right_volume_are_no_partition() -> None:
