@@ -1,11 +1,17 @@
-"""Text files that are replaced whole, and nested values by dotted key."""
+"""Files that their owner alone can read, text files that are replaced whole, and nested values by dotted key."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+
+def open_private(path: Path, mode: str) -> IO[Any]:
+    """`open` for writing; a file that it makes is readable by its owner alone, whatever the umask."""
+    encoding = None if "b" in mode else "utf-8"
+    return open(path, mode, encoding=encoding, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:

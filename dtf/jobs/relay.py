@@ -22,6 +22,7 @@ from dtf.api.job import Job, Watchable
 from dtf.api.registry import option, register
 from dtf.config.strategy_spec import Entry, read_entry
 from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
+from dtf.core.files import replace_text
 from dtf.core.text import count_text, quoted, suggest
 from dtf.host.signals import preempting
 from dtf.jobs.fault_injection import KillRecord, KillTrigger, kill_launcher
@@ -169,7 +170,7 @@ class Relay(Job):
             "steps": _steps(a, b),
         }
         report["title"] = _title(report)
-        (folder / "relay.json").write_text(json.dumps(report, indent=1))
+        replace_text(folder / "relay.json", json.dumps(report, indent=1))
         print(_summary(report, verdict))
         if importlib.util.find_spec("matplotlib") is None:
             print(f"{folder / 'relay.json'}; for the picture: {sys.executable} -m pip install 'matplotlib>=3.8'")

@@ -22,6 +22,7 @@ from dtf.api.registry import option, register
 from dtf.config.inherit import saved_config
 from dtf.config.strategy_spec import read_entry
 from dtf.core.errors import ConfigError, DtfError, Exit, LayoutError, NeverMeetError, Preempted
+from dtf.core.files import replace_text
 from dtf.core.text import count_text, quoted
 from dtf.core.types import Event, Note
 from dtf.host.devices import cores
@@ -127,7 +128,7 @@ class Verify(Job):
             "runs": rows,
             "refused": refused,
         }
-        (folder / "verify.json").write_text(json.dumps(report, indent=1))
+        replace_text(folder / "verify.json", json.dumps(report, indent=1))
         if self.format is Output.json:
             print(json.dumps(report, indent=1))
         elif self.format is Output.markdown:

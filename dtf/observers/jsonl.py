@@ -15,6 +15,7 @@ from pathlib import Path
 from dtf.api.observer import Observer
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError
+from dtf.core.files import open_private
 from dtf.core.types import Event, Measured, Started
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,120}\.jsonl")
@@ -37,7 +38,10 @@ class Jsonl(Observer):
 
     def open(self, folder: Path, config: dict) -> None:
         self._path = folder / self.path
-        self._file: TextIOWrapper | None = self._path.open("a", encoding="utf-8")
+        self._file: TextIOWrapper | None = self._appended()
+
+    def _appended(self) -> TextIOWrapper:
+        return open_private(self._path, "a")
 
     def see(self, event: Event) -> None:
         match event:
@@ -45,7 +49,7 @@ class Jsonl(Observer):
                 self.close()
                 forget_after(self._path, event.step)
                 known = _known(self._path)
-                self._file = self._path.open("a", encoding="utf-8")
+                self._file = self._appended()
                 for measured in event.recent:
                     if (measured.split, measured.step) not in known:
                         self._write(measured)
@@ -85,7 +89,7 @@ def forget_after(path: Path, step: int) -> None:
     if after == before:
         return
     new = path.with_name(f"{path.name}.tmp")
-    with new.open("wb") as file:
+    with open_private(new, "wb") as file:
         file.write(after)
         file.flush()
         os.fsync(file.fileno())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dtf.api.observer import Observer
 from dtf.api.registry import option, register
+from dtf.core.files import open_private
 from dtf.core.types import Ended, Event, Measured, Started
 from dtf.host import devices
 from dtf.host.usage import Gpus, Load, cpu_load, process_tree
@@ -67,7 +68,7 @@ class Resources(Observer):
         curves, started = self._curves(), time.monotonic()
         cores, root = devices.cores(), os.getpid()
         before, at = process_tree(root), started
-        with self._path.open("a", encoding="utf-8") as file:
+        with open_private(self._path, "a") as file:
             while not self._end.wait(self.every_s):
                 tree, now = process_tree(root), time.monotonic()
                 loads = [cpu_load(before, tree, now - at, cores), *(cards.loads() if cards else [])]

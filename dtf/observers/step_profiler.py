@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from dtf.api.observer import Probe
+from dtf.core.files import replace_text
 from dtf.model.annotate import section
 from dtf.observers.trace_shares import Shares, shares
 
@@ -71,17 +71,17 @@ class StepProfiler(Probe):
 
     def _keep(self, profiler: profile) -> None:
         self._done = True
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         # the end of the name is what TensorBoard's plugin looks for
         path = self._folder / f"rank_{self._rank}.pt.trace.json"
+        path.touch(mode=0o600)
         profiler.export_chrome_trace(str(path))
         window = shares(json.loads(path.read_text())["traceEvents"])
         if window is None:
             return
         kept = {"rank": self._rank, "first_step": self._first, **window._asdict()}
         summary = self._folder / f"rank_{self._rank}.json"
-        (new := summary.with_suffix(".new")).write_text(json.dumps(kept, indent=1) + "\n")
-        os.replace(new, summary)
+        replace_text(summary, json.dumps(kept, indent=1) + "\n")
         self._say(
             f"profile of rank {self._rank}, steps {self._first} to {self._first + window.steps - 1}: "
             f"{sentence(window)}; {path.name}"

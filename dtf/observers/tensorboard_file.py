@@ -21,6 +21,8 @@ from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.plugins.text import metadata as text_plugin
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from dtf.core.files import open_private
+
 Value = Any  # summary_pb2.Summary.Value
 
 
@@ -28,11 +30,12 @@ class EventFile:
     """A new file in `folder`. It opens by telling readers to forget what earlier files hold after `step`."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         # makes the name new: processes of two containers share numbers
         earlier = len(list(folder.glob("events.out.tfevents.*")))
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{earlier}"
-        self._writer = RecordWriter((folder / name).open("xb"))
+        self._writer = RecordWriter(open_private(folder / name, "xb"))
         self._write(file_version="brain.Event:2")
         self._write(step=step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 

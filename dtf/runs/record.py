@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from dtf.core.files import replace_text
+from dtf.core.files import open_private, replace_text
 
 
 class Outputs(Protocol):
@@ -33,7 +33,7 @@ class Record:
         if path.exists():  # steps of a killed attempt after its last checkpoint are repeated
             complete = [line for line in path.read_text().splitlines() if line.endswith("}")]
             replace_text(path, "".join(f"{line}\n" for line in complete if json.loads(line).get("step", start) < start))
-        self._file = path.open("a")
+        self._file = open_private(path, "a")
 
     def write(self, step: int, ids: np.ndarray) -> None:
         self._file.write(json.dumps({"step": step, "ids": [i for i in ids.tolist() if i >= 0]}) + "\n")

@@ -29,11 +29,15 @@ def tensors(folder: Path, step: int) -> dict[str, bytes]:
 
 
 def test_a_run_leaves_its_folder(run_dtf) -> None:
-    done = run_dtf(*SMALL, "train.steps=2")
+    done = run_dtf(*SMALL, "train.steps=2", "observer=[console,jsonl,resources,tensorboard]")
     assert done.code == Exit.OK, done.err
     record = json.loads((done.folder / "run.json").read_text())
     assert (record["exit"], record["cause"], record["world"]["processes"]) == (0, "finished", 2)
     assert {"config.yaml", "rank_0.log", "rank_1.log", "metrics.jsonl"} <= {path.name for path in done.folder.iterdir()}
+    modes = {path.relative_to(done.folder): oct(path.stat().st_mode & 0o777) for path in done.folder.rglob("*")}
+    assert Path("checkpoints/step_000002/manifest.json") in modes
+    assert any("tfevents" in path.name for path in modes)
+    assert {path: mode for path, mode in modes.items() if mode not in ("0o600", "0o700")} == {}
     again = run_dtf(*SMALL, "train.steps=2", "seed=1", folder=done.folder)
     assert again.code == Exit.BUSY
     assert "holds a run with seed=0, this one has seed=1" in again.err

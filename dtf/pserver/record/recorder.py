@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtf.core.errors import DataError, SaveError
+from dtf.core.files import open_private
 from dtf.core.types import Train
 from dtf.pserver.push import Push
 
@@ -29,7 +30,7 @@ class Recorder:
         self._path = path_of(folder, server)
         with self._saving():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = self._path.open("a")
+            self._file = open_private(self._path, "a")
             if self._file.tell():
                 self._file.write("\n")  # a server that was killed may have left half a line
         self._write({"start": start})
