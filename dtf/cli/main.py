@@ -88,7 +88,7 @@ def _dispatch(argv: list[str]) -> int:
     from dtf.config.compose import Composer
 
     flags = parse_arguments(argv)
-    composer = Composer(flags.config_dir, flags.config_name)
+    composer = Composer(flags.config_dir, flags.config_name, flags.overrides)
     if flags.shell_completion:
         return _complete(flags.overrides)
     if flags.help:

@@ -32,6 +32,7 @@ from dtf.config.advice import CommandLine, drop_advice
 from dtf.config.as_written import is_as_in_file
 from dtf.config.command_line import parse_arguments
 from dtf.config.defaults_lists import ROOT, YamlFile, require_base
+from dtf.config.environment import refuse_variables
 from dtf.config.hydra_errors import translated
 from dtf.config.hydra_sources import make_loader, read_option, record_files
 from dtf.config.limits import resolve_interpolations
@@ -66,7 +67,7 @@ def compose(argv: Sequence[str]) -> Composed:
     ConfigError for anything in it, or in the files it names, that fits no class.
     """
     flags = parse_arguments(argv)
-    return Composer(flags.config_dir, flags.config_name).compose(flags.overrides)
+    return Composer(flags.config_dir, flags.config_name, flags.overrides).compose(flags.overrides)
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,11 @@ class Composed:
 
 
 class Composer:
-    """Composes configs from dtf's conf, a folder of the user's, and the registry."""
+    """Composes configs from dtf's conf, a folder of the user's, and the registry. `typed`: all of the command line."""
 
-    def __init__(self, config_dir: str | None = None, config_name: str | None = None) -> None:
+    def __init__(
+        self, config_dir: str | None = None, config_name: str | None = None, typed: Sequence[str] | None = None
+    ) -> None:
         version.setbase("1.3")
         setup_globals()
         JobRuntime.instance().set("name", "dtf")
@@ -188,7 +191,7 @@ class Composer:
         self.flags = [
             f"--{key}={value}" for key, value in (("config-dir", config_dir), ("config-name", config_name)) if value
         ]
-        self.loader = make_loader(config_dir)
+        self.loader, self.typed = make_loader(config_dir), typed
         self._plugins: list[str] = []
 
     def compose(self, overrides: Sequence[str], resolve: Resolve = resolve_interpolations) -> Composed:
@@ -287,12 +290,12 @@ class Composer:
                 config, inactive = self._reset_inactive_keys(composed, fitted, overrides)
                 set_true_names(config, composed)
                 refuse_address(config)
+                refuse_variables(config, given, overrides if self.typed is None else self.typed)
             except (ConfigError, KeyboardInterrupt):
                 raise
             except OmegaConfBaseException as error:  # an interpolation that leads nowhere
-                raise KeyProblem(
-                    str(error.full_key or ""), f"{error.full_key}: {str(error).splitlines()[0]}"
-                ) from error
+                key = str(error.full_key or "")
+                raise KeyProblem(key, f"{error.full_key}: {str(error).splitlines()[0]}") from error
             except Exception as error:
                 raise translated(error, overrides, self.loader, reads) from error
             finally:
