@@ -73,7 +73,7 @@ class _Watchers(Generic[_T]):
 
     def __init__(self, watchers: Mapping[str, _T], warn: Callable[[str], None] | None = None) -> None:
         self._watchers = dict(watchers)
-        self._warn = warn or _print_warning
+        self._warn = warn or print_warning
 
     def close(self) -> None:
         """May be called twice; the second time does nothing."""
@@ -111,6 +111,6 @@ class Probes(_Watchers[Probe]):
         self._each(lambda probe: probe.enter(phase, step))
 
 
-def _print_warning(text: str) -> None:
+def print_warning(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # standard error may be closed too
         print(f"dtf: warning: {text}", file=sys.stderr, flush=True)

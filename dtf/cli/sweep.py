@@ -36,6 +36,7 @@ from dtf.config.hydra_sources import OPTUNA, Loader, OptunaOptions
 from dtf.config.messages import display_path, parse
 from dtf.core.errors import INTERRUPTED, BusyError, ConfigError, Exit
 from dtf.core.text import time_text
+from dtf.runs.budget import limit_s
 from dtf.runs.run_folder import take_lock
 
 if TYPE_CHECKING:
@@ -279,7 +280,8 @@ def _run_trial(composed: Composed, trial: Trial, folder: Path | None) -> int:
         )
         print("dtf: it was finished before", flush=True)
         return Exit.OK
-    job.folder, job.elsewhere_s = folder, seconds(folder.parent, but=folder)
+    limited = limit_s(composed.settings.budget) < math.inf
+    job.folder, job.elsewhere_s = folder, seconds(folder.parent, folder, needed=limited)
     try:
         return job.run(composed)
     finally:

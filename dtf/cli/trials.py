@@ -16,7 +16,7 @@ from typing import Any
 from dtf.api.registry import base_of, registered
 from dtf.api.schema import show
 from dtf.config.messages import display_path
-from dtf.core.errors import BusyError, Exit, code_name
+from dtf.core.errors import BusyError, DataError, Exit, code_name
 from dtf.core.files import flat
 from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import upgraded_config
@@ -98,9 +98,18 @@ def finished(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
     return record if exit == Exit.OK and not changed else None
 
 
-def seconds(home: Path, but: Path | None = None) -> float:
-    """Seconds that the trials in the folder of a sweep have taken, without the one in `but`."""
-    return sum(spent_s(folder) for folder in home.iterdir() if folder != but) if home.is_dir() else 0.0
+def seconds(home: Path, but: Path | None = None, needed: bool = False) -> float:
+    """Seconds that the trials in the folder of a sweep have taken, without the one in `but`, as far as their files say
+    them. DataError where one does not, and they are `needed`.
+    """
+    total = 0.0
+    for folder in home.iterdir() if home.is_dir() else ():
+        try:
+            total += spent_s(folder) if folder != but else 0.0
+        except DataError:
+            if needed:
+                raise
+    return total
 
 
 def best_of(trials: Sequence[Trial], direction: str) -> int | None:

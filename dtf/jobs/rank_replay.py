@@ -21,6 +21,7 @@ from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.config.settings import parse_settings
 from dtf.core.errors import ConfigError, DataError, Exit, Preempted
+from dtf.core.json_lines import rows
 from dtf.core.text import count_text
 from dtf.core.types import Box, Event, Failed, Note, Place
 from dtf.data.splits import Splits
@@ -35,7 +36,6 @@ from dtf.pserver.record.replay import Replay
 from dtf.pserver.strategy import Pserver
 from dtf.runs.compare import FP32_BOUND, FP64_BOUND, relative
 from dtf.runs.recorded_run import checkpoint_tensors, in_order
-from dtf.runs.results import lines
 
 RESULT = "replay.json"
 
@@ -145,8 +145,9 @@ def _compare(final: Path, replayed: dict[str, np.ndarray], exact: bool) -> dict[
 def _first_and_last_loss(run: Path, config: dict[str, Any]) -> list[float]:
     """Training losses that the recorded run reported; empty where it reported none."""
     file = run / Path(config["observer"].get("jsonl", {}).get("path", "metrics.jsonl")).name
-    metrics = lines(file, ("split", "step"))
-    losses = [row["loss"] for row in metrics if row["split"] == "train" and row.get("loss") is not None]
+    losses = [
+        row["loss"] for row in rows(file, {"split": str}) if row["split"] == "train" and row.get("loss") is not None
+    ]
     return [losses[0], losses[-1]] if losses else []
 
 

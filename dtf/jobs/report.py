@@ -53,7 +53,7 @@ class Report(Job):
             folder.mkdir(parents=True, exist_ok=True)
             for chart in charts:
                 png(chart, [result.name for result in results], folder / f"{chart.file}.png")
-            (folder / "report.html").write_text(text, encoding="utf-8")
+            (folder / "report.html").write_text(text, encoding="utf-8", errors="replace")
         except OSError as error:
             raise ConfigError(
                 f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -11,13 +12,14 @@ from dtf.api.observer import Observers
 from dtf.api.registry import register
 from dtf.core.errors import BudgetError, ConfigError, DtfError, Exit
 from dtf.core.types import Ended, Event, Failed, Measured, Note
-from dtf.runs.budget import BudgetMeter, key, limit_s, spent_s
+from dtf.runs.budget import BudgetMeter, forget_damage, key, limit_s, spent_s
 from dtf.runs.run_folder import Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from dtf.api.options import BudgetOptions
     from dtf.config.compose import Composed
 
 
@@ -43,6 +45,13 @@ class TrainJob(Job):
             return dry_run(composed)
         return self.train(composed)
 
+    def _begin_counting(self, run: Run, budget: BudgetOptions) -> None:
+        """BudgetError where nothing is left of the budget. DataError where that cannot be told."""
+        if limit_s(budget) == math.inf:
+            run.notes += [note] if (note := forget_damage(run.folder)) else []
+        elif self.elsewhere_s + spent_s(run.folder) >= limit_s(budget):
+            raise BudgetError(f"{key(budget)} was spent before; raise it to go on")
+
     def train(self, composed: Composed) -> int:
         """Train to the end of the plan. Returns the exit code."""
         settings = composed.check()
@@ -52,10 +61,11 @@ class TrainJob(Job):
 
         def make(folder: str) -> Run:
             run = Run.open(composed.config, settings, processes, devices, folder or str(self.folder or ""))
-            if self.elsewhere_s + spent_s(run.folder) >= limit_s(settings.budget):
-                error = BudgetError(f"{key(settings.budget)} was spent before; raise it to go on")
+            try:
+                self._begin_counting(run, settings.budget)
+            except DtfError as error:
                 run.end(error.exit, str(error))
-                raise error
+                raise
             return run
 
         run = launcher.open(composed.config, make, composed.command)

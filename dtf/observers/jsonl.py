@@ -9,15 +9,18 @@ import json
 import math
 import os
 import re
-from io import TextIOWrapper
 from pathlib import Path
+from typing import IO
 
-from dtf.api.observer import Observer
+from dtf.api.observer import Observer, print_warning
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError
 from dtf.core.files import open_private
+from dtf.core.json_lines import row_of, rows
+from dtf.core.text import count_text
 from dtf.core.types import Event, Measured, Started
 
+_HEAD = {"split": str, "step": int}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,120}\.jsonl")
 
 
@@ -38,18 +41,16 @@ class Jsonl(Observer):
 
     def open(self, folder: Path, config: dict) -> None:
         self._path = folder / self.path
-        self._file: TextIOWrapper | None = self._appended()
-
-    def _appended(self) -> TextIOWrapper:
-        return open_private(self._path, "a")
+        self._file: IO[str] | None = open_private(self._path, "a")
 
     def see(self, event: Event) -> None:
         match event:
             case Started():
                 self.close()
-                forget_after(self._path, event.step)
-                known = _known(self._path)
-                self._file = self._appended()
+                if odd := forget_after(self._path, event.step):
+                    print_warning(f"{self._path} has {count_text(odd, 'line')} of no measurement, left as they are")
+                known = {(row["split"], row["step"]) for row in rows(self._path, _HEAD)}
+                self._file = open_private(self._path, "a")
                 for measured in event.recent:
                     if (measured.split, measured.step) not in known:
                         self._write(measured)
@@ -77,34 +78,25 @@ def line_of(event: Measured) -> str:
     )
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Remove the lines of steps after `step`, and the incomplete last line of a killed writer.
+def forget_after(path: Path, step: int) -> int:
+    """Remove the lines of steps after `step`, and the incomplete last line of a killed writer. Lines that are no
+    measurements are left as they are; returns how many.
 
     Atomic: a crash leaves the old file or the new one.
     """
     if not path.exists():
-        return
+        return 0
     before = path.read_bytes()
-    after = b"".join(line + b"\n" for line in before.split(b"\n") if _step(line) <= step)
-    if after == before:
-        return
-    new = path.with_name(f"{path.name}.tmp")
-    with open_private(new, "wb") as file:
-        file.write(after)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
-
-
-def _known(path: Path) -> set[tuple[str, int]]:
-    """(split, step) of every line."""
-    lines = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
-    return {(line["split"], line["step"]) for line in lines}
-
-
-def _step(line: bytes) -> float:
-    """Infinity for what is no whole line of this file."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+    *whole, last = before.split(b"\n")
+    whole += [last] if row_of(last, _HEAD) else []  # it lost its end alone
+    found = [row_of(line, _HEAD) for line in whole]
+    kept = [line for line, row in zip(whole, found, strict=True) if row is None or row["step"] <= step]
+    after = b"".join(line + b"\n" for line in kept)
+    if after != before:
+        new = path.with_name(f"{path.name}.tmp")
+        with open_private(new, "wb") as file:
+            file.write(after)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    return found.count(None)

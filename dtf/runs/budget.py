@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Self
 
 from dtf.api.options import BudgetOptions
+from dtf.core.errors import DataError
 
 WARN_AT = 0.8
 _SECONDS, _MARK = "seconds", ".over_budget"
 _TICK_S = 1.0
+_LONGEST, _MOST_S = 64, 1e12  # bytes and value of a number
 
 
 def limit_s(budget: BudgetOptions) -> float:
@@ -38,12 +40,34 @@ def key(budget: BudgetOptions) -> str:
 
 def spent_s(folder: Path) -> float:
     """Seconds that the run in `folder` has taken so far, over all its launches. A killed launch is counted to within a
-    second.
+    second. DataError for a file that does not say them.
     """
     try:
-        return float((folder / _SECONDS).read_text() or 0)  # empty: killed as it made the file
+        with (folder / _SECONDS).open("rb") as file:
+            text = file.read(_LONGEST)
+        seconds = float(text or 0)  # empty: killed as it made the file
     except (FileNotFoundError, NotADirectoryError):
         return 0.0
+    except (ValueError, OSError):
+        seconds = math.nan
+    if not 0 <= seconds < _MOST_S:
+        raise DataError(
+            f"{folder / _SECONDS} does not say how many seconds the run has taken, so what is left of the budget is "
+            "not known; write the number into it, or remove it to count from 0"
+        )
+    return seconds
+
+
+def forget_damage(folder: Path) -> str:
+    """Remove a file that does not say the seconds of a run of which nothing depends on them; they are then counted from
+    0. Returns what was done, for people; empty where all is well.
+    """
+    try:
+        spent_s(folder)
+        return ""
+    except DataError:
+        os.replace(folder / _SECONDS, aside := folder / f"{_SECONDS}.bad")
+        return f"{folder / _SECONDS} held no number and is {aside.name} now; the seconds of the run are counted from 0"
 
 
 def is_spent(folder: Path) -> bool:

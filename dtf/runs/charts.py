@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ _LIGHT = {"ink": "#1f2328", "muted": "#57606a", "line": "#d0d7de", "pale": "#b6b
 _MARKED = {name: f"#fe{number:02x}ef" for number, name in enumerate(_LIGHT)}
 """Colours that nothing else has: in an SVG they are replaced by the page's variables of these names."""
 _STRUCK = "#d1242f"
+_LONGEST_LABEL = 80
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 
 
@@ -94,13 +96,14 @@ def svg(chart: Chart) -> str:
         text = text.replace(colour, f"var(--{name})")
     text = (
         re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", text)
-        .replace('id="', f'id="{chart.file}-')
-        .replace("#", f"#{chart.file}-")
+        .replace(' id="', f' id="{chart.file}-')
+        .replace('href="#', f'href="#{chart.file}-')
+        .replace("url(#", f"url(#{chart.file}-")
     )
     text = re.sub(r"font: bold ([\d.]+px)[^;\"]*", r"font-size: \1; font-weight: 600", text)
     size = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"', text)
     assert size is not None
-    return text.replace(size[0], f'role="img" aria-label="{chart.caption}"', 1)
+    return text.replace(size[0], f'role="img" aria-label="{escape(chart.caption)}"', 1)
 
 
 def png(chart: Chart, names: Sequence[str], path: Path) -> None:
@@ -125,18 +128,24 @@ def _figure(chart: Chart, colours: Mapping[str, str], legend: Sequence[str]) -> 
         )
         places = figure.subplots(1, len(chart.axes), squeeze=False, width_ratios=chart.widths or None)[0]
         for place, axes in zip(places, chart.axes, strict=True):
-            place.set_title(axes.title)
+            place.set_title(shown(axes.title))
             _bars(place, axes, colours) if axes.bars else _lines(place, axes, colours)
         if legend:
             from matplotlib.lines import Line2D
 
             handles = [
-                Line2D([], [], color=colours[f"run{i % 8}"], linestyle=_dash(i), label=name)
+                Line2D([], [], color=colours[f"run{i % 8}"], linestyle=_dash(i), label=shown(name))
                 for i, name in enumerate(legend)
             ]
             figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(legend)), frameon=False)
         figure.canvas.draw()  # lay out with this style
     return figure
+
+
+def shown(text: str) -> str:
+    """A name that may come from elsewhere, as it stands in a chart: no control characters, and not without end."""
+    plain = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text[:_LONGEST_LABEL])
+    return plain + "..." * (len(text) > _LONGEST_LABEL)
 
 
 def _style(colours: Mapping[str, str]) -> dict[Any, Any]:
@@ -146,6 +155,7 @@ def _style(colours: Mapping[str, str]) -> dict[Any, Any]:
         "axes.spines.right": False,
         "axes.axisbelow": True,
         "axes.titlesize": 10,
+        "text.parse_math": False,
     }
     style |= {
         "axes.edgecolor": colours["line"],
@@ -194,7 +204,7 @@ def _bars(place: Any, axes: Axes, colours: Mapping[str, str]) -> None:
         )
     place.set_xlim(0, 1.35 * max((bar.value for bar in axes.bars), default=1) or 1)
     place.set_ylim(len(axes.bars) - 0.45, -0.55)
-    place.set_yticks(range(len(axes.bars)), [bar.label if axes.labelled else "" for bar in axes.bars])
+    place.set_yticks(range(len(axes.bars)), [shown(bar.label) if axes.labelled else "" for bar in axes.bars])
     for label in place.get_yticklabels():
         label.set_color(colours["ink"])
     place.set_xlabel(axes.x)

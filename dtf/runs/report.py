@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -109,7 +111,7 @@ def _metric(results: Sequence[Result], metric: str) -> Chart:
         train, evaluation = result.curve("train", metric), result.curve("eval", metric)
         lines += [Line(number, train, pale=bool(evaluation))] if train else []
         lines += [Line(number, evaluation)] if evaluation else []
-    return Chart(f"metric_{metric}", "", [Axes(metric, "epochs", lines)])
+    return Chart(_file("metric", metric), "", [Axes(metric, "epochs", lines)])
 
 
 def _lines(
@@ -123,9 +125,15 @@ def _sampled(results: Sequence[Result], device: str, key: str, what: str, unit: 
     known = ((number, result.samples_of(device, key)) for number, result in enumerate(results))
     lines = [Line(number, [(minutes, value / unit) for minutes, value in points]) for number, points in known if points]
     where = "CPU" if device == "cpu" else device
-    return Chart(
-        f"{key}_{device.replace(':', '_')}", "", [Axes(f"{where} {what}", "minutes", lines, floor=True, top=top)]
-    )
+    return Chart(_file(key, device), "", [Axes(f"{where} {what}", "minutes", lines, floor=True, top=top)])
+
+
+def _file(kind: str, name: str) -> str:
+    """The name of a chart's file, which its ids in the page begin with. Other names make other files."""
+    plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:60]
+    if plain not in (name, name.replace(":", "_")):
+        plain += "_" + hashlib.sha256(name.encode(errors="backslashreplace")).hexdigest()[:8]
+    return f"{kind}_{plain}"
 
 
 def _metrics(results: Sequence[Result]) -> list[str]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,16 +16,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dtf.config.limits import read_checked
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import flat
+from dtf.core.json_lines import rows
 from dtf.core.renamed import upgraded_config
-from dtf.observers.trace_shares import Shares
+from dtf.observers.trace_shares import WORK, Shares
 from dtf.runs.budget import spent_s
 
 _SILENT = ("run.dir", "run.name", "launcher.processes", "job.", "observer.", "checkpoint.", "plugins")
 """Keys that do not describe a run in its name; `world` describes its processes."""
 _PLAIN = ("recipe.name", "strategy.name", "precision.compute", "optimizer.name", "lr.name", "world")
 """Keys whose values need no key in a name."""
+
+_MEASURED = {"split": str, "step": int, "epoch": float}
+_SAMPLED = {"time": float, "device": str, "utilisation": float, "memory": float}
+_MOST_EPOCHS = 100_000
+_NEEDED = ("recipe.name", "strategy.name")
 
 Point = tuple[float, float]
 
@@ -70,6 +78,8 @@ class Result:
         if len(marks) < 2:
             return []
         whole = int(marks[-1][0] + 1e-6)
+        if whole > _MOST_EPOCHS:
+            return []
         if not whole:
             return [(1.0, marks[-1][1] / marks[-1][0])]
         ends = [_between(marks, float(epoch)) for epoch in range(whole + 1)]
@@ -82,7 +92,9 @@ class Result:
     @property
     def wall_s(self) -> float | None:
         """Seconds over all launches; those so far, of a run that has not ended."""
-        return self.record.get("seconds") or spent_s(self.folder) or None
+        with suppress(DataError):
+            return self.record["seconds"] or spent_s(self.folder) or None
+        return None
 
     @property
     def devices(self) -> list[str]:
@@ -129,7 +141,7 @@ def read_runs(patterns: Sequence[str]) -> list[Result]:
             raise ConfigError(
                 f"job.runs=[{pattern}] {why}; give folders or patterns of folders such as 'outputs/resnet_shapes/*'"
             )
-        runs.sort(key=lambda folder: (_json(folder / "run.json").get("started", ""), folder))
+        runs.sort(key=lambda folder: (str(_json(folder / "run.json").get("started", "")), folder))
         folders |= dict.fromkeys(folder.resolve() for folder in runs)
     results = [_result(folder) for folder in folders]
     for result, name in zip(results, _names(results), strict=True):
@@ -171,11 +183,19 @@ def _result(folder: Path) -> Result:
     import yaml
 
     record = _json(folder / "run.json")
+    if not isinstance(record.get("seconds"), int | float):
+        record["seconds"] = None
     try:
-        nested = upgraded_config(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
+        nested = upgraded_config(yaml.safe_load(read_checked(folder / "config.yaml")))
         world = f"{record['world']['processes']} x {record['world']['devices']}"
-        config = dict(flat(nested, "")) | {"step.batch_size": nested["step"]["batch_size"], "world": world}
-    except (OSError, yaml.YAMLError, KeyError, AttributeError, TypeError) as error:
+        config = {str(key): value for key, value in flat(nested, "")} | {
+            "step.batch_size": int(nested["step"]["batch_size"]),
+            "world": world,
+        }
+        missing = [key for key in _NEEDED if key not in config]
+        if missing:
+            raise KeyError(missing[0])
+    except (ConfigError, ValueError, yaml.YAMLError, KeyError, AttributeError, TypeError) as error:
         raise DataError(
             f"{folder} cannot be read: {type(error).__name__}: {error}; it is no run folder, or a damaged one"
         ) from error
@@ -185,41 +205,31 @@ def _result(folder: Path) -> Result:
         if not path.name.endswith(".pt.trace.json")
     ]
     try:
-        shares = [(one["rank"], Shares(one["steps"], one["step_s"], one["parts"], one["hidden"])) for one in profiles]
-    except (KeyError, TypeError) as error:
+        shares = [(int(one["rank"]), _shares(one)) for one in profiles]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
             f"{folder / 'profile'} cannot be read: {type(error).__name__}: {error}; remove the damaged file"
         ) from error
-    metrics = lines(folder / Path(config.get("observer.jsonl.path", "metrics.jsonl")).name, ("split", "step", "epoch"))
+    metrics = folder / Path(str(config.get("observer.jsonl.path", "metrics.jsonl"))).name
     return Result(
         folder,
         config,
         record,
-        [*metrics],
-        [*lines(folder / "resources.jsonl", ("time", "device", "utilisation", "memory"))],
+        [*rows(metrics, _MEASURED)],
+        [*rows(folder / "resources.jsonl", _SAMPLED)],
         sorted(shares),
     )
 
 
-def lines(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """The objects in a file of JSON lines; none where there is no file.
-
-    Lines that are cut off, or that lack one of `keys`, are skipped.
-    """
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and all(key in row for key in keys):
-                yield row
+def _shares(one: dict[str, Any]) -> Shares:
+    parts = {name: float(one["parts"][name]) for name in (*WORK, "other")}
+    return Shares(int(one["steps"]), float(one["step_s"]), parts, float(one["hidden"]))
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise DataError(f"{path} cannot be read: it is no JSON object")

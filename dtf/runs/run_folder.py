@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.checkpoint.resolve_path import run_folder_of
 from dtf.checkpoint.storage import checkpoints
+from dtf.config.limits import read_checked
 from dtf.core.endpoint_file import withdraw
 from dtf.core.errors import BusyError, ConfigError
 from dtf.core.files import flat, replace_text
 from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import lost_effects
+from dtf.core.text import quoted
 from dtf.core.types import Ended, Event, Measured, Saved, Started
 from dtf.core.version import __version__
 
@@ -148,10 +150,12 @@ class Run:
             record = json.loads(path.read_text())
             past, old, id = [*record.pop("earlier", []), record], dict(record["identity"]), str(record["id"])
             left = any(map(_left_something, past)) or bool(checkpoints(self.folder / "checkpoints"))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            whole = bool(checkpoints(self.folder / "checkpoints"))
+            rescue = f", with checkpoint.resume={quoted(self.folder)} to go on from its checkpoints" if whole else ""
             raise BusyError(
                 f"{path} cannot be read ({type(error).__name__}: {error}), so what the folder holds is not known; "
-                "choose another run.dir"
+                f"choose another run.dir{rescue}"
             ) from error
         resume = self.config["checkpoint"].get("resume", "never")
         if left and resume != "auto" and not again:
@@ -228,7 +232,7 @@ def untouched(folder: Path) -> bool:
         record = json.loads((folder / "run.json").read_text())
         past = [*record.pop("earlier", []), record]
         return not any(map(_left_something, past)) and not checkpoints(folder / "checkpoints")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 
@@ -323,8 +327,8 @@ def _lost_effects(folder: Path, resume: str) -> list[str]:
     import yaml
 
     try:
-        return lost_effects(yaml.safe_load((source / "config.yaml").read_text()))
-    except (OSError, ValueError, yaml.YAMLError):
+        return lost_effects(yaml.safe_load(read_checked(source / "config.yaml")))
+    except (ConfigError, ValueError, AttributeError, TypeError, yaml.YAMLError):
         return []
 
 

@@ -9,15 +9,19 @@ import re
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from dtf.api.options import BudgetOptions
 from dtf.cli.main import main
-from dtf.core.errors import Exit
+from dtf.core.errors import DataError, Exit
 from dtf.engine import clock
+from dtf.jobs.train import TrainJob
 from dtf.runs import budget
 from dtf.runs.budget import BudgetMeter, is_spent, key, limit_s, spent_s
+from dtf.runs.run_folder import Run
 from tests.conftest import Result
 
 TOY = [
@@ -101,6 +105,33 @@ def test_a_run_ends_with_its_budget_and_goes_on_with_more(
     record = json.loads((folder / "run.json").read_text())
     assert spent_s(folder) > spent and record["seconds"] == pytest.approx(spent_s(folder), abs=0.1)
     assert [one["exit"] for one in record["earlier"]] == [Exit.BUDGET, Exit.BUDGET]
+
+
+@pytest.mark.parametrize("content", [bytes(16), b"-3", b"nan", b"9" * 500, b"\xff"])
+def test_seconds_that_are_none_are_refused_where_a_budget_needs_them(tmp_path: Path, content: bytes) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "seconds").write_bytes(content)
+    with pytest.raises(DataError, match="seconds does not say how many seconds .* or remove it to count from 0"):
+        spent_s(folder)
+    job, run = TrainJob(), SimpleNamespace(folder=folder, notes=[])
+    with pytest.raises(DataError):
+        job._begin_counting(cast(Run, run), BudgetOptions(hours=1))
+    job._begin_counting(cast(Run, run), BudgetOptions())
+    assert "held no number and is seconds.bad now" in run.notes[0]
+    assert spent_s(folder) == 0.0 and (folder / "seconds.bad").read_bytes() == content
+
+
+def test_a_run_without_a_budget_goes_on_over_damaged_seconds(tmp_path: Path, run_dtf: Callable[..., Result]) -> None:
+    folder = tmp_path / "run"
+    whole = [*TOY, *INLINE, "train.steps=2", "checkpoint.every_steps=1"]
+    assert run_dtf(*whole, "train.until=1", folder=folder).code == Exit.OK
+    (folder / "seconds").write_bytes(bytes(16))
+    refused = run_dtf(*whole, "budget.hours=1", folder=folder)
+    assert refused.code == Exit.DATA and f"{folder}/seconds does not say" in refused.err
+    assert json.loads((folder / "run.json").read_text())["exit"] == Exit.DATA
+    done = run_dtf(*whole, folder=folder)
+    assert done.code == Exit.OK and "are counted from 0" in done.out + done.err
 
 
 def test_a_budget_that_the_start_takes_buys_no_step(

@@ -236,6 +236,16 @@ def test_a_line_that_lost_only_its_end_is_kept(tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == [1, 6]
 
 
+def test_lines_of_no_measurement_are_left_and_told(tmp_path, capsys):
+    odd = [b'{"step": 1}', b'{"split": "train", "step": "x"}', b"[1]", b"\0\0", b"[" * 100_000, b""]
+    whole = [line_of(train(step)).encode() for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([whole[0], *odd, whole[1], b'{"split": "tr']))
+    watch(Jsonl(), [started(1), train(2)], tmp_path)
+    left = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")
+    assert left[:-2] == [whole[0], *odd] and json.loads(left[-2])["step"] == 2
+    assert f"{tmp_path / 'metrics.jsonl'} has 6 lines of no measurement, left as they are" in capsys.readouterr().err
+
+
 def test_a_crash_while_forgetting_keeps_the_old_file(tmp_path, monkeypatch):
     watch(Jsonl(), [started(), train(1), train(2)], tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()

@@ -226,6 +226,68 @@ def test_a_page_that_is_complete_in_itself(runs, run_dtf):
     } <= pictures
 
 
+HOSTILE = [
+    '"><script>alert(1)</script>',
+    "loss'/onload='x",
+    "eval/loss",
+    "../../escaped",
+    "$\\frac{$ and #1 url(#x)",
+    "a\nb\x00\u202e",
+    "x" * 5000,
+    "\ud800",
+]
+
+
+def test_names_from_elsewhere_stay_text(tmp_path, run_dtf):
+    pytest.importorskip("matplotlib")
+    folder = run_folder(tmp_path / "runs/a", lr={"name": "cosine", "peak": HOSTILE[0]})
+    row = {"split": "eval", "step": 10, "epoch": 1.0} | dict.fromkeys(HOSTILE, 0.5)
+    sample = {"time": 1.0, "step": 1, "utilisation": 1.0, "memory": 1}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    lines = [json.dumps(sample | {"device": name[:900]}) for name in HOSTILE]
+    (folder / "resources.jsonl").write_text("\n".join(lines))
+    run_folder(tmp_path / "runs/b")
+    done = run_dtf("job=report", f"job.runs=['{tmp_path}/runs/*']")
+    assert done.code == 0, done.err
+    text = (done.folder / "report.html").read_text()
+    page = Page(text)
+    assert not page.tags["script"] and len(page.ids) == len(set(page.ids))
+    assert all(re.fullmatch(r"[\w.:-]+", name) for name in page.ids)
+    assert "eval/loss" in page.texts
+    assert {path.parent for path in tmp_path.rglob("*.png")} == {done.folder}
+    assert len([*done.folder.glob("metric_*.png")]) == len(HOSTILE) + 2
+
+
+ODD_LINES = [
+    b'{"split": "train", "step": "x", "epoch": 1}',
+    b'{"split": [], "step": 1, "epoch": 1}',
+    b'{"split": "train", "step": 1, "epoch": 1' + b"0" * 400 + b"}",
+    b'{"split": "train", "step": 1, "epoch": 1e15, "rows_per_s": 1}',
+    b'{"split": "train", "step": 3, "epoch": 0.3, "rows_per_s": "fast", "loss": [1], "top1": NaN}',
+    b"[" * 100_000,
+    b"\0" * 100,
+    b"{}",
+    b"7",
+    b"\xff\xfe",
+    b'{"split": "train", "step": 2, "epoch": 0.2, "loss": "' + b"x" * (1 << 21) + b'"}',
+]
+
+
+def test_lines_that_are_no_measurements_are_skipped(tmp_path, run_dtf):
+    pytest.importorskip("matplotlib")
+    folder = run_folder(tmp_path / "runs/a")
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b"\n" + b"\n".join(ODD_LINES))
+    (folder / "resources.jsonl").write_bytes(b"\n".join(ODD_LINES))
+    (folder / "run.json").write_text(json.dumps(json.loads((folder / "run.json").read_text()) | {"seconds": "long"}))
+    (folder / "seconds").write_bytes(bytes(16))
+    done = run_dtf("job=report", f"job.runs=['{folder}']")
+    assert done.code == 0, done.err
+    (folder / "config.yaml").write_text("a: &a [x, x]\nb: &b [*a, *a]\n")
+    with pytest.raises(DataError, match=r"the alias \*a is refused"):
+        results.read_runs([str(folder)])
+
+
 def test_a_single_run_is_not_compared(runs, run_dtf):
     pytest.importorskip("matplotlib")
     done = run_dtf("job=report", f"job.runs=['{runs}/b']")

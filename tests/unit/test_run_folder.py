@@ -219,11 +219,21 @@ def test_a_folder_that_holds_something_else_is_left_alone(here: Path) -> None:
 
 def test_an_unreadable_record_is_not_overwritten(here: Path) -> None:
     opened(config(run__dir="runs/a")).end(0)
-    for text in ("{", "[]", '{"identity": 3}'):
+    for text in ("{", "[]", '{"identity": 3}', "", "[" * 100_000):
         (here / "runs/a/run.json").write_text(text)
         with pytest.raises(BusyError, match="cannot be read"):
             opened(config(run__dir="runs/a"))
         assert (here / "runs/a/run.json").read_text() == text
+
+
+def test_whole_checkpoints_under_an_unreadable_record_are_not_lost(here: Path) -> None:
+    opened(config(run__dir="runs/a")).end(0)
+    (here / "runs/a/run.json").write_text("")
+    (here / "runs/a/checkpoints/step_000002").mkdir(parents=True)
+    with pytest.raises(BusyError) as caught:
+        opened(config(run__dir="runs/a"))
+    remedy = f"choose another run.dir, with checkpoint.resume='{here}/runs/a' to go on from its checkpoints"
+    assert str(caught.value).endswith(remedy)
 
 
 def test_a_process_killed_while_it_began_does_not_block_the_next(here: Path) -> None:
