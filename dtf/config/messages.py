@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dtf.config.hydra_sources import Loader
 
 COMMAND_LINE = "on the command line"
+_KEY_SHOWN = 100  # characters
 _FEW = 3  # keys that an error may offer; more are no help
 
 _SPACE = re.compile(r"([^=]+)=(\w+)\(([^,()]+),([^,()]+)[,)].*", re.DOTALL)
@@ -46,6 +47,11 @@ def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Overri
             parsed += parser.parse_overrides([text])
         except OverrideParseException as error:
             raise ConfigError(no_override(text)) from error
+        except RecursionError:
+            key = text.partition("=")[0][:_KEY_SHOWN]
+            raise ConfigError(
+                f"{key} has brackets within brackets, more than can be read; set {COMMAND_LINE}"
+            ) from None
         except ValueError as error:
             raise ConfigError(f"{show(text)} has more digits than a number can have; set {COMMAND_LINE}") from error
     return parsed

@@ -122,6 +122,7 @@ def test_seconds_that_are_none_are_refused_where_a_budget_needs_them(tmp_path: P
     assert spent_s(folder) == 0.0 and (folder / "seconds.bad").read_bytes() == content
 
 
+@pytest.mark.slow
 def test_a_run_without_a_budget_goes_on_over_damaged_seconds(tmp_path: Path, run_dtf: Callable[..., Result]) -> None:
     folder = tmp_path / "run"
     whole = [*TOY, *INLINE, "train.steps=2", "checkpoint.every_steps=1"]

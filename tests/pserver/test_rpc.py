@@ -124,9 +124,22 @@ def test_health_as_orchestrators_ask_for_it() -> None:
         assert check(ask(), timeout=SOON_S).status == answer.SERVING
         server.ready = lambda: False
         assert check(ask(service=""), timeout=SOON_S).status == answer.NOT_SERVING
+        assert check(ask(service="any"), timeout=SOON_S).status == answer.NOT_SERVING
+
+
+def test_a_health_check_is_answered_without_its_body() -> None:
+    """A body that was received would be refused, as it is above the limit."""
+    with service({}, most_bytes=1000) as server, grpc.insecure_channel(server.endpoint) as channel:
+        assert channel.unary_unary("/grpc.health.v1.Health/Check")(bytes(300 << 20), timeout=SOON_S) == b"\x08\x01"
+
+
+@pytest.mark.parametrize("where", ["value", "many"])
+def test_of_a_stranger_only_small_metadata_is_read(where: str) -> None:
+    large = [("x", "x" * 30_000)] if where == "value" else [(f"x{n}", "y" * 20) for n in range(1000)]
+    with service({"echo": echo}) as server, grpc.insecure_channel(server.endpoint) as channel:
         with pytest.raises(grpc.RpcError) as error:
-            check(ask(service="echo"), timeout=SOON_S)
-        assert error.value.code() == grpc.StatusCode.NOT_FOUND
+            channel.unary_unary("/dtf.pserver/echo")(b"", timeout=SOON_S, metadata=large)
+        assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_waiting_for_a_server_that_is_not_there_yet() -> None:

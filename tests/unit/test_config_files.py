@@ -137,12 +137,14 @@ def test_a_fault_names_its_file_and_the_remedy(
 
 
 def test_a_number_is_text_where_it_reads_as_it_was_written(tmp_path: Path) -> None:
-    composer = with_files(tmp_path, {"experiment/a.yaml": f"{GLOBAL}run: {{name: 7}}\nlauncher: {{env: {{A: -5}}}}\n"})
+    composer = with_files(
+        tmp_path, {"experiment/a.yaml": f"{GLOBAL}run: {{name: 7}}\nlauncher: {{env: {{OMP_PLACES: -5}}}}\n"}
+    )
     config = composer.compose(["experiment=a", "launcher.env={B: 12}", "run.dir=${seed}"]).config
     assert (config["run"]["name"], config["run"]["dir"], config["launcher"]["env"]) == (
         "7",
         "0",
-        {"A": "-5", "B": "12"},
+        {"OMP_PLACES": "-5", "B": "12"},
     )
     for word, said in (("run.name=+7", "'+7'"), ("launcher.env={B: 1_2}", "'1_2'"), ("run.name=-0", "'-0'")):
         with pytest.raises(ConfigError, match=f"in quotes it is text: {re.escape(said)}, on the command line"):

@@ -32,6 +32,7 @@ _TOKEN, _GENERATION, _SERVICE = "dtf-token", "dtf-epoch", "/dtf.pserver/"
 _HEALTH, _SERVING, _NOT_SERVING = "/grpc.health.v1.Health/Check", b"\x08\x01", b"\x08\x02"
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8  # of mallopt
 _POLL_S = 0.02
+_MOST_METADATA = 8192  # bytes
 _LOG = logging.getLogger(__name__)
 
 
@@ -98,7 +99,7 @@ class Service:
         )
         self._threads = ThreadPoolExecutor(threads, "rpc")
         self._aside = ThreadPoolExecutor(1, "rpc-aside")  # what is answered even while all handlers are busy
-        self._methods = {_HEALTH: grpc.unary_unary_rpc_method_handler(self._at_once(self._health))}
+        self._methods = {_HEALTH: _unread(self._at_once(self._health))}
         self._regions = Regions(2 * threads)
         self.add(handlers)
         self._server = grpc.server(
@@ -156,8 +157,7 @@ class Service:
         def refuse(requests: Any, context: grpc.ServicerContext) -> bytes:
             context.abort(code, text)
 
-        # of a stream the messages are received as they are asked for: never
-        return grpc.stream_unary_rpc_method_handler(self._at_once(refuse))
+        return _unread(self._at_once(refuse))
 
     def _at_once(
         self, behaviour: Callable[[Any, grpc.ServicerContext], bytes]
@@ -168,12 +168,11 @@ class Service:
         aside.experimental_thread_pool = self._aside  # gRPC's name for it
         return aside
 
-    def _health(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """HealthCheckRequest {string service = 1} -> HealthCheckResponse {ServingStatus status = 1}, which need no
-        protobuf.
+    def _health(self, requests: Any, context: grpc.ServicerContext) -> bytes:
+        """HealthCheckRequest -> HealthCheckResponse {ServingStatus status = 1}, which needs no protobuf.
+
+        The request, which names a service, is not read: it may come from anybody and be of any size.
         """
-        if request not in (b"", b"\n\0"):
-            context.abort(grpc.StatusCode.NOT_FOUND, "only the server as a whole is known, by the name ''")
         return _SERVING if self.ready() else _NOT_SERVING
 
     def _answer(self, handler: Callable[[bytes], bytes]) -> Callable[[bytes, grpc.ServicerContext], bytes]:
@@ -291,6 +290,11 @@ class _Handlers(grpc.GenericRpcHandler):
         return self._method(handler_call_details)
 
 
+def _unread(behaviour: Callable[[Any, grpc.ServicerContext], bytes]) -> grpc.RpcMethodHandler:
+    """A handler that answers without its request: of a stream the messages are received as they are asked for."""
+    return grpc.stream_unary_rpc_method_handler(behaviour)
+
+
 def keep_buffers() -> None:
     """Have glibc keep up to 1 GiB of freed memory for the next message.
 
@@ -310,6 +314,8 @@ def _options(most_bytes: int) -> list[tuple[str, int]]:
 
 
 _SERVER_OPTIONS = (
+    ("grpc.max_metadata_size", _MOST_METADATA),  # read before the token is compared
+    ("grpc.absolute_max_metadata_size", 2 * _MOST_METADATA),
     ("grpc.so_reuseport", 0),  # or two servers share one port, silently
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # allow the pings below
 )
