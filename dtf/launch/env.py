@@ -57,7 +57,9 @@ class Env(Launcher):
         doc="intra-op threads of each rank; 0: cores divided by the ranks of this host",
     )
     env: dict[str, str] = option(
-        factory=dict, doc="environment variables to set before torch is imported: switches of NCCL, gloo, OpenMP"
+        factory=dict,
+        doc="environment variables to set before torch is imported; a config file sets switches of NCCL, gloo, OpenMP and "
+        "CUDA alone",
     )
     interface: str = option(
         default="", doc="network interface of gloo and nccl; empty: gloo takes the one towards rank 0, nccl chooses"
