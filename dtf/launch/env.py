@@ -58,8 +58,8 @@ class Env(Launcher):
     )
     env: dict[str, str] = option(
         factory=dict,
-        doc="environment variables to set before torch is imported; a config file sets switches of NCCL, gloo, OpenMP and "
-        "CUDA alone",
+        doc="environment variables to set before torch is imported; a config file sets switches of NCCL, gloo, "
+        "OpenMP and CUDA alone",
     )
     interface: str = option(
         default="", doc="network interface of gloo and nccl; empty: gloo takes the one towards rank 0, nccl chooses"

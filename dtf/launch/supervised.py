@@ -53,8 +53,8 @@ class SupervisedLauncher(Launcher):
     pin: bool = option(default=False, doc="give each rank cores of its own")
     env: dict[str, str] = option(
         factory=dict,
-        doc="environment variables for ranks, beside those of this process; a config file sets switches of NCCL, gloo, OpenMP "
-        "and CUDA alone",
+        doc="environment variables for ranks, beside those of this process; a config file sets switches of NCCL, gloo, "
+        "OpenMP and CUDA alone",
     )
     interface: str = option(
         default="",

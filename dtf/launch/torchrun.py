@@ -58,8 +58,8 @@ class Torchrun(Launcher):
     )
     env: dict[str, str] = option(
         factory=dict,
-        doc="environment variables for ranks, beside those of this process; a config file sets switches of NCCL, gloo, OpenMP "
-        "and CUDA alone",
+        doc="environment variables for ranks, beside those of this process; a config file sets switches of NCCL, gloo, "
+        "OpenMP and CUDA alone",
     )
     interface: str = option(
         default="",
