@@ -132,8 +132,8 @@ FAULTS = [
     Fault(
         "a resumed run loses its last measurement",
         "dtf/observers/jsonl.py",
-        "if _step(line) <= step)",
-        "if _step(line) < step)",
+        'row is None or row["step"] <= step]',
+        'row is None or row["step"] < step]',
         ("tests/unit/test_observers.py::test_a_run_killed_anywhere_leaves_the_file_of_an_undisturbed_one",),
     ),
     Fault(

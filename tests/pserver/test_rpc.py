@@ -138,7 +138,7 @@ def test_of_a_stranger_only_small_metadata_is_read(where: str) -> None:
     large = [("x", "x" * 30_000)] if where == "value" else [(f"x{n}", "y" * 20) for n in range(1000)]
     with service({"echo": echo}) as server, grpc.insecure_channel(server.endpoint) as channel:
         with pytest.raises(grpc.RpcError) as error:
-            channel.unary_unary("/dtf.pserver/echo")(b"", timeout=SOON_S, metadata=large)
+            channel.unary_unary("/dtf.pserver/echo")(b"", timeout=SOON_S, metadata=tuple(large))
         assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 

@@ -222,7 +222,9 @@ def test_boxes_staggered_along_many_axes_are_refused_before_they_fill_memory() -
     draw = random.Random(0)
     boxes = [(tuple(draw.randrange(51) for _ in range(8)), (50,) * 8) for _ in range(2**8)]
     assert "more than four axes" in partition_fault((100,) * 8, boxes)
-    grid = [(offset, (50,) * 8) for offset in itertools.product((0, 50), repeat=8)]
+    grid: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+        (offset, (50,) * 8) for offset in itertools.product((0, 50), repeat=8)
+    ]
     assert partition_fault((100,) * 8, grid) == ""
 
 
