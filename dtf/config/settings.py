@@ -67,9 +67,9 @@ _PARTS = {
     "sparse": "row_optimizers",
     "strategies": "ddp dp fsdp tensor pipeline.strategy",
     "pserver": "strategy",
-    "observers": "console jsonl profile resources tensorboard",
+    "observers": "console events jsonl profile resources tensorboard",
     "launch": "env inline local manual static torchrun",
-    "jobs": "checkpoint describe doctor evaluate export predict relay report status train verify",
+    "jobs": "chaos checkpoint describe doctor evaluate export predict relay report status train verify",
 }
 """Package -> its modules that register classes."""
 

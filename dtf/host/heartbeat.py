@@ -60,8 +60,20 @@ def attach(board: int, rank: int) -> None:
 class Board:
     """The heartbeats of all ranks, in the launching process. All start in phase `start` as of now."""
 
+    NAME = "dtf-heartbeat"
+    """Of its file, among the open files of the launching process."""
+
+    @classmethod
+    def opened(cls, path: str) -> Board:
+        """The board of another process, to read. `path`: such as /proc/PID/fd/N."""
+        board = cls.__new__(cls)
+        board.fd = os.open(path, os.O_RDONLY)
+        board._memory = mmap.mmap(board.fd, 0, prot=mmap.PROT_READ)
+        board._bytes = memoryview(board._memory)
+        return board
+
     def __init__(self, ranks: int) -> None:
-        self.fd = os.memfd_create("dtf-heartbeat")
+        self.fd = os.memfd_create(self.NAME)
         os.ftruncate(self.fd, ranks * _CELL)
         self._memory = mmap.mmap(self.fd, 0)
         self._bytes = memoryview(self._memory)
@@ -70,6 +82,10 @@ class Board:
 
     def _cell(self, rank: int) -> memoryview:
         return self._bytes[rank * _CELL : (rank + 1) * _CELL]
+
+    def __len__(self) -> int:
+        """How many ranks have a place on it."""
+        return len(self._bytes) // _CELL
 
     def reset(self, rank: int) -> None:
         """Back to phase `start` as of now, for a new process of this rank; the old one is dead."""

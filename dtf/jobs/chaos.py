@@ -1,0 +1,234 @@
+"""`job=chaos`: rehearse faults on the run of this command line, and say what each of them cost."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtf.api.job import Job
+from dtf.api.registry import option, register
+from dtf.config.strategy_spec import Entry, read_entry
+from dtf.core.errors import ConfigError, Exit, Preempted
+from dtf.core.text import count_text, suggest
+from dtf.host.signals import Stop
+from dtf.runs.run_folder import unique_id
+
+if TYPE_CHECKING:
+    from dtf.chaos.trial import Outcome, Subject
+    from dtf.config.compose import Composed
+
+TRIALS, REPORT = "trials.jsonl", "chaos.json"
+_HANG_FACTOR = 4
+_START_S = 60.0
+
+
+@register("job", "chaos")
+class Chaos(Job):
+    """Train the run again and again, disturb it each time at a random moment, and compare it with the run left alone.
+    Exit 1 when a trial breaks a promise.
+    """
+
+    trains = True
+
+    faults: list[str] = option(
+        factory=list,
+        doc="which faults to rehearse, see docs/reliability.md; empty: all that this machine and the strategy allow",
+    )
+    strategies: list[str] = option(
+        factory=list,
+        doc="strategies to rehearse them on, with options after a blank, and `processes`; empty: the one of this "
+        "command line",
+    )
+    trials: int = option(default=30, least=1, doc="trials of this seed, dealt out over faults and strategies")
+    seed: int = option(default=0, least=0, doc="what is drawn follows from it; another seed adds other trials")
+    minutes: float = option(default=0.0, least=0, doc="begin no trial after so long; 0: no limit", unit="minutes")
+    steps: int = option(default=24, least=4, doc="length of each run", unit="steps")
+    save_every: int = option(default=5, least=1, doc="steps between two saves", unit="steps")
+    eval_rows: int = option(default=64, least=1, doc="evaluation rows, every job.save_every + 2 steps", unit="rows")
+    keep: bool = option(default=False, doc="keep the folders of broken trials")
+
+    def run(self, composed: Composed) -> int:
+        from dtf.launch.forkserver_cache import shut_down
+
+        faults = self._faults()
+        entries = self._entries(composed)
+        shut_down()  # each trial has its own
+        run = composed.config["run"]
+        folder = Path(run["dir"] or Path("outputs", run["name"] or "chaos", unique_id())).absolute()
+        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+        self._check_folder(composed, folder)
+        with Stop() as stop:
+            subjects = []
+            for place, entry in entries:
+                _stopped(stop)
+                subjects.append(self._subject(composed, folder, place, entry))
+            return self._rehearse(composed, folder, faults, subjects, stop)
+
+    # ------------------------------------------------------------ what is to be done
+
+    def _faults(self) -> list[str]:
+        """The faults to rehearse. ConfigError for one that is unknown, or that was asked for and cannot be."""
+        from dtf.chaos.faults import FAULTS
+
+        for name in self.faults:
+            if name not in FAULTS:
+                raise ConfigError(f"job.faults has '{name}'; {suggest(name, tuple(FAULTS))}")
+            if why := FAULTS[name].refused():
+                raise ConfigError(f"job.faults has '{name}', which cannot be rehearsed: {why}; leave it out")
+        chosen = list(dict.fromkeys(self.faults))
+        for name, fault in FAULTS.items() if not chosen else ():
+            if why := fault.refused():
+                print(f"left out: {name}; {why}")
+        return chosen or [name for name, fault in FAULTS.items() if not fault.refused()]
+
+    def _entries(self, composed: Composed) -> list[tuple[str, Entry | None]]:
+        launcher = composed.config["launcher"]["name"]
+        if launcher != "local":
+            raise ConfigError(f"launcher={launcher} has no ranks that job=chaos could disturb; use launcher=local")
+        if not self.strategies:
+            return [("", None)]
+        elsewhere = {"launcher.processes": "write processes=N"}
+        return [
+            (text, read_entry(composed, "job.strategies", text, ("processes",), elsewhere)) for text in self.strategies
+        ]
+
+    def _check_folder(self, composed: Composed, folder: Path) -> None:
+        """ConfigError where the folder holds trials of another run, which would stand in one table with these."""
+        kept = {key: value for key, value in composed.config.items() if key not in ("job", "strategy", "run")}
+        kept |= {"job": [self.steps, self.save_every, self.eval_rows]}
+        digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+        path = folder / "config.sha256"
+        if path.exists() and path.read_text() != digest:
+            raise ConfigError(
+                f"run.dir={folder} holds trials of another config; their numbers would mix; choose another folder"
+            )
+        if not path.exists() and any(folder.iterdir()):
+            raise ConfigError(f"run.dir={folder} is not empty, and holds no trials; choose another folder")
+        path.write_text(digest)
+
+    def _subject(self, composed: Composed, folder: Path, place: str, entry: Entry | None) -> Subject:
+        """Compose the runs of a strategy, and run it twice undisturbed, unless the folder has that from before."""
+        from dtf.chaos.reference import make_subject
+
+        processes = entry.list_options.get("processes") if entry else None
+        if processes is not None and not (processes.isdecimal() and int(processes)):
+            raise ConfigError(f"job.strategies has '{place}'; processes={processes} must be a whole number from 1 on")
+        overrides = {
+            "job": "train",
+            **(entry.overrides if entry else {}),
+            **({"launcher.processes": processes} if processes else {}),
+            "train.steps": self.steps,
+            "train.epochs": "null",
+            "train.until": "null",
+            "train.log_every": 1,
+            "train.eval_every": self.save_every + 2,
+            "train.eval_rows": self.eval_rows,
+            "train.early_stop": 0,
+            "train.dry_run": "false",
+            "train.record": "true",
+            "checkpoint": "every",
+            "checkpoint.every_steps": self.save_every,
+            "checkpoint.resume": "auto",
+            "launcher.threads": composed.config["launcher"]["threads"] or 1,
+            "observer": "[jsonl,events]",
+        }
+        try:
+            again = composed.recompose([f"{key}={value}" for key, value in overrides.items()])
+            settings = again.check()
+            settings.launcher.check(settings.strategy)
+        except ConfigError as refusal:
+            raise ConfigError(f"job.strategies has '{place}': {refusal}" if entry else str(refusal)) from refusal
+        return make_subject(again, settings, place, folder)
+
+    # ------------------------------------------------------------ doing it
+
+    def _rehearse(
+        self, composed: Composed, folder: Path, faults: list[str], subjects: list[Subject], stop: Stop
+    ) -> int:
+        from dtf.chaos import preload, results
+        from dtf.chaos.faults import FAULTS, fits
+        from dtf.chaos.trial import run_trial
+
+        pairs = [(name, subject) for subject in subjects for name in faults if fits(FAULTS[name], subject.roles)]
+        if not pairs:
+            raise ConfigError(f"job.faults={faults} hits nobody under these strategies; choose others")
+        library = preload.build(folder) if any(FAULTS[name].needs_control for name, _ in pairs) else None
+        path, began = folder / TRIALS, time.monotonic()
+        known = {(o.seed, o.number, o.fault, o.strategy) for o in results.read(path)}
+        for number in range(self.trials):
+            name, subject = self._dealt(pairs, number)
+            if (self.seed, number, name, subject.strategy) in known:
+                continue
+            if self.minutes and time.monotonic() - began > self.minutes * 60:
+                break
+            _stopped(stop)
+            place = folder / f"trial_{self.seed}_{number}"
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir(mode=0o700)
+            outcome = run_trial(subject, name, self.seed, number, place, library)
+            results.append(path, outcome)
+            print(_line(outcome), flush=True)
+            if not (self.keep and outcome.wrong):
+                shutil.rmtree(place, ignore_errors=True)
+        return self._report(composed, folder, results.read(path))
+
+    def _dealt(self, pairs: list[tuple[str, Subject]], number: int) -> tuple[str, Subject]:
+        """Each pair of a fault and a strategy in turn, in another order each time round."""
+        round, at = divmod(number, len(pairs))
+        order = list(range(len(pairs)))
+        random.Random(f"chaos order {self.seed} {round}").shuffle(order)
+        return pairs[order[at]]
+
+    def _report(self, composed: Composed, folder: Path, outcomes: list[Outcome]) -> int:
+        from dtf.chaos import results
+
+        rows = results.rows(outcomes)
+        broken = [outcome for outcome in outcomes if outcome.wrong]
+        config = composed.config
+        report = {
+            "recipe": config["recipe"]["name"],
+            "optimizer": config["optimizer"]["name"],
+            "precision": config["precision"]["name"],
+            "cores": len(os.sched_getaffinity(0)),
+            "seeds": sorted({outcome.seed for outcome in outcomes}),
+            "ok": not broken,
+            "rows": rows,
+            "broken": [outcome.to_json() for outcome in broken],
+        }
+        (folder / REPORT).write_text(json.dumps(report, indent=1))
+        (folder / "chaos.md").write_text(results.table(rows, markdown=True) + "\n")
+        print(results.table(rows))
+        for outcome in broken:
+            print(f"broken: {_line(outcome)}")
+        print(f"{count_text(len(outcomes), 'trial')}, {len(broken)} broken; {folder / REPORT}")
+        if importlib.util.find_spec("matplotlib") is None:
+            print(f"for the picture: {sys.executable} -m pip install 'matplotlib>=3.8'")
+        else:
+            from dtf.runs.charts import chaos
+
+            chaos(report, folder / "chaos.png")
+            print(folder / "chaos.png")
+        return Exit.OK if not broken else Exit.BUG
+
+
+def _stopped(stop: Stop) -> None:
+    if stop.count:
+        raise Preempted("asked to stop; the trials that are done are kept, start again with the same run.dir to go on")
+
+
+def _line(outcome: Outcome) -> str:
+    where = f"{outcome.phase} step {outcome.step}" if outcome.step >= 0 else outcome.phase
+    did = "; ".join(outcome.done) or "the run was over before"
+    what = f"seed={outcome.seed} {outcome.number}: {outcome.strategy}, {where}: {did}"
+    end = outcome.wrong and f"BROKEN: {outcome.wrong}"
+    codes = ", ".join(map(str, outcome.codes))
+    timed = f", recovered in {outcome.recovered_s:.2f} s" if outcome.recovered_s is not None else ""
+    return f"{what}: {end or f'exit {codes}, {outcome.lost_steps} steps again, {outcome.equal}{timed}'}"
