@@ -15,19 +15,17 @@ from typing import TYPE_CHECKING
 
 from dtf.api.job import Job
 from dtf.api.registry import option, register
-from dtf.config.strategy_spec import Entry, read_entry
+from dtf.config.strategy_spec import read_entry
 from dtf.core.errors import ConfigError, Exit, Preempted
 from dtf.core.text import count_text, suggest
 from dtf.host.signals import Stop
 from dtf.runs.run_folder import unique_id
 
 if TYPE_CHECKING:
-    from dtf.chaos.trial import Outcome, Subject
     from dtf.config.compose import Composed
+    from dtf.jobs.chaos.trial import Outcome, Subject
 
 TRIALS, REPORT = "trials.jsonl", "chaos.json"
-_HANG_FACTOR = 4
-_START_S = 60.0
 
 
 @register("job", "chaos")
@@ -56,27 +54,30 @@ class Chaos(Job):
     keep: bool = option(default=False, doc="keep the folders of broken trials")
 
     def run(self, composed: Composed) -> int:
+        from dtf.jobs.chaos.faults import FAULTS, fits
+        from dtf.jobs.chaos.reference import add_reference
         from dtf.launch.forkserver_cache import shut_down
 
         faults = self._faults()
-        entries = self._entries(composed)
-        shut_down()  # each trial has its own
+        plans = [self._planned(composed, text) for text in self.strategies or [""]]
+        pairs = [
+            (name, number) for number, plan in enumerate(plans) for name in faults if fits(FAULTS[name], plan.roles)
+        ]
+        if idle := [name for name in self.faults if name not in {name for name, _ in pairs}]:
+            raise ConfigError(f"job.faults has '{idle[0]}', which hits nobody under these strategies; leave it out")
         run = composed.config["run"]
         folder = Path(run["dir"] or Path("outputs", run["name"] or "chaos", unique_id())).absolute()
-        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-        self._check_folder(composed, folder)
+        self._open(composed, folder)
+        shut_down()  # each trial has its own
         with Stop() as stop:
-            subjects = []
-            for place, entry in entries:
-                _stopped(stop)
-                subjects.append(self._subject(composed, folder, place, entry))
-            return self._rehearse(composed, folder, faults, subjects, stop)
+            subjects = [add_reference(plan, folder, lambda: _stopped(stop)) for plan in plans]
+            return self._rehearse(composed, folder, [(name, subjects[number]) for name, number in pairs], stop)
 
     # ------------------------------------------------------------ what is to be done
 
     def _faults(self) -> list[str]:
         """The faults to rehearse. ConfigError for one that is unknown, or that was asked for and cannot be."""
-        from dtf.chaos.faults import FAULTS
+        from dtf.jobs.chaos.faults import FAULTS
 
         for name in self.faults:
             if name not in FAULTS:
@@ -89,19 +90,11 @@ class Chaos(Job):
                 print(f"left out: {name}; {why}")
         return chosen or [name for name, fault in FAULTS.items() if not fault.refused()]
 
-    def _entries(self, composed: Composed) -> list[tuple[str, Entry | None]]:
-        launcher = composed.config["launcher"]["name"]
-        if launcher != "local":
-            raise ConfigError(f"launcher={launcher} has no ranks that job=chaos could disturb; use launcher=local")
-        if not self.strategies:
-            return [("", None)]
-        elsewhere = {"launcher.processes": "write processes=N"}
-        return [
-            (text, read_entry(composed, "job.strategies", text, ("processes",), elsewhere)) for text in self.strategies
-        ]
-
-    def _check_folder(self, composed: Composed, folder: Path) -> None:
-        """ConfigError where the folder holds trials of another run, which would stand in one table with these."""
+    def _open(self, composed: Composed, folder: Path) -> None:
+        """Make the folder, or go on in it. ConfigError where it holds trials of another run, which would stand in one
+        table with these.
+        """
+        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
         kept = {key: value for key, value in composed.config.items() if key not in ("job", "strategy", "run")}
         kept |= {"job": [self.steps, self.save_every, self.eval_rows]}
         digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
@@ -114,13 +107,20 @@ class Chaos(Job):
             raise ConfigError(f"run.dir={folder} is not empty, and holds no trials; choose another folder")
         path.write_text(digest)
 
-    def _subject(self, composed: Composed, folder: Path, place: str, entry: Entry | None) -> Subject:
-        """Compose the runs of a strategy, and run it twice undisturbed, unless the folder has that from before."""
-        from dtf.chaos.reference import make_subject
+    def _planned(self, composed: Composed, text: str) -> Subject:
+        """The runs of a strategy, an entry of job.strategies; empty: the one of this command line."""
+        from dtf.jobs.chaos.reference import plan
 
+        if composed.config["launcher"]["name"] != "local":
+            raise ConfigError(
+                f"launcher={composed.config['launcher']['name']} has no ranks that job=chaos could disturb; use "
+                "launcher=local"
+            )
+        elsewhere = {"launcher.processes": "write processes=N"}
+        entry = read_entry(composed, "job.strategies", text, ("processes",), elsewhere) if text else None
         processes = entry.list_options.get("processes") if entry else None
         if processes is not None and not (processes.isdecimal() and int(processes)):
-            raise ConfigError(f"job.strategies has '{place}'; processes={processes} must be a whole number from 1 on")
+            raise ConfigError(f"job.strategies has '{text}'; processes={processes} must be a whole number from 1 on")
         overrides = {
             "job": "train",
             **(entry.overrides if entry else {}),
@@ -145,21 +145,16 @@ class Chaos(Job):
             settings = again.check()
             settings.launcher.check(settings.strategy)
         except ConfigError as refusal:
-            raise ConfigError(f"job.strategies has '{place}': {refusal}" if entry else str(refusal)) from refusal
-        return make_subject(again, settings, place, folder)
+            raise ConfigError(f"job.strategies has '{text}': {refusal}" if text else str(refusal)) from refusal
+        return plan(again, settings, text)
 
     # ------------------------------------------------------------ doing it
 
-    def _rehearse(
-        self, composed: Composed, folder: Path, faults: list[str], subjects: list[Subject], stop: Stop
-    ) -> int:
-        from dtf.chaos import preload, results
-        from dtf.chaos.faults import FAULTS, fits
-        from dtf.chaos.trial import run_trial
+    def _rehearse(self, composed: Composed, folder: Path, pairs: list[tuple[str, Subject]], stop: Stop) -> int:
+        from dtf.jobs.chaos import preload, results
+        from dtf.jobs.chaos.faults import FAULTS
+        from dtf.jobs.chaos.trial import run_trial
 
-        pairs = [(name, subject) for subject in subjects for name in faults if fits(FAULTS[name], subject.roles)]
-        if not pairs:
-            raise ConfigError(f"job.faults={faults} hits nobody under these strategies; choose others")
         library = preload.build(folder) if any(FAULTS[name].needs_control for name, _ in pairs) else None
         path, began = folder / TRIALS, time.monotonic()
         known = {(o.seed, o.number, o.fault, o.strategy) for o in results.read(path)}
@@ -188,7 +183,7 @@ class Chaos(Job):
         return pairs[order[at]]
 
     def _report(self, composed: Composed, folder: Path, outcomes: list[Outcome]) -> int:
-        from dtf.chaos import results
+        from dtf.jobs.chaos import results
 
         rows = results.rows(outcomes)
         broken = [outcome for outcome in outcomes if outcome.wrong]

@@ -6,14 +6,15 @@ import json
 import re
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.chaos.command import Command
-from dtf.chaos.timeline import Timeline
-from dtf.chaos.trial import Subject, same_bits
 from dtf.core.errors import DtfError, Exit, Preempted
+from dtf.jobs.chaos.command import Command
+from dtf.jobs.chaos.timeline import Timeline
+from dtf.jobs.chaos.trial import Subject, same_bits
 from dtf.runs.recorded_run import RecordedRun
 
 if TYPE_CHECKING:
@@ -22,33 +23,47 @@ if TYPE_CHECKING:
 
 _MOST_S = 1800.0
 """For one undisturbed run."""
+_START_S, _LEAST_HANG_S, _HANG_STEPS = 60.0, 5.0, 20
+"""A trial does not wait for launcher.hang_timeout_s=60 where a step takes milliseconds: so many of the longest step are
+enough.
+"""
 _NAME = "reference.json"
 
 
-def make_subject(composed: Composed, settings: Settings, text: str, folder: Path) -> Subject:
-    """Run a strategy undisturbed, twice, unless `folder` has that from an earlier command.
+def plan(composed: Composed, settings: Settings, text: str) -> Subject:
+    """A strategy to rehearse faults on, without its reference. `text`: how it was written in a list; may be empty."""
+    roles = settings.strategy.roles(settings.launcher.count())
+    return Subject(
+        strategy=_shown(composed.config, text, roles),
+        command=tuple(composed.command),
+        roles=tuple(role for role, number in roles.items() for _ in range(number)),
+        exact=composed.config["precision"]["param"] == "fp64",
+        limits=(composed.config["launcher"]["hang_timeout_s"], composed.config["launcher"]["grace_s"]),
+    )
+
+
+def add_reference(subject: Subject, folder: Path, check: Callable[[], None]) -> Subject:
+    """The same with its reference, which is run twice unless `folder` has it from an earlier command. `check` is called
+    before each run.
 
     DtfError when a run does not end well.
     """
-    roles = settings.strategy.roles(settings.launcher.count())
-    ranks = tuple(role for role, number in roles.items() for _ in range(number))
-    shown = _shown(composed.config, text, roles)
-    place = folder / "references" / re.sub(r"[^A-Za-z0-9.-]+", "_", shown)
-    subject = Subject(
-        strategy=shown,
-        command=tuple(composed.command),
-        roles=ranks,
-        exact=composed.config["precision"]["param"] == "fp64",
-        hang_s=_MOST_S,
-        reference=place / "first",
-    )
+    place = folder / "references" / re.sub(r"[^A-Za-z0-9.-]+", "_", subject.strategy)
     if not (place / _NAME).exists():
-        _make(subject, place)
+        _make(subject, place, check)
     made = json.loads((place / _NAME).read_text())
-    limits = composed.config["launcher"]
-    # each start, a hang that is noticed in a step, a stop that is refused, and the run itself a few times over
-    hang_s = 60.0 + 5 * made["seconds"] + 2 * limits["hang_timeout_s"] + limits["grace_s"]
-    return replace(subject, hang_s=hang_s, timeline=Timeline.from_json(made["timeline"]), repeats=made["repeats"])
+    timeline = Timeline.from_json(made["timeline"])
+    given_s, grace_s = subject.limits
+    hang_s = min(given_s, max(_LEAST_HANG_S, _HANG_STEPS * timeline.longest("step")))
+    return replace(
+        subject,
+        command=(*subject.command, f"launcher.hang_timeout_s={hang_s:.1f}"),
+        # starts, hangs that are noticed, a stop that is refused, and the run itself a few times over
+        hang_s=_START_S + 5 * made["seconds"] + 4 * hang_s + grace_s,
+        reference=place / "first",
+        timeline=timeline,
+        repeats=made["repeats"],
+    )
 
 
 def _shown(config: dict[str, Any], text: str, roles: dict[str, int]) -> str:
@@ -64,12 +79,13 @@ def _shown(config: dict[str, Any], text: str, roles: dict[str, int]) -> str:
     return " ".join([*words, *world])
 
 
-def _make(subject: Subject, place: Path) -> None:
+def _make(subject: Subject, place: Path, check: Callable[[], None]) -> None:
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True, mode=0o700)
     timeline, took = Timeline(), []
     print(f"{subject.strategy}: undisturbed, twice", flush=True)
     for name in ("first", "second"):
+        check()
         began = time.monotonic()
         log = place / f"{name}.log"
         command = Command(subject.words(place / name), log, {})

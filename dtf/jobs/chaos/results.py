@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtf.chaos.trial import BITS, LAW, Outcome
+from dtf.jobs.chaos.trial import BITS, LAW, Outcome
 
 
 def read(path: Path) -> list[Outcome]:

@@ -1,7 +1,7 @@
 /* Makes calls of the C library fail or wait on request, in every process of a trial of job=chaos.
  *
  * Loaded by LD_PRELOAD. A file that all processes of the trial and the one that disturbs them have in memory says what
- * happens (struct control); dtf/chaos/preload.py writes it. While `mode` is 0 a call costs one load from memory.
+ * happens (struct control); dtf/jobs/chaos/preload.py writes it. While `mode` is 0 a call costs one load from memory.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

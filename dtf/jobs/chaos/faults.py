@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import random
 import resource
@@ -14,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from dtf.chaos import network, preload, processes
 from dtf.core.errors import Exit
+from dtf.jobs.chaos import network, preload, processes
 
 ANY, LAUNCHER, FORK_SERVER, RUN = "rank", "launcher", "fork server", "run"
 """Whom a fault hits: any rank, one process, or all of the run. Else a role, such as `server`."""
@@ -108,7 +109,7 @@ class StopRank(Fault):
             target.stopped.append(pid)
         short = target.rng.random() < 0.4
         target.done.append(f"stopped rank {target.rank}{' for a moment' if short else ''}")
-        return target.rng.uniform(0.05, 1.0) if short else float("inf")
+        return target.rng.uniform(0.05, 1.0) if short else math.inf
 
     def release(self, target: Target) -> None:
         for pid in target.stopped:
@@ -169,7 +170,7 @@ class Disk(_Preloaded):
             "fail": f"{errno.errorcode[number]} at call {after + 1}{later}",
         }
         target.done.append(words[self.mode])
-        return float("inf") if target.rng.random() < 0.7 else target.rng.uniform(0.1, 2.0)
+        return math.inf if target.rng.random() < 0.7 else target.rng.uniform(0.1, 2.0)
 
     def release(self, target: Target) -> None:
         if target.control is not None:
@@ -188,7 +189,7 @@ class ClockJump(_Preloaded):
         seconds = target.rng.choice([-1, 1]) * target.rng.choice([1.0, 60.0, 3600.0, 86_400.0 * 400])
         target.control.move_clock(seconds)
         target.done.append(f"the clock jumps by {seconds:.0f} s")
-        return float("inf")
+        return math.inf
 
     def release(self, target: Target) -> None:
         if target.control is not None:
@@ -225,21 +226,24 @@ class Network(Fault):
 
 @dataclass
 class Limit(Fault):
-    """A process may take no more memory, or open no more files."""
+    """A rank may take no more memory, or a process may open no more files."""
 
+    whom: str = RUN
     resource: int = resource.RLIMIT_AS
-    # what a process cannot go on without is its own failure, unless it ends by it as by a signal
-    codes: frozenset[int] = frozenset({Exit.OK, Exit.BUG, Exit.PEER, Exit.IO})
+    # a process that cannot go on without more has failed by itself: too little memory is a config that cannot run
+    codes: frozenset[int] = frozenset({Exit.OK, Exit.BUG, Exit.CONFIG, Exit.PEER, Exit.IO})
 
     def strike(self, target: Target) -> float:
-        pid = target.rng.choice([target.victim, target.victim, target.launcher]) or target.launcher
-        used = _size(pid) if self.resource == resource.RLIMIT_AS else _files(pid)
+        memory = self.resource == resource.RLIMIT_AS
+        whom = [target.victim] if memory else [target.victim, target.victim, target.launcher]
+        pid = target.rng.choice(whom)
+        used = _size(pid) if memory else _files(pid)
         with contextlib.suppress(ProcessLookupError):
-            hard = resource.prlimit(pid, self.resource)[1]
-            resource.prlimit(pid, self.resource, (used, hard))
+            if pid:
+                resource.prlimit(pid, self.resource, (used, resource.prlimit(pid, self.resource)[1]))
         who = "the launcher" if pid == target.launcher else f"rank {target.rank}"
-        target.done.append(f"{who} may have no more {'memory' if self.resource == resource.RLIMIT_AS else 'files'}")
-        return float("inf")
+        target.done.append(f"{who} may have no more {'memory' if memory else 'files'}")
+        return math.inf
 
 
 @dataclass
@@ -297,8 +301,8 @@ FAULTS: dict[str, Fault] = {
     "disk_error": Disk("fail"),
     "cut_network": Network(),
     "delay_network": Network(again=True),
-    "memory_limit": Limit(),
-    "file_limit": Limit(resource.RLIMIT_NOFILE),
+    "memory_limit": Limit(whom=ANY),
+    "file_limit": Limit(resource=resource.RLIMIT_NOFILE),
     "clock_jump": ClockJump(),
     "flip_checkpoint": FlipCheckpoint(),
 }

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from dtf.chaos.command import OUTLIVE_S, Command
-from dtf.chaos.faults import ANY, FAULTS, FORK_SERVER, LAUNCHER, RUN, Fault, Target
-from dtf.chaos.preload import Control
-from dtf.chaos.timeline import Moment, Timeline
 from dtf.core.errors import STARTED_AGAIN, DtfError, Exit
+from dtf.jobs.chaos.command import OUTLIVE_S, Command
+from dtf.jobs.chaos.faults import ANY, FAULTS, FORK_SERVER, LAUNCHER, RUN, Fault, Target
+from dtf.jobs.chaos.preload import Control
+from dtf.jobs.chaos.timeline import Moment, Timeline
 from dtf.runs.compare import compare
 from dtf.runs.recorded_run import RecordedRun
 
@@ -41,8 +41,9 @@ class Subject:
     command: tuple[str, ...]  # arguments of dtf but run.dir
     roles: tuple[str, ...]  # of each rank
     exact: bool  # numbers are in fp64
-    hang_s: float  # time after which a command hangs
-    reference: Path  # run folder
+    limits: tuple[float, float]  # seconds of silence that mean a hang, and of grace
+    hang_s: float = 0.0  # after which a command that has not ended hangs
+    reference: Path = Path()  # run folder
     timeline: Timeline = field(default_factory=Timeline)
     repeats: bool = True  # two undisturbed runs are equal bit for bit
 

@@ -71,6 +71,12 @@ class Timeline:
         chosen = rng.choice(stays[rng.choice(sorted(stays))])
         return Moment(chosen.phase, chosen.step, rng.uniform(0.0, chosen.seconds))
 
+    def longest(self, phase: str) -> float:
+        """Seconds of the longest stay in a phase, on any rank."""
+        return max(
+            (stay.seconds for stays in self.stays.values() for stay in stays if stay.phase == phase), default=0.0
+        )
+
     def to_json(self) -> dict[str, Any]:
         return {
             str(rank): [[s.phase, s.step, round(s.seconds, 6)] for s in stays] for rank, stays in self.stays.items()

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dtf.chaos.processes import Beats, adopt_orphans, alive, kill, reap_orphans, shown
-from dtf.chaos.timeline import BEFORE, Timeline
+from dtf.jobs.chaos.processes import Beats, adopt_orphans, alive, kill, reap_orphans, shown
+from dtf.jobs.chaos.timeline import BEFORE, Timeline
 
 OUTLIVE_S = 1.0
 """No process of a run outlives its launching process by more."""
@@ -23,7 +23,7 @@ sys.path[:] = order["path"]
 from dtf.launch.forkserver import die_with
 die_with(order["parent"])
 if order["switch"] >= 0:
-    from dtf.chaos.network import enter_namespace, serve_switch
+    from dtf.jobs.chaos.network import enter_namespace, serve_switch
     enter_namespace()
     serve_switch(order["switch"])
 os.execve(sys.executable, [sys.executable, "-m", "dtf", *order["command"]], order["environment"])
