@@ -26,18 +26,25 @@ if order["switch"] >= 0:
     from dtf.jobs.chaos.network import enter_namespace, serve_switch
     enter_namespace()
     serve_switch(order["switch"])
-os.execve(sys.executable, [sys.executable, "-m", "dtf", *order["command"]], order["environment"])
+os.execve(sys.executable, [sys.executable, *order["command"]], order["environment"])
 """
 
 
 class Command:
     """A dtf command that runs. Its output goes into a file. It ends with this process.
 
-    `network`: it gets a network of its own, which `switch` cuts (`0`) and joins (`1`).
+    `network`: it gets a network of its own, which `switch` cuts (`0`) and joins (`1`). `program`: arguments of Python.
     """
 
-    def __init__(self, words: Sequence[str], log: Path, environment: dict[str, str], network: bool = False) -> None:
-        adopt_orphans()
+    def __init__(
+        self,
+        words: Sequence[str],
+        log: Path,
+        environment: dict[str, str],
+        network: bool = False,
+        program: Sequence[str] = ("-m", "dtf"),
+    ) -> None:
+        adopt_orphans(True)
         self.log, self.began = log, time.monotonic()
         self._before = set(reap_orphans(set()))
         reading, self.switch = os.pipe() if network else (-1, -1)
@@ -45,7 +52,7 @@ class Command:
             "path": [os.path.abspath(part) for part in sys.path],
             "parent": os.getpid(),
             "switch": reading,
-            "command": list(words),
+            "command": [*program, *words],
             "environment": {**os.environ, **environment},
         }
         with log.open("ab") as file:
@@ -109,6 +116,7 @@ class Command:
             self._process.kill()
         self._process.wait()
         self.beats.close()
+        adopt_orphans(False)
 
     def _close_switch(self) -> None:
         if self.switch >= 0:

@@ -160,7 +160,7 @@ class Disk(_Preloaded):
             if self.mode == "fail"
             else errno.ENOSPC
         )
-        failures = target.rng.choice([1, 1, -1]) if self.mode == "fail" else -1
+        failures = target.rng.choice([1, 1, preload.ALL]) if self.mode == "fail" else preload.ALL
         delay = target.rng.choice([0.005, 0.02, 0.1]) if self.mode == "slow" else 0.0
         target.control.disk(self.mode, target.folder, number, after, failures, delay)
         later = "" if failures == 1 else " and all later ones"
@@ -259,10 +259,10 @@ class FlipCheckpoint(Fault):
 
     def between(self, target: Target) -> None:
         newest = sorted(target.folder.glob("checkpoints/step_*[0-9]"))
-        files = sorted(path for path in newest[-1].rglob("*") if path.is_file()) if newest else []
-        if not files:
-            target.done.append("killed before the first checkpoint")
+        if len(newest) < 2:  # without an older one the run would say that there is none to load, and end
+            target.done.append("killed before the second checkpoint")
             return
+        files = sorted(path for path in newest[-1].rglob("*") if path.is_file())
         path, how = target.rng.choice(files), target.rng.choice(["flipped", "truncated", "removed", "emptied"])
         data = bytearray(path.read_bytes())
         if how == "removed":

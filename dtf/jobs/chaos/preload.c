@@ -25,7 +25,7 @@ struct control {
     _Atomic int32_t mode;
     int32_t error;              /* errno of a call that fails */
     _Atomic int64_t countdown;  /* FAIL: so many calls still work, then `failures` fail */
-    _Atomic int64_t failures;   /* FAIL: calls that still fail; -1: all from then on */
+    _Atomic int64_t failures;   /* FAIL: calls that still fail */
     int64_t delay_us;           /* SLOW: before each call */
     _Atomic int64_t clock_ns;   /* added to the clock of the day */
     _Atomic int64_t hits;       /* calls that failed or waited */
@@ -86,7 +86,7 @@ static int fails(int grows) {
         break;
     case FAIL:
         if (atomic_fetch_sub(&control->countdown, 1) > 0) return 0;
-        if (atomic_load(&control->failures) >= 0 && atomic_fetch_sub(&control->failures, 1) <= 0) return 0;
+        if (atomic_fetch_sub(&control->failures, 1) <= 0) return 0;
         break;
     case SLOW: {
         struct timespec pause = {control->delay_us / 1000000, control->delay_us % 1000000 * 1000};

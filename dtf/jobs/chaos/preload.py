@@ -14,6 +14,9 @@ _LAYOUT = struct.Struct("iiqqqqq4096s")  # struct control in preload.c
 _MODES = {"off": 0, "full": 1, "fail": 2, "slow": 3}
 _CLOCK_AT, _HITS_AT = 32, 40
 
+ALL = 1 << 62
+"""Failures without end."""
+
 
 def compiler() -> str | None:
     """The C compiler of this machine."""
@@ -46,11 +49,13 @@ class Control:
             "LD_PRELOAD": f"{library} {before}".strip(),
         }
 
-    def disk(self, mode: str, prefix: Path, error: int = 0, after: int = 0, failures: int = -1, delay_s: float = 0):
+    def disk(
+        self, mode: str, prefix: Path, error: int = 0, after: int = 0, failures: int = ALL, delay_s: float = 0.0
+    ) -> None:
         """Disturb what is written below `prefix`.
 
-        `mode`: `full` lets calls that need room fail; `fail` lets `after` calls pass and then so many `failures` fail
-        (-1: all); `slow` delays each call; `off`. `error`: the errno.
+        `mode`: `full` lets calls that need room fail; `fail` lets `after` calls pass and then so many `failures` fail;
+        `slow` delays each call; `off`. `error`: the errno.
         """
         self._memory[0:4] = struct.pack("i", _MODES["off"])
         clock = self._memory[_CLOCK_AT:_HITS_AT]

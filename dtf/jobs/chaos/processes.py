@@ -20,9 +20,9 @@ _FORK_SERVER = b"dtf.launch.forkserver"
 _LOG = re.compile(r"/rank_(\d+)\.log$")
 
 
-def adopt_orphans() -> None:
-    """From now on processes whose parents die become children of this one, so that none is overlooked."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+def adopt_orphans(adopt: bool) -> None:
+    """From now on processes whose parents die become children of this one, so that none is overlooked; or no more."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtf.core.errors import DtfError, Exit, Preempted
 from dtf.jobs.chaos.command import Command
@@ -34,7 +34,7 @@ def plan(composed: Composed, settings: Settings, text: str) -> Subject:
     """A strategy to rehearse faults on, without its reference. `text`: how it was written in a list; may be empty."""
     roles = settings.strategy.roles(settings.launcher.count())
     return Subject(
-        strategy=_shown(composed.config, text, roles),
+        strategy=text or f"{composed.config['strategy']['name']} processes={settings.launcher.count()}",
         command=tuple(composed.command),
         roles=tuple(role for role, number in roles.items() for _ in range(number)),
         exact=composed.config["precision"]["param"] == "fp64",
@@ -64,19 +64,6 @@ def add_reference(subject: Subject, folder: Path, check: Callable[[], None]) -> 
         timeline=timeline,
         repeats=made["repeats"],
     )
-
-
-def _shown(config: dict[str, Any], text: str, roles: dict[str, int]) -> str:
-    """`ddp processes=2`, as in a list of strategies."""
-    if not text:
-        text = config["strategy"]["name"]
-    words = [word for word in text.split() if not word.startswith(("processes=", "servers="))]
-    world = (
-        [f"{role}s={number}" for role, number in roles.items()]
-        if len(roles) > 1
-        else [f"processes={sum(roles.values())}"]
-    )
-    return " ".join([*words, *world])
 
 
 def _make(subject: Subject, place: Path, check: Callable[[], None]) -> None:

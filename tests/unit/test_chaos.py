@@ -1,0 +1,370 @@
+"""The parts of `job=chaos`: moments, faults, what is left of a run, what trials prove together, and the table."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dtf.core.errors import Exit
+from dtf.host.heartbeat import Beat, Board
+from dtf.jobs.chaos import network, preload, processes, results, trial
+from dtf.jobs.chaos.command import Command
+from dtf.jobs.chaos.faults import FAULTS, Limit, Target, fits
+from dtf.jobs.chaos.timeline import BEFORE, Moment, Timeline
+from dtf.jobs.chaos.trial import BITS, LAW, SAMPLES, Outcome, Subject
+from dtf.runs.recorded_run import RecordedRun
+from tests.support.launching import HANG_S
+
+DOCS = Path(__file__).parents[2] / "docs" / "reliability.md"
+
+
+def test_each_fault_is_documented_and_none_else() -> None:
+    assert re.findall(r"^\| `(\w+)` \|", DOCS.read_text(), re.MULTILINE) == list(FAULTS)
+
+
+def test_a_fault_of_a_role_fits_strategies_with_that_role() -> None:
+    assert fits(FAULTS["kill_server"], ("server", "trainer")) and fits(FAULTS["kill_rank"], ("trainer",))
+    assert not fits(FAULTS["kill_server"], ("trainer", "trainer"))
+    assert not fits(FAULTS["kill_trainer"], ("trainer",)), "with one role this is kill_rank"
+
+
+# ---------------------------------------------------------------- moments
+
+
+def test_moments_are_of_all_phases_and_within_what_was_seen() -> None:
+    timeline = Timeline()
+    for now, (phase, step) in enumerate([(BEFORE, 0), ("start", 0), ("step", 0), ("step", 1), ("save", 2), ("end", 2)]):
+        timeline.add(0, phase, step, float(now))
+        timeline.add(0, phase, step, now + 0.5)  # seen twice: the same stay
+    timeline.finish(6.0)
+    again = Timeline.from_json(json.loads(json.dumps(timeline.to_json())))
+    drawn = [again.draw(random.Random(seed), 0, before=True) for seed in range(60)]
+    assert {moment.phase for moment in drawn} == {BEFORE, "start", "step", "save", "end"}
+    assert all(0 <= moment.after_s <= 1.0 for moment in drawn)
+    assert {moment.step for moment in drawn if moment.phase == "step"} == {0, 1}
+    assert BEFORE not in {again.draw(random.Random(seed), 0, before=False).phase for seed in range(60)}
+    assert again.draw(random.Random(3), 0, True) == again.draw(random.Random(3), 0, True)
+
+
+@pytest.mark.parametrize(
+    ("moment", "beat", "come"),
+    [
+        ((BEFORE, 0), None, True),
+        (("step", 0), None, False),
+        (("start", 0), ("start", 0), True),
+        (("start", 0), ("step", 0), True),  # it was so short that nobody saw it
+        (("step", 3), ("start", 0), False),
+        (("step", 3), ("step", 2), False),
+        (("step", 3), ("fetch", 3), False),
+        (("step", 3), ("step", 3), True),
+        (("step", 3), ("fetch", 4), True),
+    ],
+)
+def test_a_moment_has_come_when_the_rank_is_there_or_past_it(moment: Any, beat: Any, come: bool) -> None:
+    assert Moment(*moment, 0.0).has_come(beat and Beat(0.0, *beat, 0)) is come
+
+
+def test_the_board_of_another_process_can_be_read() -> None:
+    board = Board(2)
+    seen = processes.Beats(os.getpid())
+    beat = seen.read(1)
+    assert beat is not None and (beat.phase, beat.step) == ("start", 0)
+    assert seen.read(2) is None, "there is no such rank"
+    seen.close()
+    board.close()
+
+
+# ---------------------------------------------------------------- the preload library, the network
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if preload.compiler() is None:
+        pytest.skip("no C compiler is installed")
+    return preload.build(tmp_path_factory.mktemp("preload"))
+
+
+def python(code: str, environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+TRIES = """
+import os, sys
+def tried(call):
+    try:
+        call()
+        return "ok"
+    except OSError as error:
+        return error.strerror
+os.chdir({folder!r})
+one = os.open("one", os.O_RDWR | os.O_CREAT) if {opened} else -1
+print([tried(call) for call in (
+    lambda: os.mkdir("made"),
+    lambda: open("new", "w"),
+    lambda: os.rename("there", "moved"),
+    lambda: os.fsync(os.open("old", os.O_RDONLY)),
+    lambda: open({elsewhere!r}, "w").write("x"),
+)])
+"""
+
+
+EIO = "Input/output error"
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ({"mode": "off"}, ["ok", "ok", "ok", "ok", "ok"]),
+        ({"mode": "full", "error": errno.ENOSPC}, ["No space left on device"] * 2 + ["ok", "ok", "ok"]),
+        ({"mode": "fail", "error": errno.EIO}, [EIO] * 4 + ["ok"]),
+        ({"mode": "fail", "error": errno.EIO, "after": 2}, ["ok", "ok", EIO, EIO, "ok"]),
+        ({"mode": "fail", "error": errno.EIO, "after": 1, "failures": 1}, ["ok", EIO, "ok", "ok", "ok"]),
+        ({"mode": "slow", "delay_s": 0.001}, ["ok"] * 5),
+    ],
+)  # fmt: skip
+def test_calls_below_a_folder_fail_as_they_are_told(
+    library: Path, tmp_path: Path, order: dict[str, Any], expected: list[str]
+) -> None:
+    folder = tmp_path / "disturbed"
+    folder.mkdir()
+    for name in ("there", "old"):
+        (folder / name).write_text("x")
+    control = preload.Control(tmp_path, library)
+    control.disk(prefix=folder, **order)
+    code = TRIES.format(folder=str(folder), elsewhere=str(tmp_path / "elsewhere"), opened=False)
+    assert python(code, control.environment) == str(expected)
+    assert control.hits == (4 if order["mode"] == "slow" else sum(word != "ok" for word in expected))
+    control.close()
+
+
+def test_the_clock_of_the_day_jumps_and_the_other_does_not(library: Path, tmp_path: Path) -> None:
+    control = preload.Control(tmp_path, library)
+    control.move_clock(-86_400.0)
+    code = "import time; print(time.time(), time.monotonic())"
+    day, monotonic = map(float, python(code, control.environment).split())
+    assert -90_000 < day - time.time() < -80_000
+    assert abs(monotonic - time.monotonic()) < HANG_S
+    control.close()
+
+
+def test_a_network_is_cut_and_joined(tmp_path: Path) -> None:
+    if why := network.refused():
+        pytest.skip(why)
+    code = (
+        "import socket, sys\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "for line in iter(sys.stdin.readline, ''): pass\n"
+    )
+    command = Command([], tmp_path / "log", {}, network=True, program=["-c", code])
+    try:
+        assert command.watch(lambda: False, HANG_S) and command.code == 0, (tmp_path / "log").read_text()
+        assert command.left_behind()[1] == []
+    finally:
+        command.end()
+    probe = (
+        "import os, socket; from dtf.jobs.chaos.network import enter_namespace, switch_loopback\n"
+        "def reach():\n"
+        "    with socket.socket() as one:\n"
+        "        one.settimeout(0.2)\n"
+        "        try:\n"
+        "            one.connect(('127.0.0.1', 9)); return 'up'\n"
+        "        except ConnectionRefusedError: return 'up'\n"
+        "        except OSError: return 'down'\n"
+        "enter_namespace(); states = [reach()]\n"
+        "switch_loopback(False); states.append(reach()); switch_loopback(True); print(*states, reach())"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.stdout.split() == ["up", "down", "up"], done.stderr
+
+
+# ---------------------------------------------------------------- what is left of a run
+
+
+def ended(code: str, tmp_path: Path) -> tuple[int | None, list[str]]:
+    command = Command([], tmp_path / "log", {}, program=["-c", code])
+    try:
+        assert command.watch(lambda: False, HANG_S)
+        return command.code, command.left_behind()[1]
+    finally:
+        command.end()
+
+
+def test_a_process_left_behind_is_found_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtf.jobs.chaos.command.OUTLIVE_S", 0.02)
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    status, left = ended(code, tmp_path)
+    assert status == 0 and len(left) == 1 and "time.sleep(600)" in left[0]
+    assert not processes.alive(int(left[0].split()[0]))
+    assert ended("raise SystemExit(7)", tmp_path) == (7, [])
+
+
+def test_a_command_that_hangs_or_ends_otherwise_breaks_its_trial(tmp_path: Path) -> None:
+    subject = Subject("ddp", (), ("trainer",), True, (5.0, 1.0), hang_s=0.2)
+    outcome = Outcome(0, 0, "kill_rank", "ddp")
+    command = Command([], tmp_path / "log", {}, program=["-c", "import time; time.sleep(600)"])
+    trial._end(command, subject, frozenset({Exit.OK}), outcome)
+    assert outcome.wrong.startswith("hangs") and outcome.codes == [-signal.SIGKILL]
+    outcome = Outcome(0, 0, "kill_rank", "ddp")
+    command = Command([], tmp_path / "log", {}, program=["-c", "print('dtf: error[E_BUG]: why'); raise SystemExit(1)"])
+    trial._end(command, subject.__class__(**{**vars(subject), "hang_s": HANG_S}), frozenset({Exit.OK}), outcome)
+    assert outcome.wrong == "exit code 1, expected one of [<Exit.OK: 0>]: dtf: error[E_BUG]: why"
+
+
+# ---------------------------------------------------------------- the judgement
+
+
+def recorded(**changed: Any) -> RecordedRun:
+    values = {
+        "metrics": {step: {"loss": 1.0, "grad_norm": 1.0} for step in (1, 2)},
+        "ids": {0: [[0, 1], [2]], 1: [[3], [4, 5]]},
+        "held": [],
+        "tensors": {"model/w": np.array([1.0, 2.0])},
+        "evaluated": {2: {"loss": 1.0}},
+    }
+    return RecordedRun(**{**values, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "repeats", "expected"),
+    [
+        ({}, True, ("", BITS)),
+        ({"ids": {0: [[0, 1, 2]], 1: [[3, 4], [5]]}}, True, ("", BITS)),  # other ranks read the same rows
+        ({"tensors": {"model/w": np.array([1.0, 2.0 + 1e-13])}}, True, ("", LAW)),
+        ({"tensors": {"model/w": np.array([1.0, 2.1])}}, True, ("differs: ", "")),
+        ({"ids": {0: [[0, 1], [1]], 1: [[3], [4, 5]]}}, True, ("differs: sample ids at step 0", "")),
+        ({"tensors": {"model/w": np.array([1.0, 2.1])}}, False, ("", SAMPLES)),
+        ({"ids": {0: [[3, 4], [5]], 1: [[0], [1, 2]]}}, False, ("", SAMPLES)),
+        ({"ids": {0: [[0, 1], [1]], 1: [[3], [4, 5]]}}, False, ("samples: ", "")),
+    ],
+)
+def test_a_run_is_judged_by_its_reference(changed: dict[str, Any], repeats: bool, expected: tuple[str, str]) -> None:
+    subject = Subject("ddp", (), ("trainer",), True, (5.0, 1.0), repeats=repeats)
+    wrong, equal = trial._equal(subject, recorded(), recorded(**changed))
+    assert wrong.startswith(expected[0]) and bool(wrong) is bool(expected[0]) and equal == expected[1]
+
+
+def events(folder: Path, *lines: tuple[float, str, dict[str, Any]]) -> Path:
+    path = folder / "events.jsonl"
+    written = [json.dumps({"monotonic": at, "event": kind, **fields}) for at, kind, fields in lines]
+    path.write_text("\n".join(written) + '\n{"monotonic": 9')  # a killed writer leaves half a line
+    return path
+
+
+def measured(at: float, step: int) -> tuple[float, str, dict[str, Any]]:
+    return at, "Measured", {"step": step, "split": "train"}
+
+
+def test_steps_done_again_and_times_are_read_from_the_events(tmp_path: Path) -> None:
+    path = events(
+        tmp_path,
+        (0.0, "Started", {"step": 0}),
+        measured(1.0, 6),
+        measured(1.1, 7),
+        measured(1.3, 8),  # was on its way
+        (1.5, "Note", {"level": "warning"}),
+        (1.8, "Started", {"step": 5}),
+        measured(2.0, 6),
+    )
+    outcome = Outcome(0, 0, "kill_rank", "ddp", codes=[0])
+    trial._measure(path, 1.2, FAULTS["kill_rank"], True, outcome)
+    assert (outcome.lost_steps, outcome.noticed_s, outcome.recovered_s) == (3, 0.3, 0.8)
+    outcome = Outcome(0, 0, "kill_rank", "ddp", codes=[69, 0])
+    trial._measure(path, 1.2, FAULTS["kill_rank"], True, outcome)
+    assert outcome.lost_steps == 3 and outcome.recovered_s is None, "another start is no recovery of the run"
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_the_bound_is_three_over_n_without_failures() -> None:
+    assert results.bound(0, 300) == pytest.approx(0.00994, rel=1e-3)
+    assert results.bound(0, 1500) == pytest.approx(3 / 1500, rel=0.01)
+    assert results.bound(1, 100) == pytest.approx(0.0466, rel=1e-2)
+    assert results.bound(5, 5) == 1.0
+
+
+def test_the_table_counts_by_fault_and_strategy(tmp_path: Path) -> None:
+    path = tmp_path / "trials.jsonl"
+    for number in range(20):
+        recovered = {"codes": [0], "recovered_s": 0.5 + number / 100, "noticed_s": 0.1, "lost_steps": number % 4}
+        results.append(path, Outcome(0, number, "kill_rank", "ddp", equal=BITS, **recovered))
+    results.append(path, Outcome(0, 20, "term", "ddp", codes=[75, 0], equal=BITS))
+    results.append(path, Outcome(0, 21, "term", "ddp", codes=[1], wrong="exit code 1"))
+    results.append(path, Outcome(0, 22, "term", "ddp", codes=[0], equal=BITS, missed=True))
+    rows = results.rows(results.read(path))
+    assert [(row["fault"], row["trials"], row["recovered"], row["again"], row["broken"]) for row in rows] == [
+        ("kill_rank", 20, 20, 0, 0),
+        ("term", 2, 0, 1, 1),
+        ("all", 22, 20, 1, 1),
+    ]
+    assert (
+        rows[0]["recovered_s"] == pytest.approx([0.59, 0.68]) and rows[0]["lost_steps"] == 3 and rows[0]["timed"] == 20
+    )
+    text = results.table(rows)
+    assert len({len(line) for line in text.splitlines()}) == 1, "the columns are as wide as their heads"
+    assert results.table(rows, markdown=True).count("|\n") == 4
+
+
+# ---------------------------------------------------------------- faults
+
+
+def test_a_limit_is_what_a_process_has_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import time; time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code]) as child:
+        monkeypatch.setattr(processes, "ranks", lambda launcher: {0: child.pid})
+        target = Target(child.pid, tmp_path, random.Random(0))
+        Limit().strike(target)
+        limits = Path(f"/proc/{child.pid}/limits").read_text()
+        child.kill()
+    assert not re.search(r"Max address space +unlimited", limits), limits
+
+
+@pytest.mark.parametrize("refused", [lambda: "not here"])
+def test_a_fault_that_cannot_be_rehearsed_is_refused_by_name(
+    run_dtf: Any, monkeypatch: pytest.MonkeyPatch, refused: Callable[[], str]
+) -> None:
+    monkeypatch.setattr(FAULTS["cut_network"], "refused", refused)
+    done = run_dtf("job=chaos", "job.faults=[cut_network]")
+    assert done.code == Exit.CONFIG
+    assert "job.faults has 'cut_network', which cannot be rehearsed: not here; leave it out" in done.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["job.faults=[kill_ranks]"], "did you mean kill_rank?"),
+        (["job.faults=[kill_rank,kill_server]"], "job.faults has 'kill_server', which hits nobody"),
+        (["job.strategies=['ddp processes=none']"], "processes=none must be a whole number from 1 on"),
+        (["job.strategies=['tensor degree=3 processes=2']"], "job.strategies has 'tensor degree=3 processes=2': "),
+        (["launcher=inline"], "launcher=inline has no ranks that job=chaos could disturb; use launcher=local"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused_before_the_first_run(
+    run_dtf: Any, overrides: list[str], expected: str
+) -> None:
+    done = run_dtf("job=chaos", "launcher.processes=2", *overrides)
+    assert done.code == Exit.CONFIG and expected in done.err, done.err
+
+
+def test_a_folder_of_something_else_is_left_alone(run_dtf: Any, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("mine")
+    done = run_dtf("job=chaos", folder=tmp_path)
+    assert done.code == Exit.CONFIG and "is not empty, and holds no trials" in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
