@@ -7,7 +7,7 @@
 
 `curve` and `relay` need matplotlib: pip install -e '.[docs]'. These commands make the run folders:
 
-    python -m dtf plugins=[docs.pictures] observer=[console,jsonl,tensorboard,events]    # for `terminal`
+    python -m dtf observer=[console,jsonl,tensorboard,events]    # for `terminal`
     python -m dtf experiment=relay run.dir=RUN_FOLDER                                    # for `relay`
 
 `terminal` feeds the recorded events to the code that drew the terminal of the run.
@@ -24,7 +24,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,34 +38,17 @@ from rich.text import Text
 
 sys.path.append(str(Path(__file__).parents[1].resolve()))  # dtf of this checkout, where none is installed
 
-from dtf.api.observer import Observer
-from dtf.api.registry import register
 from dtf.core.errors import DataError, DtfError, Exit
-from dtf.core.types import Event, Measured, Saved, event_from_json, event_to_json
+from dtf.core.types import Event, Measured, Saved, event_from_json
 from dtf.observers import terminal as screen
 from dtf.observers.tensorboard import flatten
 
 ROOT = Path(__file__).parents[1].resolve()
-_RECORD = ("plugins=[docs.pictures]", "observer=[console,jsonl,tensorboard,events]")
+_RECORD = "observer=[console,jsonl,tensorboard,events]"
 _FONTS = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 _COLUMNS, _PIXELS = 100, 1800  # width of the pictures
 _BEGIN, _END = 3, 2  # evaluations shown of a long run
 _COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bc4c00", "#57606a")
-
-
-@register("observer", "events")
-class Events(Observer):
-    """Every event and when it came, as JSON lines: what `docs/pictures.py terminal` draws from."""
-
-    def open(self, folder: Path, config: dict) -> None:
-        self._opened = time.monotonic()
-        self._file = (folder / "events.jsonl").open("w", encoding="utf-8")
-
-    def see(self, event: Event) -> None:
-        self._file.write(json.dumps({"at": round(time.monotonic() - self._opened, 3), **event_to_json(event)}) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def terminal(out: Path, run: Path | None, title: str) -> None:
@@ -77,7 +59,7 @@ def terminal(out: Path, run: Path | None, title: str) -> None:
     with tempfile.TemporaryDirectory() as place:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         subprocess.run(
-            [sys.executable, "-m", "dtf", *_RECORD], cwd=place, env=os.environ | {"PYTHONPATH": path}, check=True
+            [sys.executable, "-m", "dtf", _RECORD], cwd=place, env=os.environ | {"PYTHONPATH": path}, check=True
         )
         (recorded,) = Path(place).glob("outputs/*/*/events.jsonl")
         out.write_text(_drawn(recorded.parent, title), encoding="utf-8")
@@ -94,7 +76,7 @@ class _Still(Live):
 
 def _drawn(run: Path, title: str) -> str:
     """The recorded events of a run as a picture; its folder is shown as it is seen from where `outputs` lies."""
-    lines = _rows(run / "events.jsonl", f"record them: python -m dtf {' '.join(_RECORD)}")
+    lines = _rows(run / "events.jsonl", f"record them: python -m dtf {_RECORD}")
     folder = next(line["table"]["run folder"] for line in lines if line["event"] == "Started")
     parts = Path(folder).parts
     shown = "/".join(parts[parts.index("outputs") :] if "outputs" in parts else parts[-2:])
@@ -114,7 +96,11 @@ def _drawn(run: Path, title: str) -> str:
         view = screen.TerminalView(
             Path(shown), yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")), console
         )
-        events = [(line.pop("at"), event_from_json(line)) for line in lines]
+        opened = lines[0]["monotonic"]
+        fields = [{key: value for key, value in line.items() if key not in ("at", "monotonic")} for line in lines]
+        events = [
+            (line["monotonic"] - opened, event_from_json(event)) for line, event in zip(lines, fields, strict=True)
+        ]
         hidden = _hidden([event for _, event in events])
         for number, (at, event) in enumerate(events):
             moment = at

@@ -169,6 +169,16 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class Stepped:
+    """The ranks, which were started again, have done their first step.
+
+    `marks`: what rank 0 had done -> when, by time.monotonic(): `started`, `met`, `built`, `loaded`, `stepped`.
+    """
+
+    marks: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A checkpoint was written, in so many seconds. `best`: the objective is the best so far."""
 
@@ -222,8 +232,8 @@ class Tried:
     failed: bool = False
 
 
-Event = Started | Measured | Saved | Note | Failed | Ended | Tried
-_EVENTS = {cls.__name__: cls for cls in (Started, Measured, Saved, Note, Failed, Ended, Tried)}
+Event = Started | Stepped | Measured | Saved | Note | Failed | Ended | Tried
+_EVENTS = {cls.__name__: cls for cls in (Started, Stepped, Measured, Saved, Note, Failed, Ended, Tried)}
 
 
 def event_to_json(event: Event) -> dict[str, Any]:

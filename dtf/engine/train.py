@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from dtf.api.recipe import Dataset
 from dtf.api.registry import name_of
 from dtf.config.settings import Settings
 from dtf.core.errors import BudgetError, ConfigError, Preempted
-from dtf.core.types import Ended, Event, Memory, Note, Place, Started, Stop
+from dtf.core.types import Ended, Event, Memory, Note, Place, Started, Stepped, Stop
 from dtf.distributed.world import World
 from dtf.engine.assemble import JoinedRank, TaskInputs, TrainingSetup, assemble, join, prepare_task
 from dtf.engine.clock import PlannedClock
@@ -44,8 +45,10 @@ def _watched_train(rank: Rank) -> None:
 
 def _train(rank: Rank, enter: Callable[[str], None]) -> None:
     """One rank's life. Collective over the ranks of its role. `enter(part)`: called where parts of the start begin."""
+    marks = {"started": monotonic()}
     meter = _set_up_process(rank)
     joined = join(rank)
+    marks["met"] = monotonic()
     enter("data")
     with name_author_errors():
         inputs = prepare_task(joined)
@@ -57,10 +60,12 @@ def _train(rank: Rank, enter: Callable[[str], None]) -> None:
     with name_author_errors():
         setup = assemble(joined, inputs)
     enter("resume")
+    marks["built"] = monotonic()
     resumed = resume(setup)
+    marks["loaded"] = monotonic()
     clock = PlannedClock(setup.plan, inputs.epochs, rank.settings.lr, resumed.clock)
     planned = _report_start(setup, resumed)
-    stop, metrics = _run(setup, resumed, clock)
+    stop, metrics = _run(setup, resumed, clock, marks)
     _report_end(setup, stop, metrics | _best(clock), meter, planned)
     setup.program.leased.end(stop.reason)
     joined.world.leave()
@@ -127,8 +132,10 @@ def _report_start(setup: TrainingSetup, resumed: Resumed) -> list[Memory]:
     return planned
 
 
-def _run(setup: TrainingSetup, resumed: Resumed, clock: PlannedClock) -> tuple[Stop, dict[str, float]]:
-    """Follow the clock to its end; returns that and the last evaluation. Collective."""
+def _run(
+    setup: TrainingSetup, resumed: Resumed, clock: PlannedClock, marks: dict[str, float]
+) -> tuple[Stop, dict[str, float]]:
+    """Follow the clock to its end; returns that and the last evaluation. Collective. `marks`: see `Stepped`."""
     joined, program = setup.joined, setup.program
     rank, world, recipe = joined.rank, joined.world, joined.rank.settings.recipe
     options = rank.settings.train
@@ -154,7 +161,7 @@ def _run(setup: TrainingSetup, resumed: Resumed, clock: PlannedClock) -> tuple[S
         skip_nonfinite=options.skip_nonfinite,
         stop_requested=rank.stop_requested,
         over_budget=lambda: world.rank == 0 and budget.is_spent(rank.folder),
-        beat=_both(rank.beat, probes.enter) if probes else rank.beat,
+        beat=_beat(setup, resumed, probes, marks),
         record=record.write if record else None,
         compares_replicas=record is None,  # who reads a record compares all of it, and tells more
         carried=resumed.carried,
@@ -230,6 +237,24 @@ def _probes(settings: Settings, place: Place, folder: Path, send: Callable[[Even
     return Probes(
         {name: probe for name, probe in probes.items() if probe is not None}, lambda text: send(Note("warning", text))
     )
+
+
+def _beat(
+    setup: TrainingSetup, resumed: Resumed, probes: Probes, marks: dict[str, float]
+) -> Callable[[str, int], None]:
+    """What the loop calls in each phase. After a restart rank 0 reports its first step."""
+    joined = setup.joined
+    beat = _both(joined.rank.beat, probes.enter) if probes else joined.rank.beat
+    if not joined.rank.place.attempt or joined.world.rank:
+        return beat
+    pending = [resumed.step]
+
+    def report(phase: str, step: int) -> None:
+        if pending and step > pending[0]:
+            pending.clear()
+            joined.see(Stepped(marks | {"stepped": monotonic()}))
+
+    return _both(beat, report)
 
 
 def _both(first: Callable[[str, int], None], second: Callable[[str, int], None]) -> Callable[[str, int], None]:

@@ -20,6 +20,7 @@ from dtf.host import network
 from dtf.host.signals import Stop
 from dtf.launch.exit_cause import GroupResult
 from dtf.launch.host_rendezvous import HostRendezvous
+from dtf.launch.recovery import RecoveryReport
 from dtf.launch.restart_policy import run_with_restarts
 from dtf.launch.supervised import SupervisedLauncher
 from dtf.launch.worker_group import WorkerGroup
@@ -122,13 +123,17 @@ class Static(SupervisedLauncher):
 
     def _lead(self, run: LaunchedRun, see: Callable[[Event], None], entry: str, stop: Stop) -> GroupResult:
         """Host 0: decides about attempts, as launcher=local does."""
-        host = network.endpoint(self.address, "launcher.address")[0]
+        host, recovery = network.endpoint(self.address, "launcher.address")[0], RecoveryReport(see)
 
         def start(attempt: int) -> WorkerGroup:
             self._hosts.wait_for_hosts(self.meet_timeout_s, lambda: stop.count > 0)
             listener = network.listen(host, 0)
             store = f"{host}:{listener.getsockname()[1]}"
-            return self.worker_group(run, entry, attempt, self._sockets(), stop, see, store, listener, self._hosts)
+            return recovery.begin(
+                self.worker_group(
+                    run, entry, attempt, self._sockets(), stop, recovery.see, store, listener, self._hosts
+                )
+            )
 
         result = None
         try:

@@ -22,6 +22,7 @@ from dtf.host.signals import Stop
 from dtf.launch import manual_checks
 from dtf.launch.forkserver_cache import files, fork_server
 from dtf.launch.rank_handle import Limits, OtherHosts
+from dtf.launch.recovery import RecoveryReport
 from dtf.launch.restart_policy import NO_PROGRESS, run_with_restarts
 from dtf.launch.worker_group import WorkerGroup
 
@@ -132,10 +133,11 @@ class SupervisedLauncher(Launcher):
 
         `sockets`: environment variables that name the network interface.
         """
+        recovery = RecoveryReport(see)
         with Stop() as stop:
 
             def start(attempt: int) -> WorkerGroup:
-                return self.worker_group(run, entry, attempt, sockets, stop, see)
+                return recovery.begin(self.worker_group(run, entry, attempt, sockets, stop, recovery.see))
 
             result = run_with_restarts(start, self.max_restarts, lambda: stop.count > 0, see)
         if result.cause:

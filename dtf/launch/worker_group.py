@@ -25,6 +25,7 @@ from dtf.launch.exit_cause import GroupResult, RankExit, group_result, last_fram
 from dtf.launch.forkserver import ForkServer
 from dtf.launch.rank_handle import Limits, OtherHosts, RankHandle
 from dtf.launch.rank_process import MESSAGE_BYTES
+from dtf.launch.recovery import Loss
 from dtf.launch.waits import WaitWatch
 
 _SETTLE_S = 0.5
@@ -62,6 +63,7 @@ class WorkerGroup:
     max_restarts: int = 0
     saved: bool = False  # a checkpoint was written
     resumed: bool = False  # the ranks started from a checkpoint
+    loss: Loss = Loss(0.0, 0.0, 0.0)  # after `run`, when ranks were lost
     _ranks: list[RankHandle] = field(default_factory=list)
     _stopping_since: float = 0.0
     _failing_since: float = 0.0
@@ -376,6 +378,9 @@ class WorkerGroup:
     def _result(self) -> GroupResult:
         exits = [self._rank_exit(rank) for rank in self._ranks]
         result = group_result(exits, self._hang, self.stop.count, self.others.failed if self.others else None)
+        blamed = next((rank for rank in self._ranks if result.cause and rank.place.rank == result.cause.rank), None)
+        sign = blamed and (self._board.last_sign(blamed.place.rank) if self._hang else blamed.silent_since)
+        self.loss = Loss.seen(sign or 0.0, self._failing_since, self._hang_since)
         return self._waits.explain(result, [rank.place.rank for rank in self._ranks])
 
     def _rank_exit(self, rank: RankHandle) -> RankExit:

@@ -11,6 +11,7 @@ import pytest
 
 from docs import pictures
 from dtf.core.types import Ended, Event, Saved, Started
+from dtf.observers.events import Events
 from dtf.observers.jsonl import Jsonl
 from tests.unit.test_observers import evaluation, train, watch
 
@@ -30,7 +31,7 @@ def recorded(run: Path, evaluations: int = 3) -> Path:
             Saved(step, str(run / f"checkpoints/step_{step:06d}"), True, 0.31),
         ]
     events.append(Ended(480, "finished", {"loss": 0.25, "top1": 0.95, "best_top1": 0.96, "best_step": 440.0}))
-    for observer in (pictures.Events(), Jsonl()):
+    for observer in (Events(), Jsonl()):
         watch(observer, events, run)
     return run
 

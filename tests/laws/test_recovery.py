@@ -47,6 +47,7 @@ def calm(run_dtf: Any) -> Callable[..., Result]:
     return run
 
 
+PARTS = ["noticed", "stopped", "started", "met", "built", "loaded", "stepped"]
 CALM: dict[tuple[str, ...], Result] = {}
 
 
@@ -66,9 +67,12 @@ def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(
     spread = [f"strategy={strategy}", f"launcher.processes={processes}"]
     marker = tmp_path / "killed"
     whole = calm(*RUN, *spread)
-    killed = run_dtf(*RUN, *spread, f"recipe.marker={marker}")
+    killed = run_dtf(*RUN, *spread, f"recipe.marker={marker}", "observer=[jsonl,events]")
     assert whole.code == 0 and killed.code == 0, killed.err
     assert marker.exists()
+    events = [json.loads(line) for line in (killed.folder / "events.jsonl").read_text().splitlines()]
+    (told,) = [event["text"] for event in events if event.get("text", "").startswith("recovered in ")]
+    assert re.findall(r"(\w+) \d+\.\d\d(?:,|$)", told) == PARTS
     a, b = RecordedRun.read(whole.folder), RecordedRun.read(killed.folder)
     assert {name: t.tobytes() for name, t in a.tensors.items()} == {name: t.tobytes() for name, t in b.tensors.items()}
     assert a.ids == b.ids and a.held == b.held

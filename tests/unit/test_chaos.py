@@ -74,7 +74,9 @@ def test_moments_are_of_all_phases_and_within_what_was_seen() -> None:
     ],
 )
 def test_a_moment_has_come_when_the_rank_is_there_or_past_it(moment: Any, beat: Any, come: bool) -> None:
-    assert Moment(*moment, 0.0).has_come(beat and Beat(0.0, *beat, 0)) is come
+    phase, step = moment
+    seen = Beat(0.0, beat[0], beat[1], 0) if beat else None
+    assert Moment(phase, step, 0.0).has_come(seen) is come
 
 
 def test_the_board_of_another_process_can_be_read() -> None:
