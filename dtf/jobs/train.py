@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dtf.api.job import Job
 from dtf.api.observer import Observers
 from dtf.api.registry import register
-from dtf.core.errors import BudgetError, ConfigError, DtfError, Exit
+from dtf.core.errors import BudgetError, ConfigError, DtfError, Exit, no_space
 from dtf.core.types import Ended, Event, Failed, Measured, Note
 from dtf.runs.budget import BudgetMeter, forget_damage, key, limit_s, spent_s
 from dtf.runs.run_folder import Run
@@ -101,6 +101,11 @@ class TrainJob(Job):
                 exit = Exit(launcher.launch(run, see))
         except DtfError as error:
             exit, cause, raised = error.exit, str(error), type(error).__name__
+            raise
+        except OSError as error:
+            if full := no_space(error):
+                exit, cause, raised = full.exit, str(full), type(full).__name__
+                raise full from error
             raise
         finally:
             run.end(exit, cause, meter and {"error": raised, "best": self.best, "seconds": round(meter.seconds, 1)})

@@ -47,6 +47,10 @@ class Console(Observer):
             except BrokenPipeError as error:
                 _hang_up()
                 raise BrokenPipeError("nobody reads standard output any more") from error
+            except OSError as error:  # standard output is a file, and its disk is full
+                _hang_up()
+                error.filename = "standard output"
+                raise
 
     def close(self) -> None:
         if self._view is not None:

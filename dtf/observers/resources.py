@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dtf.api.observer import Observer
 from dtf.api.registry import option, register
-from dtf.core.files import open_private
+from dtf.core.files import naming, open_private
 from dtf.core.types import Ended, Event, Measured, Started
 from dtf.host import devices
 from dtf.host.usage import Gpus, Load, cpu_load, process_tree
@@ -55,6 +55,8 @@ class Resources(Observer):
             thread, self._thread = self._thread, None
             self._end.set()
             thread.join()
+            if self._failed is not None:  # after the last event
+                raise self._failed
 
     def _watch(self) -> None:
         try:
@@ -68,7 +70,7 @@ class Resources(Observer):
         curves, started = self._curves(), time.monotonic()
         cores, root = devices.cores(), os.getpid()
         before, at = process_tree(root), started
-        with open_private(self._path, "a") as file:
+        with naming(self._path), open_private(self._path, "a") as file:
             while not self._end.wait(self.every_s):
                 tree, now = process_tree(root), time.monotonic()
                 loads = [cpu_load(before, tree, now - at, cores), *(cards.loads() if cards else [])]
