@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 from dtf.api.job import Job
@@ -12,6 +12,7 @@ from dtf.api.observer import Observers
 from dtf.api.registry import register
 from dtf.core.errors import BudgetError, ConfigError, DtfError, Exit, no_space
 from dtf.core.types import Ended, Event, Failed, Measured, Note
+from dtf.host.signals import Stop
 from dtf.runs.budget import BudgetMeter, forget_damage, key, limit_s, spent_s
 from dtf.runs.run_folder import Run
 
@@ -54,12 +55,20 @@ class TrainJob(Job):
 
     def train(self, composed: Composed) -> int:
         """Train to the end of the plan. Returns the exit code."""
+        with ExitStack() as listening:
+            return self._train(composed, listening)
+
+    def _train(self, composed: Composed, listening: ExitStack) -> int:
+        """`listening`: a signal to stop is counted until it is closed, from the moment on that the run has a folder,
+        which has to say how it ended. Before that, and while ranks wait for each other, it ends the process.
+        """
         settings = composed.check()
         launcher = settings.launcher
         launcher.check(settings.strategy)
         processes, devices = launcher.count(), launcher.devices_kind()
 
         def make(folder: str) -> Run:
+            listening.enter_context(Stop())
             run = Run.open(composed.config, settings, processes, devices, folder or str(self.folder or ""))
             try:
                 self._begin_counting(run, settings.budget)
@@ -69,6 +78,8 @@ class TrainJob(Job):
             return run
 
         run = launcher.open(composed.config, make, composed.command)
+        if not launcher.starts_ranks:
+            listening.enter_context(Stop())
         self.folder = run.folder
         objective = settings.run.objective or settings.recipe.objective[0]
         observers = Observers(settings.observer if run.leader else {})

@@ -37,8 +37,7 @@ class Resources(Observer):
         self._failed: Exception | None = None
 
     def see(self, event: Event) -> None:
-        if self._failed is not None:
-            raise self._failed
+        self._raise_failure()
         match event:
             case Started() | Measured():
                 self._step = event.step
@@ -55,8 +54,13 @@ class Resources(Observer):
             thread, self._thread = self._thread, None
             self._end.set()
             thread.join()
-            if self._failed is not None:  # after the last event
-                raise self._failed
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """Raise what ended the thread, once."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
 
     def _watch(self) -> None:
         try:
