@@ -13,7 +13,10 @@ def main() -> int:
     starting.listen()
     from dtf.cli.main import main
 
-    return main()
+    try:
+        return main()
+    finally:
+        starting.ignore()
 
 
 if __name__ == "__main__":

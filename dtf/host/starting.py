@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from typing import Any
 
 _NUMBERS = (signal.SIGTERM, signal.SIGHUP)  # SIGINT is KeyboardInterrupt
 _heard: list[int] = []
 _ends: list[int] = []  # of the pipe into which the interpreter writes the number of each signal
-_masks: dict[int, set[signal.Signals]] = {}  # of threads that fork at this moment
+_masks: dict[int, set[Any]] = {}  # of threads that fork at this moment
 
 
 def listen() -> None:
@@ -32,6 +33,14 @@ def listen() -> None:
     for number in _NUMBERS:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _hear)
+
+
+def ignore() -> None:
+    """Ignore both signals from now on: the command has its exit code. While it ends, the interpreter would take its
+    handlers away, and a signal change that.
+    """
+    for number in _NUMBERS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _hear(number: int, frame: object) -> None:
