@@ -29,6 +29,8 @@ class Console(Observer):
     NO_COLOR is respected.
     """
 
+    shows_notes = True
+
     live: bool = option(default=True, doc="draw progress on a terminal; false: plain lines there too")
 
     def open(self, folder: Path, config: dict) -> None:

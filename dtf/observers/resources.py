@@ -6,6 +6,8 @@ import json
 import os
 import threading
 import time
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,31 +73,45 @@ class Resources(Observer):
     def _sample(self) -> None:
         chosen = devices.choose(self._config["launcher"].get("devices", "auto"))
         cards = Gpus(chosen.indices) if chosen.indices else None
-        curves, started = self._curves(), time.monotonic()
+        seconds = covered_s(self._path, self.every_s)
+        curves = self._curves(round(seconds))
         cores, root = devices.cores(), os.getpid()
-        before, at = process_tree(root), started
+        before, at = process_tree(root), time.monotonic()
         with naming(self._path), open_private(self._path, "a") as file:
             while not self._end.wait(self.every_s):
                 tree, now = process_tree(root), time.monotonic()
+                seconds += now - at
                 loads = [cpu_load(before, tree, now - at, cores), *(cards.loads() if cards else [])]
                 file.writelines(_line(self._step, load) for load in loads)
                 file.flush()
                 if curves is not None:
-                    _draw(curves, round(now - started), loads)
+                    _draw(curves, round(seconds), loads)
                 before, at = tree, now
         if curves is not None:
             curves.close()
         if cards is not None:
             cards.close()
 
-    def _curves(self) -> EventFile | None:
-        """A TensorBoard run of its own, since its steps are seconds."""
+    def _curves(self, second: int) -> EventFile | None:
+        """A TensorBoard run of its own, since its steps are seconds; it goes on after those of earlier launches."""
         tensorboard = self._config["observer"].get("tensorboard")
         if tensorboard is None:
             return None
         from dtf.observers.tensorboard_file import EventFile
 
-        return EventFile(self._path.parent / tensorboard["path"] / "resources", 0)
+        return EventFile(self._path.parent / tensorboard["path"] / "resources", second)
+
+
+def covered_s(path: Path, every_s: float) -> float:
+    """The seconds that the samples of earlier launches cover, without the time between launches."""
+    times = []
+    with suppress(FileNotFoundError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # cut off where a launch was killed
+                times.append(float(json.loads(line)["time"]))
+    return (
+        sum(min(max(0.0, later - earlier), 3 * every_s) for earlier, later in pairwise(times)) + bool(times) * every_s
+    )
 
 
 def _line(step: int, load: Load) -> str:
