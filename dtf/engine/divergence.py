@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dtf.api.recipe import Peers
+from dtf.api.strategy import Program
 from dtf.core.errors import DivergedError
-from dtf.core.types import Batch
-
-if TYPE_CHECKING:
-    from dtf.engine.loop import Loop
+from dtf.core.types import Batch, Batches
 
 _NAMED = 3
 """Parameters, and samples, that a message names."""
@@ -27,7 +25,17 @@ class Everyone(Peers, Protocol):
         ...
 
 
-def diverged(loop: Loop, step: int, skipped: int, sums: list[float]) -> DivergedError:
+class SteppedRank(Protocol):
+    """What is asked of the loop."""
+
+    program: Program
+    train: Batches
+    world: Everyone
+    steps_per_epoch: int
+    skip_nonfinite: int
+
+
+def diverged(loop: SteppedRank, step: int, skipped: int, sums: list[float]) -> DivergedError:
     """The error of a run in which `skipped` of the first `step` updates were not made. Collective; the same on all
     ranks.
 
@@ -40,7 +48,7 @@ def diverged(loop: Loop, step: int, skipped: int, sums: list[float]) -> Diverged
     )
 
 
-def _first(loop: Loop, sums: list[float]) -> str:
+def _first(loop: SteppedRank, sums: list[float]) -> str:
     """What is known of the first of these steps: `, first in step 7: ...`. Collective; the same on all ranks."""
     found = loop.program.first_skipped()
     if found is None:  # as in a process that was started after it
@@ -62,7 +70,7 @@ def _first(loop: Loop, sums: list[float]) -> str:
     return loop.world.broadcast(text)
 
 
-def _unusable(loop: Loop, epoch: int, index: int) -> list[int]:
+def _unusable(loop: SteppedRank, epoch: int, index: int) -> list[int]:
     """The samples of this rank in that batch whose inputs or targets are not finite."""
     with suppress(Exception):  # whatever the data set raises, it is not what ended the run
         batch = loop.train.get(epoch, index)

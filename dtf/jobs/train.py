@@ -110,14 +110,11 @@ class TrainJob(Job):
                 see(Note("warning", text))
             with meter or nullcontext():
                 exit = Exit(launcher.launch(run, see))
-        except DtfError as error:
-            exit, cause, raised = error.exit, str(error), type(error).__name__
-            raise
-        except OSError as error:
-            if full := no_space(error):
-                exit, cause, raised = full.exit, str(full), type(full).__name__
-                raise full from error
-            raise
+        except (DtfError, OSError) as error:
+            failure = no_space(error) or error
+            if isinstance(failure, DtfError):
+                exit, cause, raised = failure.exit, str(failure), type(failure).__name__
+            raise failure
         finally:
             run.end(exit, cause, meter and {"error": raised, "best": self.best, "seconds": round(meter.seconds, 1)})
             observers.close()
