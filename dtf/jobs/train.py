@@ -59,9 +59,7 @@ class TrainJob(Job):
             return self._train(composed, listening)
 
     def _train(self, composed: Composed, listening: ExitStack) -> int:
-        """`listening`: a signal to stop is counted until it is closed, from the moment on that the run has a folder,
-        which has to say how it ended. Before that, and while ranks wait for each other, it ends the process.
-        """
+        """`listening`: is told to count signals to stop once there is a folder, which must say how the run ended."""
         settings = composed.check()
         launcher = settings.launcher
         launcher.check(settings.strategy)
@@ -114,7 +112,7 @@ class TrainJob(Job):
             failure = no_space(error) or error
             if isinstance(failure, DtfError):
                 exit, cause, raised = failure.exit, str(failure), type(failure).__name__
-            raise failure
+            raise failure from failure.__cause__
         finally:
             run.end(exit, cause, meter and {"error": raised, "best": self.best, "seconds": round(meter.seconds, 1)})
             observers.close()

@@ -6,7 +6,6 @@ import json
 import os
 import threading
 import time
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from dtf.api.observer import Observer
 from dtf.api.registry import option, register
 from dtf.core.files import naming, open_private
+from dtf.core.json_lines import rows
 from dtf.core.types import Ended, Event, Measured, Started
 from dtf.host import devices
 from dtf.host.usage import Gpus, Load, cpu_load, process_tree
@@ -104,11 +104,7 @@ class Resources(Observer):
 
 def covered_s(path: Path, every_s: float) -> float:
     """The seconds that the samples of earlier launches cover, without the time between launches."""
-    times = []
-    with suppress(FileNotFoundError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, KeyError, TypeError):  # cut off where a launch was killed
-                times.append(float(json.loads(line)["time"]))
+    times = [row["time"] for row in rows(path, {"time": float})]
     return (
         sum(min(max(0.0, later - earlier), 3 * every_s) for earlier, later in pairwise(times)) + bool(times) * every_s
     )
