@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from dtf.core.types import Event
+from dtf.core.types import Event, Note
 
 if TYPE_CHECKING:
     from dtf.core.types import Place
@@ -34,6 +34,10 @@ class Probe(ABC):
 
 class Observer(ABC):
     """Reports on a run. Fields are the config node `observer.<name>`."""
+
+    shows_notes = False
+    """Whether people who watch see a Note here at once. Where no observer of a run does, warnings go to standard error.
+    """
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot work. Called before processes are started."""
@@ -99,6 +103,9 @@ class Observers(_Watchers[Observer]):
 
     def see(self, event: Event) -> None:
         self._each(lambda observer: observer.see(event))
+        shown = any(observer.shows_notes for observer in self._watchers.values())
+        if isinstance(event, Note) and event.level == "warning" and not shown:
+            self._warn(event.text)
 
 
 class Probes(_Watchers[Probe]):

@@ -140,6 +140,12 @@ class Program(ABC):
         May synchronise with the device.
         """
 
+    def first_skipped(self) -> tuple[int, list[str]] | None:
+        """The first step of this process whose update was skipped, and the parameters here whose gradient was not
+        finite. Asked only where the run ends for it. Default: not known. None on all ranks or on none.
+        """
+        return None
+
 
 class Strategy(ABC):
     """A way to spread a task over ranks. Fields are the config node `strategy`. The module imports torch only inside

@@ -113,6 +113,7 @@ class Checkpointer:
         self._damaged: set[Path] = set()  # found at the start; they are left where they are and count for nothing
         self._judge: Callable[[dict[str, Any]], object] = dict
         self._cause: Exception | None = None
+        self._made = False  # the folder is there, as far as this process knows
 
     # ------------------------------------------------------------ save
 
@@ -124,11 +125,7 @@ class Checkpointer:
         write; only the unfinished checkpoint is lost then. A complete checkpoint of this step is left as it is.
         """
         name = storage.step_name(step)
-        begun = self._lead(
-            lambda: _text(storage.begin(self._folder, step, self._run_id, self._note, self._fault)),
-            SaveError,
-            f"checkpoint {name}",
-        )
+        begun = self._lead(lambda: _text(self._begin(step)), SaveError, f"checkpoint {name}")
         if begun is None:
             return str(self._folder / name)
         draft = Path(begun)
@@ -136,6 +133,21 @@ class Checkpointer:
         return self._lead(
             lambda: self._finish(draft, step, parts or [], scalars, value), SaveError, f"checkpoint {name}"
         )
+
+    def _begin(self, step: int) -> Path | None:
+        """The part of rank 0 in `save` before anything is written, see `storage.begin`."""
+        if self._made and self._folder.parent.is_dir() and not self._folder.is_dir():
+            self._note(
+                f"{self._folder} was removed while the run went on, with its checkpoints; this save makes it anew"
+            )
+        draft = storage.begin(self._folder, step, self._run_id, self._note, self._fault)
+        self._made = True
+        return draft
+
+    def _removed(self) -> str:
+        """Which folder of the run is gone, though it was there. Empty: none."""
+        there = [self._folder.parent, self._folder] if self._made else [self._folder.parent]
+        return next((f"{folder} was removed while the run went on" for folder in there if not folder.is_dir()), "")
 
     def _write(self, draft: Path, state: State) -> list[dict[str, Any]]:
         """What this rank wrote, and what other processes wrote for it."""
@@ -238,6 +250,7 @@ class Checkpointer:
         except OSError as error:
             self._note(f"leftovers in {self._folder} could not be removed: {error}")
         resume, existing = self._options.resume, storage.checkpoints(self._folder)
+        self._made = bool(existing)
         if existing and attempt:
             return [str(path) for path in existing]
         given = [] if resume in ("auto", "never") else resolve_checkpoints(resume, "checkpoint.resume")
@@ -274,16 +287,19 @@ class Checkpointer:
 
         Collective.
         """
-        answer = self._world.broadcast(self._attempt(work) if self._world.rank == 0 else None)
+        answer = self._attempt(work) if self._world.rank == 0 else {}
+        if "error" in answer:
+            answer["removed"] = self._removed()
+        answer = self._world.broadcast(answer)
         if "error" not in answer:
             return answer["result"]
         kind = failure if answer["exit"] is None else _ERRORS.get(answer["exit"], DtfError)
         text = answer["error"]
         if kind is SaveError:
-            text = (
-                f"{what} could not be written: {text}; the last complete one is kept; make room or mend the disk, "
-                "then start again"
-            )
+            rest = "the last complete one is kept; make room or mend the disk, then start again"
+            if answer["removed"]:
+                text, rest = answer["removed"], "its checkpoints are gone; start again, or with another run.dir"
+            text = f"{what} could not be written: {text}; {rest}"
         elif kind is DtfError or answer["exit"] is None:
             text = f"{what}: {text}"
         raise kind(text) from self._cause

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dtf.core.errors import INTERRUPTED, PIPE_CLOSED, ConfigError, DtfError, Exit, error_line
+from dtf.core.errors import INTERRUPTED, PIPE_CLOSED, ConfigError, DtfError, Exit, error_line, no_space
+from dtf.core.lossy_stream import lossy_stream
 
 if TYPE_CHECKING:
     import argparse
@@ -24,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_streams()
     given = list(sys.argv[1:] if argv is None else argv)
     leaving = argv is None  # else the caller lives on, and its fork server with it
+    if leaving:  # an error line that cannot be written, on a full disk, must not change the exit code
+        sys.stderr = lossy_stream(2, sys.stderr.encoding)
     code = _reported(lambda: _dispatch(given))
     if leaving and code:
         _shut_fork_server_down()
@@ -126,6 +129,9 @@ def _reported(action: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except Exception as error:  # noqa: BLE001  the last word on anything unexpected
+        if full := no_space(error):
+            print(error_line(full.exit, str(full)), file=sys.stderr)
+            return full.exit
         import traceback
 
         traceback.print_exc()

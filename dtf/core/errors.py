@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from enum import IntEnum
 
 LONGEST = 2000
@@ -113,6 +114,17 @@ class NoProgressError(DtfError):
     """Three restarts in a row without a new checkpoint."""
 
     exit = Exit.NO_PROGRESS
+
+
+def no_space(error: BaseException) -> SaveError | None:
+    """The SaveError for an OSError that says that a disk or a quota is full. None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    where = f"{error.filename}: " if isinstance(error.filename, str) else ""
+    return SaveError(
+        f"{where}{error.strerror}; the last complete checkpoint is kept; make room, then start again with the same "
+        "run.dir"
+    )
 
 
 def code_name(exit: Exit) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,11 +25,27 @@ def flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file by `text`, durably. A reader finds the old text or the new one, also after a crash."""
+    """Replace a file by `text`, durably. A reader finds the old text or the new one, also after a crash or an error."""
     temporary = path.with_name(f".{path.name}.new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        with suppress(OSError):  # give the space of a full disk back
+            temporary.unlink()
+        raise
     os.replace(temporary, path)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A context in which an OSError says that it is about this file. A failed write names none by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise

@@ -108,7 +108,8 @@ def bytes_text(size: int) -> str:
 
 def memory_text(memory: Mapping[str, int]) -> str:
     """For `Ended.memory`."""
-    sizes = [f"{bytes_text(memory[word])} {word}" for word in ("planned", "allocated", "resident") if word in memory]
+    words = {"planned": "planned", "allocated": "allocated", "resident": "resident growth"}
+    sizes = [f"{bytes_text(memory[key])} {word}" for key, word in words.items() if key in memory]
     return f"{', '.join(sizes)} at the peak of rank {memory['rank']}"
 
 

@@ -102,6 +102,10 @@ class Loader:
         """Any rows, in this order. DataError when they cannot be read."""
         return self._fetch(ids, epoch)
 
+    def batch_ids(self, epoch: int, index: int) -> np.ndarray:
+        """Sample ids of a global batch, of all ranks."""
+        return self._epochs.ids(epoch, index)
+
     def size(self, index: int) -> int:
         """Rows of global batch `index` of any epoch, over all ranks."""
         return self._epochs.size(index)

@@ -36,6 +36,7 @@ from dtf.core.types import (
     Train,
 )
 from dtf.engine.clock import OVER_BUDGET, STEP_SECONDS, STOP_REQUESTS, Clock
+from dtf.engine.divergence import Everyone, diverged
 
 RECENT = 256
 """Measurements that a checkpoint holds and a resumed run sends again: more than are on their way at any time."""
@@ -86,7 +87,7 @@ class Loop:
     evaluation: Batches
     evaluation_rows: int
     recipe: Recipe
-    world: Peers
+    world: Everyone
     saver: Saver | None
     see: Callable[[Event], None]
     scalars: dict[str, Any]  # what identifies the run in its checkpoints: seed, data, batch size
@@ -185,7 +186,7 @@ class _TicketHandler:
         if not self.clock.ahead(1):
             self.program.sync()  # the last line covers all steps
         total = self._close_window()
-        _refuse_divergence(loop, step)
+        self._refuse_divergence(step, total)
         if not total[0]:  # no step has reported a row since the last line: the next line has them all
             self.clock.done(ticket, {})
             return
@@ -205,7 +206,7 @@ class _TicketHandler:
         """
         loop, program, step = self.loop, self.program, ticket.step
         loop.beat("log", step)
-        _refuse_divergence(loop, step)
+        self._refuse_divergence(step)
         now = time.perf_counter()
         step_s = (now - self.polled_at) / self.steps_since_poll if self.steps_since_poll else math.inf
         bad_rows = loop.train.bad(self.epoch) + program.leased.unread("train", self.epoch)
@@ -219,7 +220,7 @@ class _TicketHandler:
     def evaluate(self, ticket: Evaluate) -> None:
         """Evaluate and report; the clock hears of it first, as it decides whether this is the best so far."""
         loop, step = self.loop, ticket.step
-        _refuse_divergence(loop, step)
+        self._refuse_divergence(step)
         with self.stopwatch.paused():
             self.evaluated = evaluate(loop, step)
         self.evaluated_at = step
@@ -231,7 +232,7 @@ class _TicketHandler:
     def save(self, ticket: Save) -> None:
         """Write a checkpoint, with the open window, and report it."""
         loop, step = self.loop, ticket.step
-        _refuse_divergence(loop, step)
+        self._refuse_divergence(step)
         with self.stopwatch.paused():
             loop.beat("save", step)
             started = time.perf_counter()
@@ -262,13 +263,19 @@ class _TicketHandler:
         """Wait for what is under way. DivergedError when too many updates were skipped, or none was ever made."""
         self.program.sync()
         _add_rest(self.loop, self.window)
-        _refuse_divergence(self.loop, ticket.step)
+        self._refuse_divergence(ticket.step)
         at_the_end = ticket.step and ticket.reason in ("finished", "early_stop")
         if at_the_end and not self.updated and not self.window.total(self.loop.world, self.width)[-1]:
             raise DivergedError(
                 f"gradients overflowed in each of the {ticket.step} steps, which halved precision.loss_scale every "
                 "time, and no update was made; set a smaller precision.loss_scale, train longer or use precision=bf16"
             )
+
+    def _refuse_divergence(self, step: int, total: list[float] | None = None) -> None:
+        """DivergedError when too many updates were skipped. `total`: of the window, where it is known already."""
+        loop, skipped = self.loop, self.program.skipped()
+        if skipped > loop.skip_nonfinite:
+            raise diverged(loop, step, skipped, (total or self.window.total(loop.world, self.width))[: self.width])
 
     def _close_window(self) -> list[float]:
         """The window's sums over ranks, with what the program had not yet reported. Waits for the device."""
@@ -343,16 +350,6 @@ def _record_consumed(loop: Loop) -> None:
     for step, ids in loop.program.leased.consumed():  # asked in any case: the program keeps them until then
         if loop.record is not None:
             loop.record(step, ids)
-
-
-def _refuse_divergence(loop: Loop, step: int) -> None:
-    skipped = loop.program.skipped()
-    if skipped > loop.skip_nonfinite:
-        raise DivergedError(
-            f"loss or gradient was not finite in {skipped} of the first {step} steps, "
-            f"train.skip_nonfinite={loop.skip_nonfinite} allows no more; "
-            "no such update was made; lower lr.peak, set step.clip_norm or use a wider precision"
-        )
 
 
 def _refuse_bad(bad: float, allowed: int, split: str) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from dtf.config.settings import Settings, parse_settings
-from dtf.core.errors import DtfError, Exit, PeerError, Preempted
+from dtf.core.errors import DtfError, Exit, PeerError, Preempted, no_space
 from dtf.core.types import Event, Failed, Place
 from dtf.host import heartbeat
+from dtf.host.signals import asked_to_stop
 from dtf.model.author_errors import author_error, memory_error
 
 
@@ -80,7 +81,7 @@ def run_rank(
             )
         if peer_is_gone(error):
             error = PeerError(f"lost another rank: {_GLOO_ADVICE.sub('', str(error))}")
-        error = memory_error(error) or error
+        error = memory_error(error) or no_space(error) or error
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         patient = isinstance(error, DtfError) and error.patient
         # after the first steps an author's code may fail by chance, and may do well from the last save
@@ -128,6 +129,8 @@ def stop_signals() -> Iterator[list[int]]:
         return
     # A launcher that handles Ctrl-C for its ranks makes them ignore it, and sends SIGTERM.
     numbers = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
+    if asked_to_stop():  # as this process, which is a rank itself, got here
+        received.append(signal.SIGTERM)
     before = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield received

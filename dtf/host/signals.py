@@ -18,7 +18,8 @@ _ONE_SIGNAL_S = 0.2
 class Stop:
     """Counts SIGTERM, SIGINT and SIGHUP while it is open. `socket` becomes readable at each of them.
 
-    One that is opened while another is open tells that one too. Outside the main thread no signal arrives.
+    One that is opened while another is open tells that one too, and knows what it has heard. Outside the main thread no
+    signal arrives.
     """
 
     def __init__(self) -> None:
@@ -27,6 +28,8 @@ class Stop:
 
     def __enter__(self) -> Self:
         self._old: dict[int, Any] = {}
+        if asked_to_stop():
+            self._count()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             try:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
@@ -50,11 +53,19 @@ class Stop:
             outer._heard(number, frame)
         now, before = time.monotonic(), self._last
         self._last = now
-        if now - before < _ONE_SIGNAL_S:
-            return
+        if now - before >= _ONE_SIGNAL_S:
+            self._count()
+
+    def _count(self) -> None:
         self.count += 1
         with contextlib.suppress(BlockingIOError):
             self._waker.send(b"!", socket.MSG_DONTWAIT)
+
+
+def asked_to_stop() -> bool:
+    """Whether the Stop that is open, if there is one, has heard a signal. For whoever listens in its place."""
+    stop = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return isinstance(stop, Stop) and stop.count > 0
 
 
 @contextlib.contextmanager

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 from dtf.api.job import Job
 from dtf.api.observer import Observers
 from dtf.api.registry import register
-from dtf.core.errors import BudgetError, ConfigError, DtfError, Exit
+from dtf.core.errors import BudgetError, ConfigError, DtfError, Exit, no_space
 from dtf.core.types import Ended, Event, Failed, Measured, Note
+from dtf.host.signals import Stop
 from dtf.runs.budget import BudgetMeter, forget_damage, key, limit_s, spent_s
 from dtf.runs.run_folder import Run
 
@@ -54,12 +55,18 @@ class TrainJob(Job):
 
     def train(self, composed: Composed) -> int:
         """Train to the end of the plan. Returns the exit code."""
+        with ExitStack() as listening:
+            return self._train(composed, listening)
+
+    def _train(self, composed: Composed, listening: ExitStack) -> int:
+        """`listening`: is told to count signals to stop once there is a folder, which must say how the run ended."""
         settings = composed.check()
         launcher = settings.launcher
         launcher.check(settings.strategy)
         processes, devices = launcher.count(), launcher.devices_kind()
 
         def make(folder: str) -> Run:
+            listening.enter_context(Stop())
             run = Run.open(composed.config, settings, processes, devices, folder or str(self.folder or ""))
             try:
                 self._begin_counting(run, settings.budget)
@@ -69,6 +76,8 @@ class TrainJob(Job):
             return run
 
         run = launcher.open(composed.config, make, composed.command)
+        if not launcher.starts_ranks:
+            listening.enter_context(Stop())
         self.folder = run.folder
         objective = settings.run.objective or settings.recipe.objective[0]
         observers = Observers(settings.observer if run.leader else {})
@@ -99,9 +108,11 @@ class TrainJob(Job):
                 see(Note("warning", text))
             with meter or nullcontext():
                 exit = Exit(launcher.launch(run, see))
-        except DtfError as error:
-            exit, cause, raised = error.exit, str(error), type(error).__name__
-            raise
+        except (DtfError, OSError) as error:
+            failure = no_space(error) or error
+            if isinstance(failure, DtfError):
+                exit, cause, raised = failure.exit, str(failure), type(failure).__name__
+            raise failure from failure.__cause__
         finally:
             run.end(exit, cause, meter and {"error": raised, "best": self.best, "seconds": round(meter.seconds, 1)})
             observers.close()

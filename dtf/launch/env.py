@@ -25,6 +25,7 @@ from dtf.core.errors import ConfigError, DtfError, Exit, PeerError
 from dtf.core.types import Event, Failed, Place
 from dtf.host import devices, network
 from dtf.host.devices import MOST_THREADS
+from dtf.host.signals import asked_to_stop
 from dtf.launch.cluster_env import rank_environment
 
 _MARGIN_S = 10.0
@@ -307,12 +308,20 @@ class Env(Launcher):
             ) from error
 
     def _leave(self, exit: int) -> None:
-        """After a good end: rank 0, which may host the store, waits until all others have ended."""
+        """After a good end: rank 0, which may host the store, waits until all others have ended, or it is told to
+        stop.
+        """
         if exit == Exit.OK:
             self._store.set(f"done/{self._environment.rank}", "")
             if self._environment.rank == 0:
+                deadline = time.monotonic() + self.meet_timeout_s
                 for other in range(1, self._environment.size):
-                    self._get(self._store, f"done/{other}", other)
+                    while not asked_to_stop() and not self._store.check([f"done/{other}"]):
+                        if time.monotonic() > deadline:
+                            raise PeerError(
+                                f"rank {other} did not end within launcher.meet_timeout_s={self.meet_timeout_s:g}"
+                            )
+                        time.sleep(0.01)
 
 
 def _agent_hosts_store() -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from dtf.core.types import Failed, Place
+from dtf.core.types import Event, Failed, Note, Place
 from dtf.host.heartbeat import Beat
 from dtf.launch.exit_cause import GroupResult
 
@@ -57,7 +60,7 @@ class RankHandle:
         try:
             with self.log.open("rb") as file:
                 file.seek(max(self.log_start, self.log.stat().st_size - (1 << 16)))
-                return file.read().decode(errors="replace")
+                return file.read(1 << 16).decode(errors="replace")
         except OSError:  # the run folder was removed
             return ""
 
@@ -67,6 +70,20 @@ class RankHandle:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
             return ""
+
+
+def open_log(path: Path, place: Place, see: Callable[[Event], None]) -> int:
+    """The log of a rank, or a file that keeps nothing where it cannot be made: the run goes on without."""
+    try:
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        see(Note("warning", f"{path.name} is not written, the run goes on: {error.strerror}"))
+        return os.open(os.devnull, os.O_WRONLY)
+    if place.attempt or place.retry:
+        alone = f", started again alone: {place.retry}" if place.retry else ""
+        with contextlib.suppress(OSError):
+            os.write(log, f"---- attempt {place.attempt}{alone}\n".encode())
+    return log
 
 
 class OtherHosts(Protocol):

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from dtf.core.errors import DtfError, Exit
+from dtf.core.errors import DtfError, Exit, no_space
+from dtf.core.lossy_stream import lossy_stream
 from dtf.core.types import Event, Failed, Note, Place, event_to_json
 from dtf.host import heartbeat
 
@@ -39,7 +40,8 @@ def begin(order: dict[str, Any], fds: list[int]) -> int:
     """
     events, log, board, orders, *listening = fds
     place = Place.from_json(order["place"])
-    _redirect(log)
+    post = sender(socket.socket(fileno=events))
+    _redirect(log, place.rank, post)
     heartbeat.attach(board, place.rank)
     heartbeat.beat("start", 0)
     gc.enable()
@@ -54,7 +56,7 @@ def begin(order: dict[str, Any], fds: list[int]) -> int:
     sys.path[:] = shared["path"]
     if order["pin"]:
         os.sched_setaffinity(0, order["pin"])
-    send = sender(socket.socket(fileno=events))
+    send = with_log(post)
     try:
         import torch
         from torch.distributed import TCPStore
@@ -71,6 +73,7 @@ def begin(order: dict[str, Any], fds: list[int]) -> int:
         heartbeat.end()
         return code
     except BaseException as error:  # noqa: BLE001  the launching process decides what to do
+        error = no_space(error) or error
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         message = str(error) if isinstance(error, DtfError) else f"{type(error).__name__}: {error}"
         send(Failed(place.rank, 0, int(exit), message, traceback.format_exc(), error=type(error).__name__))
@@ -84,17 +87,11 @@ def entry(name: str) -> Entry:
 
 
 def sender(channel: socket.socket) -> Callable[[Event], None]:
-    """A function that sends an event as one message, with the time; any thread may call it.
-
-    Bad news goes to standard error too, the rank's log.
-    """
+    """A function that sends an event as one message, with the time; any thread may call it."""
     lock = threading.Lock()
 
     def send(event: Event) -> None:
-        if isinstance(event, Note) and event.level == "warning":
-            print(f"dtf: warning: {event.text}", file=sys.stderr)
         if isinstance(event, Failed):
-            print(event.traceback or event.message, file=sys.stderr)
             event = replace(event, message=event.message[:2000], traceback=event.traceback[-16_000:])
         data = json.dumps({"at": time.monotonic(), **event_to_json(event)}).encode()
         if len(data) > MESSAGE_BYTES:
@@ -105,13 +102,32 @@ def sender(channel: socket.socket) -> Callable[[Event], None]:
     return send
 
 
-def _redirect(log: int) -> None:
+def with_log(post: Callable[[Event], None]) -> Callable[[Event], None]:
+    """`post`, and then bad news goes to standard error too, the rank's log: what decides comes before what is kept."""
+
+    def send(event: Event) -> None:
+        post(event)
+        if isinstance(event, Note) and event.level == "warning":
+            print(f"dtf: warning: {event.text}", file=sys.stderr)
+        if isinstance(event, Failed):
+            print(event.traceback or event.message, file=sys.stderr)
+
+    return send
+
+
+def _redirect(log: int, rank: int, post: Callable[[Event], None]) -> None:
     """Everything this process prints goes to its log, C and C++ code included; SIGUSR1 and fatal signals add all
-    stacks.
+    stacks. A log that cannot be written fails nothing, and is told once by `post`.
     """
+    told: list[OSError] = []
+
+    def lost(error: OSError) -> None:
+        if not told:
+            told.append(error)
+            post(Note("warning", f"rank_{rank}.log is cut short, the run goes on: {error.strerror}"))
+
     for fd in (1, 2):
         os.dup2(log, fd)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout, sys.stderr = (lossy_stream(fd, "utf-8", lost) for fd in (1, 2))
     faulthandler.enable(file=2, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)

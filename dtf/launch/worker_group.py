@@ -23,7 +23,7 @@ from dtf.host.heartbeat import Beat, Board
 from dtf.host.signals import Stop
 from dtf.launch.exit_cause import GroupResult, RankExit, group_result, last_frame, preload_error
 from dtf.launch.forkserver import ForkServer
-from dtf.launch.rank_handle import Limits, OtherHosts, RankHandle
+from dtf.launch.rank_handle import Limits, OtherHosts, RankHandle, open_log
 from dtf.launch.rank_process import MESSAGE_BYTES
 from dtf.launch.recovery import Loss
 from dtf.launch.waits import WaitWatch
@@ -112,13 +112,7 @@ class WorkerGroup:
     def _start(self, place: Place, pin: list[int], listener: socket.socket | None = None) -> RankHandle:
         path = self.folder / f"rank_{place.rank}.log"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        if place.attempt or place.retry:
-            os.write(
-                log,
-                "---- attempt "
-                f"{place.attempt}{f', started again alone: {place.retry}' if place.retry else ''}\n".encode(),
-            )
+        log = open_log(path, place, self.see)
         rank = RankHandle(place, ours, path, os.fstat(log).st_size)
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._on_event(rank))
         with theirs:

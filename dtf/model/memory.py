@@ -122,7 +122,7 @@ def table_row(ranks: Sequence[Memory], who: str = "process") -> dict[str, str]:
     most = max(ranks, key=sum)
     names = ("parameters", "gradients", "optimizer state", "activations", "exchange", "rows and index of sparse tables")
     parts = (f"{bytes_text(size)} {name}" for size, name in zip(most, names, strict=True) if size)
-    return {"memory": f"{bytes_text(sum(most))} a {who} = {' + '.join(parts)}"}
+    return {"memory": f"{bytes_text(sum(most))} planned a {who} = {' + '.join(parts)}"}
 
 
 class MemoryMeter:

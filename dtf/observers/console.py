@@ -29,6 +29,8 @@ class Console(Observer):
     NO_COLOR is respected.
     """
 
+    shows_notes = True
+
     live: bool = option(default=True, doc="draw progress on a terminal; false: plain lines there too")
 
     def open(self, folder: Path, config: dict) -> None:
@@ -47,6 +49,10 @@ class Console(Observer):
             except BrokenPipeError as error:
                 _hang_up()
                 raise BrokenPipeError("nobody reads standard output any more") from error
+            except OSError as error:  # standard output is a file, and its disk is full
+                _hang_up()
+                error.filename = "standard output"
+                raise
 
     def close(self) -> None:
         if self._view is not None:

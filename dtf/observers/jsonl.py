@@ -15,7 +15,7 @@ from typing import IO
 from dtf.api.observer import Observer, print_warning
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError
-from dtf.core.files import open_private
+from dtf.core.files import naming, open_private
 from dtf.core.json_lines import row_of, rows
 from dtf.core.text import count_text
 from dtf.core.types import Event, Measured, Started
@@ -59,8 +59,9 @@ class Jsonl(Observer):
 
     def _write(self, measured: Measured) -> None:
         assert self._file is not None
-        self._file.write(line_of(measured) + "\n")
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(line_of(measured) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:

@@ -6,12 +6,14 @@ import json
 import os
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf.api.observer import Observer
 from dtf.api.registry import option, register
-from dtf.core.files import open_private
+from dtf.core.files import naming, open_private
+from dtf.core.json_lines import rows
 from dtf.core.types import Ended, Event, Measured, Started
 from dtf.host import devices
 from dtf.host.usage import Gpus, Load, cpu_load, process_tree
@@ -37,8 +39,7 @@ class Resources(Observer):
         self._failed: Exception | None = None
 
     def see(self, event: Event) -> None:
-        if self._failed is not None:
-            raise self._failed
+        self._raise_failure()
         match event:
             case Started() | Measured():
                 self._step = event.step
@@ -55,6 +56,13 @@ class Resources(Observer):
             thread, self._thread = self._thread, None
             self._end.set()
             thread.join()
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """Raise what ended the thread, once."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
 
     def _watch(self) -> None:
         try:
@@ -65,31 +73,41 @@ class Resources(Observer):
     def _sample(self) -> None:
         chosen = devices.choose(self._config["launcher"].get("devices", "auto"))
         cards = Gpus(chosen.indices) if chosen.indices else None
-        curves, started = self._curves(), time.monotonic()
+        seconds = covered_s(self._path, self.every_s)
+        curves = self._curves(round(seconds))
         cores, root = devices.cores(), os.getpid()
-        before, at = process_tree(root), started
-        with open_private(self._path, "a") as file:
+        before, at = process_tree(root), time.monotonic()
+        with naming(self._path), open_private(self._path, "a") as file:
             while not self._end.wait(self.every_s):
                 tree, now = process_tree(root), time.monotonic()
+                seconds += now - at
                 loads = [cpu_load(before, tree, now - at, cores), *(cards.loads() if cards else [])]
                 file.writelines(_line(self._step, load) for load in loads)
                 file.flush()
                 if curves is not None:
-                    _draw(curves, round(now - started), loads)
+                    _draw(curves, round(seconds), loads)
                 before, at = tree, now
         if curves is not None:
             curves.close()
         if cards is not None:
             cards.close()
 
-    def _curves(self) -> EventFile | None:
-        """A TensorBoard run of its own, since its steps are seconds."""
+    def _curves(self, second: int) -> EventFile | None:
+        """A TensorBoard run of its own, since its steps are seconds; it goes on after those of earlier launches."""
         tensorboard = self._config["observer"].get("tensorboard")
         if tensorboard is None:
             return None
         from dtf.observers.tensorboard_file import EventFile
 
-        return EventFile(self._path.parent / tensorboard["path"] / "resources", 0)
+        return EventFile(self._path.parent / tensorboard["path"] / "resources", second)
+
+
+def covered_s(path: Path, every_s: float) -> float:
+    """The seconds that the samples of earlier launches cover, without the time between launches."""
+    times = [row["time"] for row in rows(path, {"time": float})]
+    return (
+        sum(min(max(0.0, later - earlier), 3 * every_s) for earlier, later in pairwise(times)) + bool(times) * every_s
+    )
 
 
 def _line(step: int, load: Load) -> str:

@@ -21,7 +21,7 @@ from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.plugins.text import metadata as text_plugin
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from dtf.core.files import open_private
+from dtf.core.files import naming, open_private
 
 Value = Any  # summary_pb2.Summary.Value
 
@@ -35,7 +35,8 @@ class EventFile:
         # makes the name new: processes of two containers share numbers
         earlier = len(list(folder.glob("events.out.tfevents.*")))
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{earlier}"
-        self._writer = RecordWriter(open_private(folder / name, "xb"))
+        self._path = folder / name
+        self._writer = RecordWriter(open_private(self._path, "xb"))
         self._write(file_version="brain.Event:2")
         self._write(step=step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
@@ -46,8 +47,9 @@ class EventFile:
         self._writer.close()
 
     def _write(self, **fields: Any) -> None:
-        self._writer.write(event_pb2.Event(wall_time=time.time(), **fields).SerializeToString())
-        self._writer.flush()
+        with naming(self._path):
+            self._writer.write(event_pb2.Event(wall_time=time.time(), **fields).SerializeToString())
+            self._writer.flush()
 
 
 def scalar(tag: str, value: float) -> Value:

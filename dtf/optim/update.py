@@ -123,6 +123,9 @@ class LocalUpdate:
         self._scale = torch.full((), loss_scale, dtype=torch.float32, device=device) if loss_scale else None
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped: int | Tensor = 0 if self._host else torch.zeros((), device=device)
+        # of the parameters here, at the last step; and at the first one that was skipped, with its number from 1
+        self._norms = self._first_norms = self._none
+        self._first: float | Tensor = 0.0 if self._host else torch.zeros((), device=device, dtype=torch.float64)
 
     def scale(self, factor: Tensor) -> Tensor:
         """The factor () with which the loss is differentiated: `factor` (), times the loss scale if there is one."""
@@ -159,11 +162,11 @@ class LocalUpdate:
             if finite:
                 self._step(gradients, factor, lr, None)
                 self._step_tables(factor, lr)
-            self._count(not finite)
+            self._count(not finite, step)
         else:
             skip = torch.isfinite(norm).logical_not_().to(torch.float32)
             self._step(gradients, factor, lr, skip)
-            self._count_device(skip)
+            self._count_device(skip, step)
             # tables lie in host memory, which has to wait for their gradients anyway
             if self._tables is not None and not skip.item():
                 self._step_tables(factor, lr)
@@ -182,6 +185,7 @@ class LocalUpdate:
         sum_slices, all_norms = self._sharding.sum_slices, self._sharding.all_norms
         if sum_slices is not None:
             norms = sum_slices(norms.square() if self._counts is None else norms.square() * self._counts).sqrt()
+        self._norms = norms
         norm = torch.linalg.vector_norm(norms if all_norms is None else all_norms(norms))
         return norm if self._tables is None else torch.hypot(norm, self._tables.norm.to(norm))
 
@@ -212,22 +216,28 @@ class LocalUpdate:
             self._tables.apply(1.0 if factor is None else factor.item(), lr, self.table_steps)
             self.table_steps += 1
 
-    def _count(self, skipped: bool) -> None:
-        assert isinstance(self._skipped, int)
-        if self._scale is None:
-            self._skipped += skipped
-            return
+    def _count(self, skipped: bool, step: int) -> None:
         # With loss scaling an overflow is how the scale finds its value; it counts only when the scale cannot be the
         # reason.
-        self._skipped += skipped and float(self._scale) <= 1.0
+        if skipped and (self._scale is None or float(self._scale) <= 1.0):
+            self._skipped += 1
+            if not self._first:
+                self._first, self._first_norms = step + 1.0, self._norms
+        if self._scale is None:
+            return
         torch._amp_update_scale_(self._scale, self._growth, torch.tensor(float(skipped)), 2.0, 0.5, GROWTH_INTERVAL)
 
-    def _count_device(self, skip: Tensor) -> None:
-        assert isinstance(self._skipped, Tensor)
+    def _count_device(self, skip: Tensor, step: int) -> None:
+        counted = skip if self._scale is None else skip * (self._scale <= 1.0)
+        self._skipped += counted
+        # nothing here waits for the device: the first skipped step stays in its memory until somebody asks
+        first = counted > self._first
+        self._first = torch.where(first, step + 1.0, self._first)
+        if self._first_norms is self._none:
+            self._first_norms = torch.zeros_like(self._norms)
+        self._first_norms = torch.where(first, self._norms, self._first_norms)
         if self._scale is None:
-            self._skipped += skip
             return
-        self._skipped += skip * (self._scale <= 1.0)
         torch._amp_update_scale_(self._scale, self._growth, skip, 2.0, 0.5, GROWTH_INTERVAL)
 
     @torch.no_grad()
@@ -250,6 +260,14 @@ class LocalUpdate:
     def skipped(self) -> int:
         """How many updates were skipped so far. The same on all ranks. May synchronise with the device."""
         return int(self._skipped)
+
+    def first_skipped(self) -> tuple[int, list[str]] | None:
+        """As `Program.first_skipped`; `sparse tables` stands for the rows of all tables. Waits for the device."""
+        if not float(self._first):
+            return None
+        finite = torch.isfinite(self._first_norms).tolist()
+        names = [name for name, known in zip(self._shards, finite, strict=True) if not known]
+        return int(self._first) - 1, names or (["sparse tables"] if self._tables is not None else [])
 
     def bytes(self) -> tuple[int, int, int, int]:
         """Bytes on this rank of the parameters, gradients, optimizer state and sparse tables."""

@@ -104,18 +104,19 @@ class BudgetMeter:
         self._thread.join()
 
     def _count(self) -> None:
-        descriptor = os.open(self._folder / _SECONDS, os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
-            last = False
-            while True:
-                with contextlib.suppress(OSError):  # a full disk is the checkpoint's to report
-                    # one write of a text that never gets shorter: a kill leaves a whole number
-                    os.pwrite(descriptor, f"{self.seconds:.3f}\n".encode(), 0)
-                    self._check()
-                if last:
-                    return
-                last = self._closed.wait(_TICK_S)
-        finally:
+        descriptor, last = -1, False
+        while True:
+            with contextlib.suppress(OSError):  # a full disk is the checkpoint's to report
+                if descriptor < 0:
+                    descriptor = os.open(self._folder / _SECONDS, os.O_WRONLY | os.O_CREAT, 0o600)
+                # one write of a text that never gets shorter: a kill leaves a whole number
+                os.pwrite(descriptor, f"{self.seconds:.3f}\n".encode(), 0)
+            with contextlib.suppress(OSError):
+                self._check()
+            if last:
+                break
+            last = self._closed.wait(_TICK_S)
+        if descriptor >= 0:
             os.close(descriptor)
 
     def _check(self) -> None:

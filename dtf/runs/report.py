@@ -80,7 +80,7 @@ def _comparison(results: Sequence[Result], published: Mapping[str, float]) -> Ch
         bars("time per epoch", "seconds", lambda result: result.epoch_s, _seconds),
         bars("utilisation, mean", "per cent", lambda result: result.utilisation, "{:.0f} %".format),
         bars(
-            "memory, most",
+            "memory of all processes, most",
             "GB",
             lambda result: None if result.memory is None else result.memory / 1e9,
             "{:.2f} GB".format,
@@ -91,7 +91,10 @@ def _comparison(results: Sequence[Result], published: Mapping[str, float]) -> Ch
         panel.labelled = False
     caption = "Solid, these runs: time to train an epoch (median), without evaluating and saving."
     if any(panel.title.startswith("utilisation") for panel in axes):
-        caption += " Utilisation and memory as sampled meanwhile."
+        caption += (
+            " Utilisation and memory as sampled meanwhile: on a CPU of all processes of the run, with pages that they "
+            "share counted for each, on a GPU what is taken on it. The run itself tells of one process."
+        )
     if published:
         axes.append(
             Axes(
@@ -165,7 +168,7 @@ def _runs(results: Sequence[Result]) -> str:
         "rows/s",
         "epoch",
         "utilisation",
-        "memory",
+        "memory of all",
         "wall",
     ]
     rows = []

@@ -25,7 +25,7 @@ from dtf.checkpoint.resolve_path import run_folder_of
 from dtf.checkpoint.storage import checkpoints
 from dtf.config.limits import read_checked
 from dtf.core.endpoint_file import withdraw
-from dtf.core.errors import BusyError, ConfigError
+from dtf.core.errors import BusyError, ConfigError, no_space
 from dtf.core.files import flat, replace_text
 from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import lost_effects
@@ -94,6 +94,8 @@ class Run:
                 raise
             return run
         except OSError as error:
+            if full := no_space(error):
+                raise full from error
             key = f"run.dir={settings.run.dir}" if settings.run.dir else f"run.name={name}"
             raise ConfigError(
                 f"{key}: the run folder {folder} cannot be used: {error.strerror}; choose another run.dir"
@@ -121,13 +123,7 @@ class Run:
             return
         withdraw(self.folder)
         self._record |= {"ended": _now(), "exit": int(exit), "cause": cause, **(results or {})}
-        try:
-            self._write()
-        except OSError as error:  # a full disk must not change how the run ended
-            print(
-                f"dtf: warning: {self.folder / 'run.json'} does not say how the run ended: {error.strerror}",
-                file=sys.stderr,
-            )
+        self._update("does not say how the run ended")
         self._release()
 
     def redacted(self) -> dict[str, Any]:
@@ -208,7 +204,7 @@ class Run:
         """Called when the ranks are ready: write the start-up table into run.json."""
         if self.leader:
             self._record["table"] = table
-            self._write()
+            self._update("has no start-up table")
 
     def see(self, event: Event) -> None:
         """Write into run.json what an event of the ranks says of the run: the start-up table, and that there are
@@ -219,8 +215,17 @@ class Run:
         result = isinstance(event, Measured | Saved) or (isinstance(event, Ended) and event.step > 0)
         if result and self.leader and self._record.get("results") is False:
             self._record["results"] = True
-            with suppress(OSError):  # a full disk ends the run where it has to write, not here
-                self._write()
+            self._update("does not say that there are results")
+
+    def _update(self, otherwise: str) -> None:
+        """Write run.json anew. Where that fails the run goes on: its next save, if there is one, has to write too.
+
+        `otherwise`: what is then wrong with run.json.
+        """
+        try:
+            self._write()
+        except OSError as error:
+            print(f"dtf: warning: {self.folder / 'run.json'} {otherwise}: {error.strerror}", file=sys.stderr)
 
     def _write(self) -> None:
         replace_text(self.folder / "run.json", json.dumps(self._record, indent=2) + "\n")

@@ -228,6 +228,9 @@ class DataParallelProgram(Program):
     def skipped(self) -> int:
         return self._updates[0].skipped()
 
+    def first_skipped(self) -> tuple[int, list[str]] | None:
+        return self._updates[0].first_skipped()
+
     def _part(self, batch: Batch, first: int, last: int, i: int) -> Batch:
         """Rows [first, last) on the device of replica i."""
         return to_device(rows_of(batch, first, last), self._devices[i], self._task)

@@ -253,6 +253,9 @@ class Spmd(Program):
     def skipped(self) -> int:
         return self._update.skipped()
 
+    def first_skipped(self) -> tuple[int, list[str]] | None:
+        return self._update.first_skipped()
+
 
 def single_process(task: Task, world: World) -> Program:
     """The program of a run with one rank: the bare model, the same under every strategy."""

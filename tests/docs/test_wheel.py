@@ -102,7 +102,7 @@ def test_the_wheel_holds_exactly_what_is_shipped(wheel: Path) -> None:
 def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     about = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if ".dist-info/" in name}
-    assert "dtf = dtf.cli.main:main" in about["entry_points.txt"]
+    assert "dtf = dtf.__main__:main" in about["entry_points.txt"]
     assert "License-Expression: Apache-2.0" in about["METADATA"] and "Requires-Dist: torch>=2.11" in about["METADATA"]
     assert about["LICENSE"] == (ROOT / "LICENSE").read_text()
 

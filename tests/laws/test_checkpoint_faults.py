@@ -145,6 +145,30 @@ def test_a_full_disk_on_any_rank_fails_all_and_keeps_the_last_good(
     assert checkpointer(folder).find() == folder / "step_000002"
 
 
+def test_a_removed_folder_is_no_full_disk(tmp_path: Path) -> None:
+    """Whether the run folder is gone or the one of its checkpoints, and when it went."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.parent.mkdir()
+    notes: list[str] = []
+    saver, state = checkpointer(folder, notes=notes), State([whole("model/w", torch.zeros(3))], {})
+    saver.save(1, state, {})
+    shutil.rmtree(folder)
+    saver.save(2, state, {})
+    assert notes == [f"{folder} was removed while the run went on, with its checkpoints; this save makes it anew"]
+
+    def removes(draft: Path) -> list[dict]:
+        shutil.rmtree(folder)
+        return []
+
+    with pytest.raises(SaveError, match=rf"step_000003 could not be written: {folder} was removed .*; its checkpoints"):
+        saver.save(3, State(state.boxes, {}, removes), {})
+    shutil.rmtree(folder.parent)
+    with pytest.raises(SaveError, match=rf"step_000004 could not be written: {folder.parent} was removed while"):
+        saver.save(4, state, {})
+    with pytest.raises(SaveError, match=rf"could not be written: {folder.parent} was removed while"):
+        checkpointer(folder).save(4, state, {})
+
+
 def test_a_rank_that_cannot_make_its_boxes_fails_all(tmp_path: Path) -> None:
     bad = [Box("model/x", torch.zeros(2, dtype=torch.complex64), (2,), (0,))]
     results = on_ranks(

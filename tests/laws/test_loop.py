@@ -111,6 +111,12 @@ class SingleRank:
     def reduce(self, sums: torch.Tensor) -> torch.Tensor:
         return sums
 
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
 
 class Saver:
     def __init__(self) -> None:

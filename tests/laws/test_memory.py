@@ -266,17 +266,18 @@ def test_texts() -> None:
         Memory(48_000_000, 48_000_000, 97_000_000, 22_000_000, 1_000_000),
     ]
     assert table_row(ranks) == {
-        "memory": "216 MB a process = 48 MB parameters + 48 MB gradients + 97 MB optimizer state + 22 MB activations "
-        "+ 1.0 MB exchange"
+        "memory": "216 MB planned a process = 48 MB parameters + 48 MB gradients + 97 MB optimizer state + 22 MB "
+        "activations + 1.0 MB exchange"
     }
     served = [Memory(237_000, 237_000, 0, 0, tables=40_000_000)]
     assert table_row(served, "server") == {
-        "memory": "40 MB a server = 237 kB parameters + 237 kB gradients + 40 MB rows and index of sparse tables"
+        "memory": "40 MB planned a server = 237 kB parameters + 237 kB gradients + 40 MB rows and index of "
+        "sparse tables"
     }
     summary = MemoryMeter("cpu").summary(ranks, [236_000_000, 230_000_000])
     assert summary == {"planned": 213_000_000, "resident": 236_000_000, "rank": 0}
-    assert memory_text(summary) == "213 MB planned, 236 MB resident at the peak of rank 0"
-    assert memory_text(MemoryMeter("cpu").summary([], [5_000_000])) == "5.0 MB resident at the peak of rank 0"
+    assert memory_text(summary) == "213 MB planned, 236 MB resident growth at the peak of rank 0"
+    assert memory_text(MemoryMeter("cpu").summary([], [5_000_000])) == "5.0 MB resident growth at the peak of rank 0"
 
 
 def held(rank: int, size: int) -> int:
@@ -303,12 +304,12 @@ def test_a_run_tells_what_it_plans_and_what_it_took(run_dtf: Callable[..., Resul
     )
     assert done.code == 0, done.err
     assert re.search(
-        r'^started .* memory="\S+ kB a process = .* parameters \+ .* activations( \+ .* exchange)?"',
+        r'^started .* memory="\S+ kB planned a process = .* parameters \+ .* activations( \+ .* exchange)?"',
         done.out,
         re.MULTILINE,
     ), done.out
     assert re.search(
-        r'^ended .* memory="\S+ kB planned, \S+ MB resident at the peak of rank [01]"', done.out, re.MULTILINE
+        r'^ended .* memory="\S+ kB planned, \S+ MB resident growth at the peak of rank [01]"', done.out, re.MULTILINE
     ), done.out
 
 

@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,33 @@ def test_a_skipped_step_leaves_running_averages_as_they_were(strategy: str, opti
     assert difference(whole, found) <= 1e-10
 
 
-def test_more_than_allowed_fail_the_run_on_all_ranks() -> None:
-    with pytest.raises(AssertionError, match=r"DivergedError.*1 of the first . steps.*skip_nonfinite=0"):
-        ranks(2, "tests.support.harness:train", steps=5, precision="fp32", **BAD)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline", "pserver"])
+def test_more_than_allowed_fail_the_run_on_all_ranks(strategy: str) -> None:
+    """The message names the step, what was not finite, and the samples."""
+    with pytest.raises(AssertionError) as refused:
+        spread(strategy, 2, steps=5, precision="fp32", **BAD)
+    text = str(refused.value)
+    assert re.search(r"DivergedError.*1 of the first . steps, first in step \d: the loss is not finite, ", text), text
+    assert re.search(r"the gradient is not finite in [a-z0-9.]+, [a-z0-9._]+, [a-z0-9._]+ and \d+ more; ", text), text
+    assert re.search(r"the batch is number \d of epoch 0, with the samples \d+, \d+, \d+ and \d+ more; ", text), text
+    assert ("what the data set gives for 17 is not finite" in text) == (strategy != "pserver"), text
+    assert "train.skip_nonfinite=0 allows no more" in text
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_the_first_parameters_that_are_not_finite_are_kept(on_host: bool) -> None:
+    """On a device this waits for nothing: the first skipped step stays there until somebody asks."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    masters = {name: p.data for name, p in model.named_parameters()}
+    update = LocalUpdate(Sharding(params=full_params(model, masters)), Adam())
+    if not on_host:
+        update._host, update._skipped, update._first = False, torch.zeros(()), torch.zeros((), dtype=torch.float64)
+    for step, bad in enumerate(["", "1.weight", "0.bias"]):
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.full_like(parameter, torch.inf if name == bad else 1.0)
+        assert update.first_skipped() == ((1, ["1.weight"]) if step > 1 else None)
+        update.apply(step, 0.1)
+    assert (update.skipped(), update.first_skipped()) == (2, (1, ["1.weight"]))
 
 
 def test_an_overflow_lowers_the_loss_scale_and_is_no_divergence() -> None:

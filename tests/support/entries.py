@@ -4,6 +4,7 @@ that happens to real ranks.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtf.core.errors import ConfigError, DataError, DivergedError, Exit
+from dtf.core.errors import ConfigError, DataError, DivergedError, Exit, SaveError
 from dtf.core.types import Ended, Event, Failed, Note, Place, Saved, Started
 from dtf.host import heartbeat
 from dtf.host.waits import Operation, group_of
@@ -127,6 +128,7 @@ def fails(config: dict, folder: str, run_id: str, place: Place, send: Send) -> i
     dist.barrier()
     if place.rank == 1:
         errors = {"config": ConfigError, "data": DataError, "diverged": DivergedError, "value": ValueError}
+        errors |= {"save": SaveError, "full": lambda text: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}
         raise errors[config["error"]]("rank one has had enough")
     dist.barrier()
     return 0

@@ -21,6 +21,7 @@ from dtf.api import registry
 from dtf.api.observer import Observer, Observers
 from dtf.api.registry import lookup
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started, event_from_json, event_to_json
+from dtf.observers.console import Console
 from dtf.observers.jsonl import Jsonl, forget_after, line_of
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +129,20 @@ def test_warnings_go_to_standard_error(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "dtf: warning: observer.a stops watching, the run goes on: RuntimeError: no space left\n"
+
+
+def test_warnings_of_the_run_are_seen_whatever_observers_there_are(tmp_path, capsys):
+    for chosen in ({}, {"jsonl": Jsonl()}, {"console": Console()}):
+        observers = Observers(chosen)
+        observers.open(tmp_path, CONFIG)
+        observers.see(Note("warning", "a checkpoint is skipped"))
+        observers.see(Note("info", "all is well"))
+        observers.close()
+        captured = capsys.readouterr()
+        if "console" in chosen:
+            assert captured.err == "" and "warning: a checkpoint is skipped" in captured.out
+        else:
+            assert (captured.out, captured.err) == ("", "dtf: warning: a checkpoint is skipped\n")
 
 
 def test_events_survive_the_way_from_rank_to_parent():

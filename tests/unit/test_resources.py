@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -14,6 +15,7 @@ from dtf.core.types import Ended
 from dtf.host import usage
 from dtf.host.usage import Load, Process, cpu_load, process_tree
 from dtf.observers.resources import Resources
+from tests.support.launching import HANG_S
 from tests.unit.test_observers import started
 
 _CHILD = (
@@ -123,3 +125,29 @@ def test_a_watcher_that_fails_says_so_and_closes(tmp_path):
     with pytest.raises(FileNotFoundError):
         observer.see(Ended(1, "finished"))
     observer.close()
+
+
+def test_the_curve_goes_on_after_that_of_the_launch_before(tmp_path):
+    """The seconds of a later launch come after those that the file has, and hide none of them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = {"launcher": {"devices": "cpu"}, "observer": {"tensorboard": {"path": "tensorboard"}}}
+    seconds: dict[int, list[int]] = {}
+    for launch in range(2):
+        if launch:  # what a launch of five minutes left, killed while it wrote
+            early = "".join(json.dumps({"time": 1000.0 + i, "step": i, "device": "cpu"}) + "\n" for i in range(300))
+            (tmp_path / "resources.jsonl").write_text(early + '{"time": 1')
+        observer = Resources(every_s=1.0 if launch else 0.05)
+        observer.open(tmp_path, config)
+        observer.see(started())
+        file = tmp_path / "resources.jsonl"
+        before = file.stat().st_size if file.exists() else 0
+        deadline = time.monotonic() + HANG_S
+        while not file.exists() or file.stat().st_size == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        observer.close()
+        reader = EventAccumulator(str(tmp_path / "tensorboard" / "resources")).Reload()
+        seconds[launch] = [event.step for event in reader.Scalars("resources/cpu/utilisation")]
+    assert seconds[0] and seconds[1][: len(seconds[0])] == seconds[0]
+    assert min(seconds[1][len(seconds[0]) :]) >= 300

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import yaml
 
 from dtf.config.settings import Settings
-from dtf.core.errors import BusyError, ConfigError
+from dtf.core.errors import BusyError, ConfigError, SaveError
 from dtf.core.redaction import is_secret, redact
 from dtf.core.types import Failed, Measured, Saved, Started
 from dtf.runs.run_folder import Run, identity, versions
@@ -251,6 +252,31 @@ def test_a_folder_that_cannot_be_made_is_a_config_error(here: Path) -> None:
     for place in ("file", "file/below"):
         with pytest.raises(ConfigError, match=f"run.dir={place}: the run folder .* cannot be used"):
             opened(config(run__dir=place))
+
+
+def disk_is_full(file: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_folder_on_a_full_disk_is_no_config_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = config(run__dir="a")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", disk_is_full)
+        with pytest.raises(SaveError, match="No space left"):
+            opened(wanted)
+    opened(wanted).end(0)
+
+
+def test_a_full_disk_does_not_end_the_run_over_its_record(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = opened(config(run__dir="a"))
+    before = contents(run.folder)
+    monkeypatch.setattr(os, "fsync", disk_is_full)
+    run.see(Started(0, 8, 8, {"parameters": 3}))
+    assert "run.json has no start-up table: No space left on device" in capsys.readouterr().err
+    assert contents(run.folder) == before
+    run.end(0)
 
 
 def test_secrets_are_found_by_the_names_of_their_keys() -> None:

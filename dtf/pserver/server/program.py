@@ -1,7 +1,4 @@
-"""The program of a server: it opens each step for trainers, and merges and applies their pushes.
-
-The engine runs here as on any rank.
-"""
+"""The program of a server, run by the engine: it opens each step for trainers, and merges and applies their pushes."""
 
 from __future__ import annotations
 
@@ -194,6 +191,9 @@ class ServerProgram(Program):
 
     def skipped(self) -> int:
         return self.server_state.skipped()
+
+    def first_skipped(self) -> tuple[int, list[str]] | None:
+        return self.server_state.first_skipped()
 
     def release_trainers(self, reason: str) -> None:
         """See `LeasedWork.end`."""

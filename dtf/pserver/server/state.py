@@ -357,6 +357,10 @@ class ServerState:
         """See `strategy.Program`."""
         return self._update.skipped() + self._skipped
 
+    def first_skipped(self) -> tuple[int, list[str]] | None:
+        """See `strategy.Program`."""
+        return self._update.first_skipped()
+
     def _param_shards(self, masters: Mapping[str, Tensor]) -> dict[str, ParamShard]:
         shards = {}
         for memory, blocks in ((self._dense, self.layout.learning), (self._frozen, self.layout.frozen)):

@@ -1,8 +1,7 @@
 """The program of pipelines: every rank computes some stages of the model, micro-batches flow through the ranks.
 
-torch.distributed.pipelining runs such schedules for micro-batches of one shape that is fixed when it is built,
-exchanged as pickled objects. Here the last micro-batch may be smaller, as everywhere in dtf, and batch statistics never
-see padding; hence the runtime is dtf's own.
+torch.distributed.pipelining runs such schedules for micro-batches of one fixed shape, exchanged as pickled objects.
+Here the last one may be smaller, and batch statistics never see padding; hence the runtime is dtf's own.
 """
 
 from __future__ import annotations
@@ -396,3 +395,6 @@ class PipelineProgram(Program):
 
     def skipped(self) -> int:
         return self._update.skipped()
+
+    def first_skipped(self) -> tuple[int, list[str]] | None:
+        return self._update.first_skipped()
