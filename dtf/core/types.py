@@ -177,7 +177,7 @@ class Saved:
     path: str
     best: bool
     seconds: float
-    held: float = 0.0  # of these, how long training stood still
+    held: float = 0.0  # of these, how long training stood still; the rest was written in the background
 
 
 @dataclass(frozen=True, slots=True)
