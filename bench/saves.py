@@ -6,9 +6,9 @@ Runs of the command line on one and two processes train a multilayer perceptron 
 three numbers of state for each. A run takes 24 steps and is saved at every 4th. The ways take turns: saves in the
 background, saves that training waits for, and none. `held` is how long training stood still for a save, and `written`
 when the checkpoint was complete. `memcpy` copies as many bytes as rank 0 saves in one piece, in memory that was used
-before: in that rank, just before each save, which begins once all ranks are there. All three are
-the least over all saves: others on the machine add to them. CPU seconds are those of all ranks
-from their start to the end of training, without these copies, and wall time that of the run; the least of the rounds.
+before: in that rank, just before each save, which begins once all ranks are there. All three are the least over all
+saves: others on the machine add to them. CPU seconds are those of all ranks from their start to the end of training,
+without these copies, and wall time that of the run; the least of the rounds.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ def run(strategy: str, processes: int, width: int, way: list[str]) -> Measured:
 def main() -> None:
     import torch
 
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="What saves cost.")
+    parser.add_argument("--case", choices=CASES, help="one alone; by default all")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--width", type=int, default=4096)
     options = parser.parse_args()
@@ -182,6 +183,8 @@ def main() -> None:
     print(f"{_processor()}, {cores} cores, torch {torch.__version__}, python {platform.python_version()}")
     print(f"state of {4 * numbers / 1e6:.0f} MB")
     for name, (strategy, processes) in CASES.items():
+        if options.case not in (None, name):
+            continue
         print(name)
         found: dict[str, list[Measured]] = {way: [] for way in WAYS}
         for number in range(options.rounds):
