@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from dtf.api.registry import option, register, with_default
 from dtf.api.schema import KeyProblem
@@ -27,9 +28,8 @@ from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.core.errors import BusyError, DataError, DtfError, Exit, SaveError
 from dtf.core.types import State
 
-if TYPE_CHECKING:
-    pass
-
+REMEDY = "make room or mend the disk, then start again"
+"""The end of a SaveError that ends the run."""
 _ERRORS: dict[int, type[DtfError]] = {cls.exit: cls for cls in (DtfError, DataError, BusyError, SaveError)}
 
 
@@ -47,6 +47,10 @@ class Every:
     keep_last: int = option(default=3, least=1, doc="newest checkpoints to keep")
     keep_best: int = option(
         default=1, least=0, doc="best checkpoints to keep beside them; not 0: each new best evaluation is saved"
+    )
+    background: bool = option(
+        default=True,
+        doc="training waits for a copy of the state in memory, and a thread writes it; off: it waits for the disk",
     )
     resume: str = option(
         default="auto",
@@ -95,7 +99,7 @@ class Checkpointer:
     all.
 
     `objective`: the metric that ranks checkpoints, and `max` or `min`. `strategy`: its name, for people. `note` gets,
-    on rank 0, what a person should know.
+    on rank 0, what a person should know. One thread at a time.
     """
 
     def __init__(
@@ -114,6 +118,12 @@ class Checkpointer:
         self._judge: Callable[[dict[str, Any]], object] = dict
         self._cause: Exception | None = None
         self._made = False  # the folder is there, as far as this process knows
+
+    def over(self, world: Peers) -> Checkpointer:
+        """The same, whose ranks talk by another channel."""
+        other = copy(self)
+        other._world = world
+        return other
 
     # ------------------------------------------------------------ save
 
@@ -152,7 +162,7 @@ class Checkpointer:
     def _write(self, draft: Path, state: State) -> list[dict[str, Any]]:
         """What this rank wrote, and what other processes wrote for it."""
         written = [write_boxes(draft / f"rank_{self._world.rank}.safetensors", state.boxes)] if state.boxes else []
-        return written + (state.others(draft) if state.others else [])
+        return written + (state.others()(draft) if state.others else [])
 
     def _finish(
         self, draft: Path, step: int, parts: list[dict[str, Any]], scalars: dict[str, Any], value: float | None
@@ -296,7 +306,7 @@ class Checkpointer:
         kind = failure if answer["exit"] is None else _ERRORS.get(answer["exit"], DtfError)
         text = answer["error"]
         if kind is SaveError:
-            rest = "the last complete one is kept; make room or mend the disk, then start again"
+            rest = f"the last complete one is kept; {REMEDY}"
             if answer["removed"]:
                 text, rest = answer["removed"], "its checkpoints are gone; start again, or with another run.dir"
             text = f"{what} could not be written: {text}; {rest}"

@@ -130,8 +130,9 @@ class State(NamedTuple):
 
     boxes: list[Box]
     scalars: dict[str, Any]
-    others: Callable[[Path], list[dict[str, Any]]] | None = None
-    """Let processes that work for this rank write their boxes into a checkpoint's folder. Returns what they wrote, see
+    others: Callable[[], Callable[[Path], list[dict[str, Any]]]] | None = None
+    """Let processes that work for this rank set their boxes aside as they are now. What it returns, another thread may
+    call later: it has them write these into a checkpoint's folder, and returns what they wrote, see
     `boxes.write_boxes`.
     """
 
@@ -186,6 +187,7 @@ class Saved:
     path: str
     best: bool
     seconds: float
+    held: float = 0.0  # of these, how long training stood still; the rest was written in the background
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +319,7 @@ class Memory(NamedTuple):
     # of sparse tables: rows with their state, and the index of ids, whose whole range is reserved and taken as it is
     # used
     tables: int = 0
+    copies: int = 0  # of the state, for saves that a thread writes; without those that lie beside a GPU's memory
 
 
 TRACE_PREFIX = "dtf:"

@@ -5,6 +5,7 @@ values.
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from dtf.core.errors import ConfigError
 from dtf.core.types import Place
-from dtf.host.waits import Operation, group_of
+from dtf.host.waits import Group, Operation, group_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,9 +40,11 @@ class World:
         # what all processes of the run must have in common, once known: see `dtf.core.consistency`
         self.facts: dict[str, Any] = {}
         self.folder = Path()  # the run folder, once known
+        self._group: Any = None  # None: the one that `join` made
+        self._channels: list[Any] = []
         everyone = group_of("world", tuple(range(self.size)))
         self._sum, self._average, self._barrier, self._broadcast, self._gather, self._collect = (
-            Operation(name, everyone)
+            self._waiting(name, everyone)
             for name in (
                 "a sum over all ranks",
                 "an average over all ranks",
@@ -51,6 +54,9 @@ class World:
                 "a gathering of rows on rank 0",
             )
         )
+
+    def _waiting(self, name: str, group: Group) -> AbstractContextManager[None]:
+        return Operation(name, group)
 
     @classmethod
     def join(cls, place: Place, backend: str | None, timeout_s: float = 1800) -> World:
@@ -89,10 +95,22 @@ class World:
                 )
         return cls(place)
 
+    def channel(self) -> World | None:
+        """The same ranks by a gloo group of their own, for one thread beside that which trains: what the two do never
+        meets. CPU tensors alone. Collective. None where torch can make no such group: ranks of MPI have no store.
+        """
+        if self.size > 1 and dist.get_backend() == "mpi":
+            return None
+        other = _Channel(self.place)
+        if self.size > 1:
+            other._group = dist.new_group(backend="gloo")
+            self._channels.append(other._group)
+        return other
+
     def leave(self) -> None:
         """Close the process group. Collective."""
         if self.size > 1 and dist.is_initialized():
-            _left.append(dist.group.WORLD)
+            _left.extend([dist.group.WORLD, *self._channels])
             dist.destroy_process_group()
 
     def mesh(self, axes: dict[str, int]) -> DeviceMesh:
@@ -107,21 +125,21 @@ class World:
         """Sum a CPU tensor over ranks, in place, and return it; the same bits on every rank. Collective."""
         if self.size > 1:
             with self._sum:
-                dist.all_reduce(sums)
+                dist.all_reduce(sums, group=self._group)
         return sums
 
     def average(self, flat: torch.Tensor) -> None:
         """Mean of a device tensor over ranks, in place. Collective."""
         if self.size > 1:
             with self._average:
-                dist.all_reduce(flat)
+                dist.all_reduce(flat, group=self._group)
             flat.div_(self.size)
 
     def barrier(self) -> None:
         """Wait until all ranks are here. Collective."""
         if self.size > 1:
             with self._barrier:
-                dist.all_reduce(torch.zeros(1))
+                dist.all_reduce(torch.zeros(1), group=self._group)
 
     def broadcast(self, value: Any) -> Any:
         """The JSON value of rank 0, on every rank. Collective."""
@@ -130,10 +148,10 @@ class World:
         data = _encode(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor([data.numel()])
         with self._broadcast:
-            dist.broadcast(length, src=0)
+            dist.broadcast(length, src=0, group=self._group)
             if self.rank:
                 data = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(data, src=0)
+            dist.broadcast(data, src=0, group=self._group)
         return _decode(data)
 
     def send_from_first(self, tensor: torch.Tensor) -> None:
@@ -141,7 +159,7 @@ class World:
         if self.size > 1:
             flat = tensor.reshape(-1).contiguous()
             with self._broadcast:
-                dist.broadcast(flat.view(torch.uint8) if flat.numel() else flat, src=0)
+                dist.broadcast(flat.view(torch.uint8) if flat.numel() else flat, src=0, group=self._group)
             tensor.copy_(flat.view(tensor.shape))
 
     def gather(self, value: Any) -> list[Any] | None:
@@ -152,12 +170,12 @@ class World:
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = data.numel()
         with self._gather:
-            dist.all_reduce(lengths)
+            dist.all_reduce(lengths, group=self._group)
             longest = int(lengths.max())
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: data.numel()] = data
             parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(parts, padded)
+            dist.all_gather(parts, padded, group=self._group)
         return (
             [_decode(part[:length]) for part, length in zip(parts, lengths.tolist(), strict=True)]
             if self.rank == 0
@@ -173,17 +191,24 @@ class World:
         counts = torch.zeros(self.size, dtype=torch.int64)
         counts[self.rank] = len(rows)
         with self._collect:
-            dist.all_reduce(counts)
+            dist.all_reduce(counts, group=self._group)
             longest = int(counts.max())
             padded = rows.new_zeros(longest, *rows.shape[1:])
             padded[: len(rows)] = rows
             parts = [torch.empty_like(padded) for _ in counts] if self.rank == 0 else None
-            dist.gather(padded, parts)
+            dist.gather(padded, parts, group=self._group)
         return (
             torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)])
             if parts is not None
             else None
         )
+
+
+class _Channel(World):
+    """For a thread of its own: what it waits for is no wait of the thread whose waits the launching process reads."""
+
+    def _waiting(self, name: str, group: Group) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def _encode(value: Any) -> torch.Tensor:

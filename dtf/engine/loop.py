@@ -9,6 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -37,6 +38,7 @@ from dtf.core.types import (
 )
 from dtf.engine.clock import OVER_BUDGET, STEP_SECONDS, STOP_REQUESTS, Clock
 from dtf.engine.divergence import Everyone, diverged
+from dtf.engine.stopwatch import Stopwatch
 
 RECENT = 256
 """Measurements that a checkpoint holds and a resumed run sends again: more than are on their way at any time."""
@@ -46,9 +48,25 @@ NO_IDS = np.empty(0, np.int64)
 
 
 class Saver(Protocol):
-    def save(self, step: int, state: State, scalars: dict[str, Any], value: float | None) -> str:
-        """Collective. `value`: the objective evaluated at this very step, if it was."""
-        ...
+    """See `dtf.checkpoint.saves.Saves`. Every method is collective."""
+
+    def ready(self) -> None:
+        """Wait for the save before."""
+
+    def save(
+        self,
+        step: int,
+        state: State,
+        scalars: dict[str, Any],
+        value: float | None,
+        told: Callable[[str, float, float], None],
+    ) -> None:
+        """`value`: the objective evaluated at this very step, if it was. `told`: is called with the folder of the
+        complete checkpoint, how long it took and how long training stood still, perhaps later.
+        """
+
+    def finish(self) -> None:
+        """Wait for the last save."""
 
 
 class Window:
@@ -143,7 +161,7 @@ class _TicketHandler:
     def __init__(self, loop: Loop) -> None:
         self.loop, self.program, self.clock = loop, loop.program, loop.clock
         self.width = 1 + len(loop.recipe.train_metrics)
-        self.window, self.stopwatch = Window(loop.carried), _Stopwatch()
+        self.window, self.stopwatch = Window(loop.carried), Stopwatch()
         self.updated = loop.updated  # whether an update was ever made
         # prepared one batch ahead, by (epoch, index)
         self.ready: tuple[tuple[int, int], Batch | None] | None = None
@@ -230,11 +248,13 @@ class _TicketHandler:
         loop.report(Measured("eval", step, step / loop.steps_per_epoch, seconds, self.evaluated, is_best))
 
     def save(self, ticket: Save) -> None:
-        """Write a checkpoint, with the open window, and report it."""
+        """Save, with the open window. Training goes on once the state is copied; whoever writes it reports it."""
         loop, step = self.loop, ticket.step
         self._refuse_divergence(step)
         with self.stopwatch.paused():
             loop.beat("save", step)
+            if loop.saver is not None:
+                loop.saver.ready()
             started = time.perf_counter()
             self.program.sync()
             if loop.compares_replicas and (warning := self.program.check_replicas()):
@@ -248,19 +268,28 @@ class _TicketHandler:
             if loop.saver is not None:
                 scalars = {
                     **loop.scalars,
-                    "program": state.scalars,
+                    "program": deepcopy(state.scalars),
                     "clock": self.clock.state(),
                     "window": carried,
                     "updated": self.updated,
+                    "recent": [asdict(measured) for measured in loop.recent],
                 }
-                scalars["recent"] = [asdict(measured) for measured in loop.recent]
                 value = self.evaluated.get(self.clock.objective) if evaluated_here else None
-                path = loop.saver.save(step, state, scalars, value)
-                loop.see(Saved(step, path, is_best, time.perf_counter() - started))
+                before = time.perf_counter() - started
+                loop.saver.save(
+                    step,
+                    state,
+                    scalars,
+                    value,
+                    lambda path, seconds, held: loop.see(Saved(step, path, is_best, before + seconds, before + held)),
+                )
         self.clock.done(ticket, {})
 
     def stop(self, ticket: Stop) -> None:
         """Wait for what is under way. DivergedError when too many updates were skipped, or none was ever made."""
+        if self.loop.saver is not None:
+            self.loop.beat("save", ticket.step)
+            self.loop.saver.finish()
         self.program.sync()
         _add_rest(self.loop, self.window)
         self._refuse_divergence(ticket.step)
@@ -363,35 +392,3 @@ def _refuse_bad(bad: float, allowed: int, split: str) -> None:
 
 def _ratio(total: float, count: float) -> float:
     return total / count if count else float("nan")
-
-
-class _Stopwatch:
-    """Wall time, total and between reports; pauses for what is not training."""
-
-    def __init__(self) -> None:
-        self._start = self._lap = time.perf_counter()
-
-    def total(self) -> float:
-        return time.perf_counter() - self._start
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        passed, self._lap = now - self._lap, now
-        return max(passed, 1e-9)
-
-    def paused(self) -> _Pause:
-        return _Pause(self)
-
-    def shift(self, seconds: float) -> None:
-        self._lap += seconds
-
-
-class _Pause:
-    def __init__(self, watch: _Stopwatch) -> None:
-        self._watch = watch
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self._watch.shift(time.perf_counter() - self._started)

@@ -63,7 +63,7 @@ def run_rank(
     send: Callable[[Event], None],
 ) -> int:
     """Run `body` as one rank. Returns the exit code and never raises: a failure is sent as a Failed event."""
-    last = {"step": 0}
+    last, send = {"step": 0}, _one_at_a_time(send)
 
     def beat(phase: str, step: int) -> None:
         last["step"] = step
@@ -72,7 +72,18 @@ def run_rank(
     try:
         beat("start", 0)
         with stop_signals() as received:
-            body(Rank(parse_settings(config), config, Path(folder), run_id, place, send, beat, lambda: bool(received)))
+            body(
+                Rank(
+                    parse_settings(config),
+                    config,
+                    Path(folder),
+                    run_id,
+                    place,
+                    send,
+                    beat,
+                    lambda: bool(received),
+                )
+            )
         return Exit.OK
     except BaseException as error:  # noqa: BLE001 (it is reported)
         if isinstance(error, KeyboardInterrupt):
@@ -100,6 +111,17 @@ def run_rank(
             )
         )
         return exit
+
+
+def _one_at_a_time(send: Callable[[Event], None]) -> Callable[[Event], None]:
+    """A thread tells of saves, and observers in this process hear of them at once."""
+    lock = threading.RLock()
+
+    def send_one(event: Event) -> None:
+        with lock:
+            send(event)
+
+    return send_one
 
 
 def peer_is_gone(error: BaseException) -> bool:

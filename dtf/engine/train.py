@@ -15,17 +15,20 @@ from dtf.api.observer import Probes
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset
 from dtf.api.registry import name_of
+from dtf.checkpoint.saves import Saves
 from dtf.config.settings import Settings
-from dtf.core.errors import BudgetError, ConfigError, Preempted
+from dtf.core.errors import BudgetError, ConfigError, PeerError, Preempted
 from dtf.core.types import Ended, Event, Memory, Note, Place, Started, Stepped, Stop
 from dtf.distributed.world import World
 from dtf.engine.assemble import JoinedRank, TaskInputs, TrainingSetup, assemble, join, prepare_task
 from dtf.engine.clock import PlannedClock
 from dtf.engine.dry_run import watched
 from dtf.engine.loop import RECENT, Loop, fit
-from dtf.engine.rank import Rank, run_rank
+from dtf.engine.rank import Rank, peer_is_gone, run_rank
 from dtf.engine.resume import Resumed, hyperparameters, identity, resume
+from dtf.engine.saving import Saving, open_saves
 from dtf.engine.summary import startup_table
+from dtf.host import heartbeat
 from dtf.model.author_errors import name_author_errors
 from dtf.model.memory import MemoryMeter
 from dtf.model.perturb import perturb
@@ -64,8 +67,9 @@ def _train(rank: Rank, enter: Callable[[str], None]) -> None:
     resumed = resume(setup)
     marks["loaded"] = monotonic()
     clock = PlannedClock(setup.plan, inputs.epochs, rank.settings.lr, resumed.clock)
-    planned = _report_start(setup, resumed)
-    stop, metrics = _run(setup, resumed, clock, marks)
+    saving = open_saves(setup)
+    planned = _report_start(setup, resumed, saving)
+    stop, metrics = _run(setup, resumed, clock, saving.saves, marks)
     _report_end(setup, stop, metrics | _best(clock), meter, planned)
     setup.program.leased.end(stop.reason)
     joined.world.leave()
@@ -103,11 +107,11 @@ def _run_helper(joined: JoinedRank, inputs: TaskInputs) -> None:
     rank.settings.strategy.helper_roles.run(inputs.task, context)
 
 
-def _report_start(setup: TrainingSetup, resumed: Resumed) -> list[Memory]:
+def _report_start(setup: TrainingSetup, resumed: Resumed, saving: Saving) -> list[Memory]:
     """Report what is about to run; returns the planned memory of each rank, on rank 0. Collective."""
     joined, inputs, program, plan = setup.joined, setup.inputs, setup.program, setup.plan
     rank, world, splits = joined.rank, joined.world, inputs.splits
-    planned = [Memory(*needs) for needs in world.gather(program.memory() or ()) or () if needs]
+    planned = [Memory(*needs) for needs in world.gather(saving.needs or ()) or () if needs]
     if world.rank == 0:
         inputs.start.write(inputs.task.start_check)  # all ranks have passed it: their needs are here
     table = startup_table(
@@ -124,6 +128,7 @@ def _report_start(setup: TrainingSetup, resumed: Resumed) -> list[Memory]:
     )
     if inputs.turns is not None:
         table |= inputs.turns.row(planned)
+    table |= saving.row
     table |= _best_possible(splits.eval, world)
     if inputs.weights and inputs.weights_fit:
         digest = inputs.weights_digest[:19]
@@ -133,7 +138,7 @@ def _report_start(setup: TrainingSetup, resumed: Resumed) -> list[Memory]:
 
 
 def _run(
-    setup: TrainingSetup, resumed: Resumed, clock: PlannedClock, marks: dict[str, float]
+    setup: TrainingSetup, resumed: Resumed, clock: PlannedClock, saves: Saves, marks: dict[str, float]
 ) -> tuple[Stop, dict[str, float]]:
     """Follow the clock to its end; returns that and the last evaluation. Collective. `marks`: see `Stepped`."""
     joined, program = setup.joined, setup.program
@@ -154,7 +159,7 @@ def _run(
         evaluation_rows=len(setup.inputs.splits.eval),
         recipe=recipe,
         world=world,
-        saver=setup.checkpointer,
+        saver=saves,
         see=joined.see,
         scalars=identity(setup) | {"course": hyperparameters(setup), "classes": list(recipe.class_names())},
         steps_per_epoch=setup.inputs.epochs.batches,
@@ -174,6 +179,11 @@ def _run(
         if record:
             record.close(program.replicated(), stop.step)
         return stop, metrics
+    except Exception as error:
+        if saves.under_way and not isinstance(error, PeerError) and not peer_is_gone(error):
+            heartbeat.beat("save", clock.state()["step"])
+            saves.settle()  # all ranks are there, and the state of that step is good
+        raise
     finally:
         probes.close()
         for loader in (setup.train, setup.evaluation):

@@ -120,7 +120,10 @@ def pending_grad_bytes(sizes: list[int], micro_batches: int) -> int:
 def table_row(ranks: Sequence[Memory], who: str = "process") -> dict[str, str]:
     """The needs of the rank that needs most, for the start-up table. `who`: what to call a rank."""
     most = max(ranks, key=sum)
-    names = ("parameters", "gradients", "optimizer state", "activations", "exchange", "rows and index of sparse tables")
+    names = (
+        *("parameters", "gradients", "optimizer state", "activations", "exchange", "rows and index of sparse tables"),
+        "copy for saves",
+    )
     parts = (f"{bytes_text(size)} {name}" for size, name in zip(most, names, strict=True) if size)
     return {"memory": f"{bytes_text(sum(most))} planned a {who} = {' + '.join(parts)}"}
 

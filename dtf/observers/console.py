@@ -91,8 +91,9 @@ class Lines:
                     self._place(step, epoch) | {name: number_text(value) for name, value in values.items()},
                     "best" if event.best else "",
                 )
-            case Saved(step, path, best, seconds):
-                self._print("saved", {"step": step, "path": path, "seconds": f"{seconds:.2f}"}, "best" if best else "")
+            case Saved(step, path, best, seconds, held):
+                times = {"seconds": f"{seconds:.2f}"} | ({"held": f"{held:.3f}"} if held < seconds else {})
+                self._print("saved", {"step": step, "path": path} | times, "best" if best else "")
             case Note(level, text):
                 self._write(f"{level}: {plain_text(text)}")
             case Ended(step, reason, values):

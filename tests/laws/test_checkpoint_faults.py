@@ -161,7 +161,7 @@ def test_a_removed_folder_is_no_full_disk(tmp_path: Path) -> None:
         return []
 
     with pytest.raises(SaveError, match=rf"step_000003 could not be written: {folder} was removed .*; its checkpoints"):
-        saver.save(3, State(state.boxes, {}, removes), {})
+        saver.save(3, State(state.boxes, {}, lambda: removes), {})
     shutil.rmtree(folder.parent)
     with pytest.raises(SaveError, match=rf"step_000004 could not be written: {folder.parent} was removed while"):
         saver.save(4, state, {})

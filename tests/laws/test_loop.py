@@ -121,10 +121,16 @@ class SingleRank:
 class Saver:
     def __init__(self) -> None:
         self.saved: list[int] = []
+        self.finished = False
 
-    def save(self, step: int, state: State, scalars: dict, value: float | None) -> str:
+    def ready(self) -> None: ...
+
+    def save(self, step: int, state: State, scalars: dict, value: float | None, told: Any) -> None:
         self.saved.append(step)
-        return f"step_{step}"
+        told(f"step_{step}", 0.0, 0.0)
+
+    def finish(self) -> None:
+        self.finished = True
 
 
 def make(clock: Clock, **changes: Any) -> Any:
@@ -185,7 +191,7 @@ def test_evaluate_and_save_are_tickets_like_others() -> None:
         clock.granted.put(ticket)
     loop = make(clock)
     _, evaluated = fit(loop)
-    assert evaluated == {"loss": 0.5, "top1": 0.5} and loop.saver.saved == [1]
+    assert evaluated == {"loss": 0.5, "top1": 0.5} and loop.saver.saved == [1] and loop.saver.finished
     values = {type(t).__name__: v for t, v in clock.finished}
     assert values["Log"]["grad_norm"] == 3.0 and values["Evaluate"] == evaluated
 
@@ -308,7 +314,7 @@ def test_steps_that_nothing_is_known_of_yet_are_told_of_later(monkeypatch: pytes
         def rest(self) -> StepOutput:
             return self.program.report(max(self.program.reported, self.program.known))
 
-    monkeypatch.setattr(engine._Stopwatch, "lap", lambda self: 1.0)
+    monkeypatch.setattr(engine.Stopwatch, "lap", lambda self: 1.0)
     seen: list[Any] = []
     clock = PlannedClock(Plan(5, 1, 0, 0), Epochs(Sequential(), 4, 2, 0), Constant(), None)
     fit(make(clock, program=Late(), see=seen.append))

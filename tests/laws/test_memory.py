@@ -304,7 +304,8 @@ def test_a_run_tells_what_it_plans_and_what_it_took(run_dtf: Callable[..., Resul
     )
     assert done.code == 0, done.err
     assert re.search(
-        r'^started .* memory="\S+ kB planned a process = .* parameters \+ .* activations( \+ .* exchange)?"',
+        r'^started .* memory="\S+ kB planned a process = .* parameters \+ .* activations( \+ .* exchange)? '
+        r'\+ \S+ kB copy for saves"',
         done.out,
         re.MULTILINE,
     ), done.out

@@ -18,7 +18,7 @@ from dtf.checkpoint.boxes import StoredCheckpoint, write_boxes
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.pserver.net.codec import Message, decode, encode
-from dtf.pserver.net.messages import COUNT, GIVE, LOAD, LOOK, SAVE, rows_schemas
+from dtf.pserver.net.messages import COPY, COUNT, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.net.transport import Refused
 from dtf.pserver.row_routing import ServerShard, ServerShards
 from dtf.pserver.server.rows_server import RowServer
@@ -163,7 +163,7 @@ def test_requests_that_make_no_sense_are_refused_and_change_nothing(server: Aske
             server(
                 SAVE,
                 server.update | {"order": 1},
-                {"path": np.frombuffer(path.encode(), np.uint8), "before": ids[:2], "total": ids[:2]},
+                {"path": np.frombuffer(path.encode(), np.uint8)},
             )
     assert np.array_equal(server.rows(ids), before) and server(COUNT, server.update, {}).arrays["rows"].tolist() == [
         3,
@@ -177,24 +177,23 @@ def _nobody() -> dict[str, np.ndarray]:
 
 def test_a_server_that_cannot_write_says_why_and_lives(server: Asked, tmp_path: Path) -> None:
     server.rows(np.arange(3))
-    request = {
-        "path": np.frombuffer(str(tmp_path / "absent").encode(), np.uint8),
-        "before": np.zeros(2, np.int64),
-        "total": np.array([3, 0]),
-    }
-    answer = done(server, SAVE, 1, request)
+    places = {"before": np.zeros(2, np.int64), "total": np.array([3, 0])}
+    request = {"path": np.frombuffer(str(tmp_path / "absent").encode(), np.uint8)}
+    assert not len(done(server, COPY, 1, places).arrays["error"])
+    answer = done(server, SAVE, 2, request)
     assert (
         "No such file" in answer.arrays["error"].tobytes().decode()
         and json.loads(answer.arrays["told"].tobytes()) is None
     )
     (tmp_path / "absent").mkdir()
-    written = json.loads(done(server, SAVE, 2, request).arrays["told"].tobytes())
+    done(server, COPY, 3, places)
+    written = json.loads(done(server, SAVE, 4, request).arrays["told"].tobytes())
     assert written["file"] == "rank_3.safetensors" and {box[0] for box in written["boxes"]} == {
         "table/ids/ids",
         "table/ids/rows",
     }
-    with pytest.raises(Refused, match="order 1 is over"):
-        done(server, SAVE, 1, request)
+    with pytest.raises(Refused, match="order 3 is over"):
+        done(server, SAVE, 3, request)
 
 
 def test_a_checkpoint_that_is_none_ends_the_server(server: Asked, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def boxes_of_others(state: State) -> list[Box]:
     found: list[Box] = []
     if state.others:
         with tempfile.TemporaryDirectory(prefix="dtf-others-") as folder:
-            for part in state.others(Path(folder)):
+            for part in state.others()(Path(folder)):
                 tensors = load_file(Path(folder, part["file"]))
                 found += [
                     Box(name, tensors[key], tuple(shape), tuple(offset))

@@ -24,7 +24,7 @@ from dtf.api.strategy import Strategy
 from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.config.settings import load_parts
-from dtf.core.types import Measured, Place, Saved, Shard
+from dtf.core.types import Measured, Place, Shard
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.splits import evaluation_loader
@@ -45,6 +45,7 @@ from tests.support.in_process_servers import HelperThreads, KillableTransport, a
 from tests.support.known_checks import keep, known
 from tests.support.lossy_network import LossyTransport
 from tests.support.ranks import ranks
+from tests.support.saves import Halt, saves
 from tests.support.sparse_toy import Tabled  # noqa: F401 (registers itself)
 from tests.support.toy import Toy  # noqa: F401
 
@@ -61,10 +62,6 @@ PRECISIONS = {
 }
 
 
-class Halt(Exception):
-    """The run ends here, as if killed."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A run. By default one epoch of three steps."""
@@ -77,6 +74,7 @@ class Case:
     halt: bool = False  # dies after the first save
     start: str = ""  # the checkpoint to go on from
     folder: str = ""  # where to save
+    at_once: str = ""  # where to write the same saves while training waits
     micro_batch_rows: int = 5
     optimizer: str = "sgd"
     precision: str = "fp64"
@@ -224,14 +222,15 @@ class _Run:
             return None
         return HelperThreads(self.strategy, self.task, self.slots, self._rows, self.program, self.case.deaths)
 
-    def _saver(self, folder: str, options: Every) -> Checkpointer:
+    def _saver(self, folder: str, resume: str = "auto") -> Checkpointer:
+        options = Every(resume=resume)
         return Checkpointer(Path(folder), options, self.world, "test", self.toy.objective, self.case.strategy)
 
     def _load(self) -> tuple[Any, Any]:
         """The clock's state and the open metric window of the checkpoint to go on from."""
         if not self.case.start:
             return None, None
-        reader = self._saver(self.case.start, Every(resume=self.case.start))
+        reader = self._saver(self.case.start, self.case.start)
         path = reader.find(0)
         assert path is not None
         source = reader.load(path)
@@ -243,8 +242,6 @@ class _Run:
         if isinstance(event, Measured):
             values = {key: value for key, value in event.values.items() if key != "rows_per_s"}
             self.found[event.split][str(event.step)] = values
-        if self.case.halt and isinstance(event, Saved):
-            raise Halt
 
     def _record(self, step: int, ids: np.ndarray) -> None:
         self.found["ids"].setdefault(str(step), []).extend(i for i in ids.tolist() if i >= 0)
@@ -263,7 +260,7 @@ class _Run:
             evaluation_rows=len(self.evaluation),
             recipe=self.toy,
             world=self.world,
-            saver=self._saver(case.folder, Every()) if case.folder else None,
+            saver=saves(self._saver, self.world, case.folder, case.at_once, case.halt),
             see=self._see,
             scalars={},
             steps_per_epoch=self.epochs.batches,

@@ -45,7 +45,7 @@ def test_one_greppable_line_per_event():
             train(120, 0.4123),
             evaluation(120, best=True),
             evaluation(240),
-            Saved(120, "out/step_000120", True, 0.311),
+            Saved(120, "out/step_000120", True, 0.311, 0.0123),
             Ended(480, "finished", {"top1": 0.95, "best_step": 440.0}),
         ]
     )
@@ -54,7 +54,7 @@ def test_one_greppable_line_per_event():
         "step=120/480 epoch=1.00 loss=0.4123 top1=0.5877 lr=0.1 grad_norm=1.5000 rows/s=5120 eta=00:36",
         "eval step=120/480 epoch=1.00 loss=0.2500 top1=0.9500 best",
         "eval step=240/480 epoch=2.00 loss=0.2500 top1=0.9500",
-        "saved step=120 path=out/step_000120 seconds=0.31 best",
+        "saved step=120 path=out/step_000120 seconds=0.31 held=0.012 best",
         "ended step=480/480 reason=finished top1=0.9500 best_step=440 wall=00:00",
     ]
 

@@ -24,7 +24,7 @@ MEET, STATUS = "meet", "status"
 server (every server).
 """
 
-LOOK, GIVE, COUNT, LOAD, SAVE, END = "look", "give", "count", "load", "save", "end"
+LOOK, GIVE, COUNT, LOAD, COPY, SAVE, END = "look", "give", "count", "load", "copy", "save", "end"
 """Methods of servers of rows alone, see `rows_server.RowServer`: look up rows; push gradients; count rows; load rows
 from a checkpoint; save them; end the run.
 """
@@ -161,8 +161,8 @@ def rows_schemas(recipe: Recipe) -> dict[str, tuple[Schema, Schema]]:
 
     `version`, `factor`, `lr`, `step`: the newest update; `version` 0 where there was none. Gradients are those of
     `rank` for `turn`; without `given` they were pushed before. `whole`: whether the gradients of all ranks are there;
-    then `squares` (1,) is the sum of squares of their sum, and `rows` the rows of each table. `order`: key of a load or
-    save, which is asked for until it is `done`. `path`, `error`, `told`: texts, the last one JSON.
+    then `squares` (1,) is the sum of squares of their sum, and `rows` the rows of each table. `order`: key of a load,
+    copy or save, which is asked for until it is `done`. `path`, `error`, `told`: texts, the last one JSON.
     """
     names = recipe.tables()
     update = {"version": int, "factor": float, "lr": float, "step": int}
@@ -183,6 +183,7 @@ def rows_schemas(recipe: Recipe) -> dict[str, tuple[Schema, Schema]]:
         ),
         COUNT: (Schema(update), rows),
         LOAD: work,
+        COPY: work,
         SAVE: work,
         END: (Schema(), Schema()),
     }

@@ -19,7 +19,7 @@ from dtf.api.task import Source
 from dtf.core.errors import DtfError
 from dtf.core.types import Box
 from dtf.pserver.net.codec import Message, decode, encode
-from dtf.pserver.net.messages import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
+from dtf.pserver.net.messages import COPY, COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.net.transport import Refused
 from dtf.pserver.row_routing import RowGradients, ServerShards
 from dtf.pserver.server.handlers import LONGEST_WAIT_S
@@ -54,6 +54,7 @@ class RowServer:
         self._basket: dict[int, dict[str, RowGradients]] = {}  # by trainer, of this turn
         self._turn = self._version = self._steps = self._pushes = self._dropped = 0
         self._squares = 0.0  # of the gradient of the turn before
+        self._copied: list[Box] = []  # what the next save writes
         self._orders, self._worker = threading.Lock(), ThreadPoolExecutor(1, "order")
         self._number, self._work = 0, Future[dict[str, np.ndarray]]()  # of the order under way, or the last one
         self._over, self._failure, self._stopping = threading.Event(), list[BaseException](), False
@@ -62,6 +63,7 @@ class RowServer:
             GIVE: self.give,
             COUNT: self.count,
             LOAD: self.load,
+            COPY: self.copy,
             SAVE: self.save,
             END: self.end,
         }
@@ -172,35 +174,40 @@ class RowServer:
 
         return self._order(message, LOAD, work)
 
+    def copy(self, data: bytes) -> bytes:
+        """COPY: set all rows aside as they are now. Per table, `before` rows of `total` belong to earlier servers."""
+        message = decode(self._schemas[COPY][0], data)
+        arrays = message.arrays
+
+        def work() -> dict[str, np.ndarray]:
+            counts = zip(arrays["before"].tolist(), arrays["total"].tolist(), strict=True)
+            with self._change:
+                self._update(message)
+                self._copied = []
+                try:
+                    self._copied = self._shards.parts(dict(zip(self._widths, counts, strict=True)))
+                except MemoryError:
+                    return {"error": _bytes("out of memory")}
+            return {"error": _bytes("")}
+
+        return self._order(message, COPY, work)
+
     def save(self, data: bytes) -> bytes:
-        """SAVE: write all rows into a checkpoint's folder. Per table, `before` rows of `total` belong to earlier
-        servers.
-        """
+        """SAVE: write what was set aside into a checkpoint's folder."""
         message = decode(self._schemas[SAVE][0], data)
-        arrays, path = message.arrays, Path(message.arrays["path"].tobytes().decode())
+        path = Path(message.arrays["path"].tobytes().decode())
         if ".." in path.parts or self._folder not in path.parents:
             raise Refused("this is no place in the run folder")
 
         def work() -> dict[str, np.ndarray]:
+            boxes, self._copied = self._copied, []
             error, written = "", None
-            with self._change:
-                self._update(message)
-                try:
-                    places = dict(
-                        zip(
-                            self._widths,
-                            zip(arrays["before"].tolist(), arrays["total"].tolist(), strict=True),
-                            strict=True,
-                        )
-                    )
-                    if boxes := self._shards.parts(places):
-                        written = self._write(path / f"rank_{self._rank}.safetensors", boxes)
-                except (OSError, MemoryError) as trouble:
-                    error = str(trouble) or "out of memory"
-            return {
-                "error": np.frombuffer(error.encode(), np.uint8),
-                "told": np.frombuffer(json.dumps(written).encode(), np.uint8),
-            }
+            try:
+                if boxes:
+                    written = self._write(path / f"rank_{self._rank}.safetensors", boxes)
+            except (OSError, MemoryError) as trouble:
+                error = str(trouble) or "out of memory"
+            return {"error": _bytes(error), "told": _bytes(json.dumps(written))}
 
         return self._order(message, SAVE, work)
 
@@ -240,3 +247,7 @@ class RowServer:
 
     def _counts(self) -> np.ndarray:
         return np.array([table["rows"] for table in self._shards.sizes().values()], np.int64)
+
+
+def _bytes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8)

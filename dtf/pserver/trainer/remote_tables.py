@@ -26,7 +26,7 @@ from dtf.core.types import Batch, Box, State
 from dtf.distributed.world import World
 from dtf.optim.sharding import Sharding
 from dtf.pserver.net.codec import Message, decode, encode
-from dtf.pserver.net.messages import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
+from dtf.pserver.net.messages import COPY, COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.net.transport import Transport
 from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.trainer.prefetch import DEADLINE_S
@@ -107,24 +107,30 @@ class RemoteTables(ShardedTables):
         self._update = {"version": self._update["version"] + 1, "factor": factor * self._share, "lr": lr, "step": step}
 
     def boxes(self) -> list[Box]:
-        """None: servers write theirs themselves, see `write`."""
+        """None: servers write theirs themselves, see `set_aside`."""
         return []
 
-    def write(self, folder: Path) -> list[dict[str, Any]]:
-        """Have every server write its rows into a checkpoint's folder; see `State.others`. OSError where one cannot.
-
-        Not collective.
+    def set_aside(self) -> Callable[[Path], list[dict[str, Any]]]:
+        """Have every server copy its rows as they are now; returns what has them write the copies into a checkpoint's
+        folder, see `State.others`. OSError where one cannot. Not collective.
         """
         counts = np.stack(
             [answer.arrays["rows"] for answer in self._ask(COUNT, [(dict(self._update), {})] * len(self._servers))]
         )
         before = np.cumsum(counts, 0) - counts
-        path = _bytes(str(folder))
-        answers = self._order(SAVE, [{"path": path, "before": ahead, "total": counts.sum(0)} for ahead in before])
+        self._refuse(self._order(COPY, [{"before": ahead, "total": counts.sum(0)} for ahead in before]))
+        return self._write
+
+    def _write(self, folder: Path) -> list[dict[str, Any]]:
+        answers = self._order(SAVE, [{"path": _bytes(str(folder))}] * len(self._servers))
+        self._refuse(answers)
+        return [part for answer in answers if (part := json.loads(_text(answer.arrays["told"])))]
+
+    @staticmethod
+    def _refuse(answers: Sequence[Message]) -> None:
         for server, answer in enumerate(answers):
             if error := _text(answer.arrays["error"]):
                 raise OSError(f"server {server}: {error}")
-        return [part for answer in answers if (part := json.loads(_text(answer.arrays["told"])))]
 
     def load(self, source: Source, resume: bool = True) -> None:
         """Have every server read its rows from a checkpoint, in place of those that it has. Collective.
@@ -190,7 +196,7 @@ class RemoteTablesProgram(Spmd):
         return {"servers": "rows of sparse tables, by a hash of their ids"}
 
     def state(self) -> State:
-        return super().state()._replace(others=self._tables.write if self._world.rank == 0 else None)
+        return super().state()._replace(others=self._tables.set_aside if self._world.rank == 0 else None)
 
 
 class _RowServers(LeasedWork):

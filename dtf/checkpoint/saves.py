@@ -1,0 +1,237 @@
+"""The saves of a run: training waits while the state is copied, and a thread writes the copy.
+
+A thread agrees with those of the other ranks by a channel of its own, see `World.channel`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtf.checkpoint.checkpointer import REMEDY, Checkpointer
+from dtf.core.errors import DtfError, SaveError
+from dtf.core.types import Box, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PATIENCE_S = 1.0
+"""How long a save waits in silence for the one before."""
+
+Write = Callable[[Path], list[dict[str, Any]]]
+"""See `State.others`."""
+
+Told = Callable[[str, float, float], None]
+"""Is told of a complete checkpoint: its folder, and the seconds that it took and that training stood still."""
+
+
+class Saves:
+    """The saves of one rank, one at a time and in order. Collective methods have to be called by all ranks alike.
+
+    `checkpointer`: nobody else saves with it. `note` gets what people should know, perhaps from another thread.
+    `barrier`: waits until all ranks are there, so that none changes what another one still copies. None: no thread
+    writes.
+    """
+
+    def __init__(
+        self, checkpointer: Checkpointer, note: Callable[[str], None], barrier: Callable[[], None] | None = None
+    ) -> None:
+        self._checkpointer, self._note, self._barrier = checkpointer, note, barrier
+        self._copies = Copies()
+        self._thread: _Work | None = None
+        self._step = self._late = 0
+        self._failed: SaveError | None = None  # of the last save
+
+    def reserve(self, boxes: Sequence[Box]) -> None:
+        """Take the memory for copies of such boxes, in a thread, so that the first save finds it there."""
+        if self._barrier:
+            self._thread = _Work(lambda: self._copies.reserve(boxes))
+
+    def ready(self) -> None:
+        """Wait until the save before is over. Raises its error, but not the first SaveError: it was told, and the next
+        save decides. Collective.
+        """
+        if self._thread is not None and not self._thread.over(PATIENCE_S):
+            self._late += 1
+            if self._step and not self._late & (self._late - 1):  # the first time, the second, the fourth
+                self._note(
+                    f"the save of step {self._step} is still being written and the next one is due, so training waits "
+                    "for it; save less often (checkpoint.every_steps), or to a faster disk"
+                )
+        self._end()
+
+    def save(self, step: int, state: State, scalars: dict[str, Any], value: float | None, told: Told) -> None:
+        """Save as `Checkpointer.save` does, and call `told`; where a thread writes, return once the state is copied.
+        After `ready`. Collective.
+
+        After a failed save training waits for the next one, and SaveError ends the run where that fails too.
+        """
+        started = time.perf_counter()
+        self._step = step
+        if not self._barrier or self._failed:
+            path = self._checkpointer.save(step, state, scalars, value)
+            self._failed = None
+            seconds = time.perf_counter() - started
+            told(path, seconds, seconds)
+            return
+        arrive = self._copies.take(state)
+        self._barrier()
+        held = time.perf_counter() - started
+
+        def write() -> None:
+            path = self._checkpointer.save(step, arrive(), scalars, value)
+            told(path, time.perf_counter() - started, held)
+
+        self._thread = _Work(write, self._tell_failure)
+
+    def finish(self) -> None:
+        """Wait until the last save is complete. Raises its error. Collective."""
+        self._end()
+        if self._failed:
+            raise self._failed
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a thread is writing."""
+        return self._thread is not None and not self._thread.over(0)
+
+    def settle(self) -> None:
+        """Let a save that is under way come to its end, whatever that is: the run ends by another error."""
+        if self._thread is not None:
+            self._thread.over()
+
+    def _end(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        thread.over()
+        if isinstance(thread.error, SaveError):
+            self._failed = thread.error
+        elif thread.error is not None:
+            raise thread.error
+
+    def _tell_failure(self, error: BaseException) -> None:
+        if isinstance(error, SaveError):
+            self._note(
+                f"{str(error).removesuffix(REMEDY)}training goes on; make room or mend the disk: the run ends when the "
+                "next save fails too"
+            )
+
+
+class Copies:
+    """Memory of this host that holds the boxes of a save, the same from save to save.
+
+    Tensors of a GPU are copied on a stream beside that of the steps, into pages that the GPU can write to. The host
+    does not wait for them; the next step on the GPU does.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # one axis each
+        self._streams: dict[Any, Any] = {}  # by device
+
+    def reserve(self, boxes: Sequence[Box]) -> None:
+        """Take the memory for such boxes, so that it need not be found while training waits."""
+        with suppress(MemoryError, RuntimeError):  # the first save will say so
+            for box in boxes:
+                self._room(box).zero_()
+
+    def take(self, state: State) -> Callable[[], State]:
+        """Copy the state into memory that nobody else writes to until the next call. The result waits until the copy is
+        there, and returns it.
+
+        What could not be copied fails when it is written, where all ranks hear of it.
+        """
+        try:
+            boxes, events = self._copy(state.boxes)
+            write = state.others() if state.others else None
+        except (DtfError, OSError, MemoryError, RuntimeError) as error:
+            return lambda error=error: State([], {}, _raising(error))
+
+        def arrive() -> State:
+            try:
+                for event in events:
+                    event.synchronize()
+            except RuntimeError as error:
+                return State([], {}, _raising(error))
+            return State(boxes, {}, None if write is None else _giving(write))
+
+        return arrive
+
+    def _copy(self, boxes: Sequence[Box]) -> tuple[list[Box], list[Any]]:
+        """Copies of the boxes, and the events after which they are there."""
+        import torch
+
+        for device in {box.tensor.device for box in boxes if box.tensor.device.type == "cuda"}:
+            stream = self._streams[device] = self._streams.get(device) or torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))  # what has changed the state comes before
+        copied: list[Box] = []
+        with torch.no_grad():
+            for box in boxes:
+                room, stream = self._room(box), self._streams.get(box.tensor.device)
+                with torch.cuda.stream(stream) if stream else nullcontext():
+                    room.copy_(box.tensor, non_blocking=stream is not None)
+                if stream:
+                    box.tensor.record_stream(stream)  # its memory may be given to others after the copy
+                copied.append(box._replace(tensor=room))
+        events = []
+        for device, stream in self._streams.items():
+            events.append(stream.record_event())
+            torch.cuda.current_stream(device).wait_event(events[-1])  # what changes the state next comes after
+        return copied, events
+
+    def _room(self, box: Box) -> Tensor:
+        """Memory for a copy of the box; what has grown, such as the rows of a table, gets more than it needs now."""
+        import torch
+
+        key, tensor = (box.name, tuple(box.offset)), box.tensor
+        held = self._held.get(key)
+        if held is None or held.dtype is not tensor.dtype or held.numel() < tensor.numel():
+            grows = self._held.pop(key, None) is not None
+            del held
+            size = tensor.numel() * 5 // 4 if grows else tensor.numel()
+            held = self._held[key] = torch.empty(size, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+        return held[: tensor.numel()].view(tensor.shape)
+
+
+class _Work(threading.Thread):
+    """Does some work at once, and keeps its error. Exits of the interpreter do not wait for it."""
+
+    def __init__(self, work: Callable[[], None], failed: Callable[[BaseException], None] = lambda error: None) -> None:
+        super().__init__(name="saves", daemon=True)
+        self._work: Callable[[], None] | None = work
+        self._told_failed = failed
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        assert self._work is not None
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the work raises it
+            self.error = error
+            self._told_failed(error)
+        finally:
+            self._work = None  # and with it what it held
+
+    def over(self, timeout_s: float | None = None) -> bool:
+        """Wait for its end, no longer than this; whether it has come."""
+        self.join(timeout_s)
+        return not self.is_alive()
+
+
+def _giving(write: Write) -> Callable[[], Write]:
+    return lambda: write
+
+
+def _raising(error: Exception) -> Callable[[], Any]:
+    if isinstance(error, RuntimeError) and "memory" in str(error):
+        error = MemoryError(str(error))
+
+    def others() -> Any:
+        raise error
+
+    return others
