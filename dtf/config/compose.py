@@ -25,7 +25,7 @@ from dtf.api.recipe import Recipe
 from dtf.api.registry import registered
 from dtf.api.row_optimizer import DEFAULT
 from dtf.api.schema import UNSET, KeyProblem, build_option, unset
-from dtf.api.strategy import check_roles
+from dtf.api.strategy import check_guard, check_roles
 from dtf.api.task import Task
 from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.advice import CommandLine, drop_advice
@@ -135,6 +135,8 @@ class Composed:
             )
             check_roles(settings.strategy, processes)
             settings.strategy.check(task, processes, devices)
+            if settings.job.trains:
+                check_guard(settings.strategy, settings.recipe, settings.train.guard_every, processes)
         return settings
 
     def recompose(self, overrides: Sequence[str]) -> Composed:

@@ -36,6 +36,8 @@ from dtf.core.types import (
     Train,
 )
 from dtf.engine.clock import OVER_BUDGET, STEP_SECONDS, STOP_REQUESTS, Clock
+from dtf.engine.guarded_steps import GuardedSteps
+from dtf.engine.stopwatch import Stopwatch
 
 RECENT = 256
 """Measurements that a checkpoint holds and a resumed run sends again: more than are on their way at any time."""
@@ -100,6 +102,7 @@ class Loop:
     updated: bool = False  # whether an update was made before it
     averages: bool = False  # evaluate the averages of the weights
     compares_replicas: bool = True  # before a save
+    guard: GuardedSteps | None = None
     recent: deque[Measured] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def report(self, measured: Measured) -> None:
@@ -142,7 +145,7 @@ class _TicketHandler:
     def __init__(self, loop: Loop) -> None:
         self.loop, self.program, self.clock = loop, loop.program, loop.clock
         self.width = 1 + len(loop.recipe.train_metrics)
-        self.window, self.stopwatch = Window(loop.carried), _Stopwatch()
+        self.window, self.stopwatch = Window(loop.carried), Stopwatch()
         self.updated = loop.updated  # whether an update was ever made
         # prepared one batch ahead, by (epoch, index)
         self.ready: tuple[tuple[int, int], Batch | None] | None = None
@@ -163,7 +166,8 @@ class _TicketHandler:
             self.ready = key, program.prepare(train.get(*key))
         batch = self.ready[1]
         loop.beat("step", ticket.step)
-        self.window.add(program.step(ticket, batch))
+        guarded = loop.guard is not None and loop.guard.due(ticket.step)
+        self.window.add(loop.guard.step(ticket, batch) if loop.guard and guarded else program.step(ticket, batch))
         if loop.record is not None:
             loop.record(ticket.step, batch.ids if program.shard is not None and batch is not None else NO_IDS)
         _record_consumed(loop)
@@ -235,6 +239,8 @@ class _TicketHandler:
         with self.stopwatch.paused():
             loop.beat("save", step)
             started = time.perf_counter()
+            if loop.guard is not None:
+                loop.guard.compare_state(step)
             self.program.sync()
             if loop.compares_replicas and (warning := self.program.check_replicas()):
                 loop.see(Note("warning", warning))
@@ -260,6 +266,8 @@ class _TicketHandler:
 
     def stop(self, ticket: Stop) -> None:
         """Wait for what is under way. DivergedError when too many updates were skipped, or none was ever made."""
+        if self.loop.guard is not None:
+            self.loop.guard.compare_state(ticket.step)
         self.program.sync()
         _add_rest(self.loop, self.window)
         _refuse_divergence(self.loop, ticket.step)
@@ -366,35 +374,3 @@ def _refuse_bad(bad: float, allowed: int, split: str) -> None:
 
 def _ratio(total: float, count: float) -> float:
     return total / count if count else float("nan")
-
-
-class _Stopwatch:
-    """Wall time, total and between reports; pauses for what is not training."""
-
-    def __init__(self) -> None:
-        self._start = self._lap = time.perf_counter()
-
-    def total(self) -> float:
-        return time.perf_counter() - self._start
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        passed, self._lap = now - self._lap, now
-        return max(passed, 1e-9)
-
-    def paused(self) -> _Pause:
-        return _Pause(self)
-
-    def shift(self, seconds: float) -> None:
-        self._lap += seconds
-
-
-class _Pause:
-    def __init__(self, watch: _Stopwatch) -> None:
-        self._watch = watch
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self._watch.shift(time.perf_counter() - self._started)

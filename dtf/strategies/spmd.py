@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtf.api.guard import Guard
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
@@ -34,6 +35,7 @@ from dtf.optim.sharding import Sharding, full_params
 from dtf.optim.update import LocalUpdate, update_applied
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
+from dtf.strategies.guard.spmd_guard import spmd_guard
 from dtf.strategies.replica import Replica
 from dtf.strategies.replica_digests import compare_replicas, exchange_of, whole_and_slices
 from dtf.strategies.sharding_check import check_sharding
@@ -227,6 +229,11 @@ class Spmd(Program):
             [parts], peers, lambda: differing_module(passes, compute, firsts), self._replica.instead, suspect
         )
         return None
+
+    def guard(self) -> Guard | None:
+        if self.shares == 1 or self._tables is not None or self._sharding.owned is not None:
+            return None
+        return spmd_guard(self._replica, self._update, self._dims, self, self._task, self._world, self._factor)
 
     def _gather_firsts(self, value: Any) -> list[Any] | None:
         """As `World.gather`, the value of one rank of each replica: others may have slices of the outputs."""

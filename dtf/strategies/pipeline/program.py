@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from dtf.api.guard import Guard
 from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
@@ -44,6 +45,7 @@ from dtf.strategies.pipeline.messages import PipelineRanks, StageMessages
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
 from dtf.strategies.pipeline.shared_tensors import CopiedBuffers, RenamedSource, SharedTensors
 from dtf.strategies.pipeline.stage import Stage
+from dtf.strategies.pipeline.stage_guard import stage_guard
 from dtf.strategies.pipeline.trials import INSTEAD, StartTrials
 from dtf.strategies.replica_digests import Part, compare_replicas
 from dtf.strategies.spmd import microbatch_load
@@ -387,6 +389,16 @@ class PipelineProgram(Program):
         for stage in self._stages.values():
             names = self._shared.names[stage.index]
             load_buffers(stage, RenamedSource(source, names), self._dims.dp_shard)
+
+    def guard(self) -> Guard | None:
+        if self.shares == 1 or self._tables is not None:
+            return None
+
+        def run(part: Batch, ticket: Train, enter: _MicroBatchHook) -> Evaluated:
+            return self._run([part], self._update.scale(self._one / ticket.rows), enter, _nothing, train=True)
+
+        stages = list(self._stages.values())
+        return stage_guard(stages, run, self._update, self, self._task, self._world, self._dims)
 
     def replicated(self) -> list[dict[str, Tensor]]:
         return [self._update.held()]
