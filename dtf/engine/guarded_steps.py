@@ -76,7 +76,7 @@ def guarded_steps(
     guard = program.guard()
     if guard is None:
         raise ConfigError(
-            f"train.guard_every={every} compares replicas, and {program.plugin or 'this strategy'} has none that can be "
-            "compared; use train.guard_every=0, or strategy=ddp with several processes"
+            f"train.guard_every={every} compares replicas, and {program.plugin or 'this strategy'} has none that can "
+            "be compared; use train.guard_every=0, or strategy=ddp with several processes"
         )
     return GuardedSteps(guard, every, start, saver, see)

@@ -20,7 +20,7 @@ from dtf.distributed.world import World
 from dtf.model.annotate import section
 from dtf.model.forward import copy_of, few_rows, loss_dtype, merge_evaluated, rows_of, to_device
 from dtf.model.init import cast, model_of
-from dtf.model.loss_terms import per_count
+from dtf.model.loss_terms import per_count, scale_gradients
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.outside_tensors import refuse_kept_copies, refuse_reached
 from dtf.model.receive import Receiver
@@ -31,7 +31,7 @@ from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.guard.thread_guard import thread_guard
 from dtf.strategies.replica import Replica
-from dtf.strategies.replica_digests import compare_replicas
+from dtf.strategies.replica_digests import compare_replicas, part_of
 from dtf.strategies.spmd import microbatch_load
 from dtf.strategies.start_check import ALONE, check_evaluation, differing_module
 from dtf.strategies.trial_numbers import trial
@@ -128,7 +128,7 @@ class DataParallelProgram(Program):
         if counts:
             ratio = per_count(ticket.rows, _total(counts, self._devices[0]))
             for replica, device in zip(self._replicas, self._devices, strict=True):
-                replica.rescale(ratio.to(device))
+                scale_gradients(replica.model.parameters(), replica.row_gradients.values(), ratio.to(device))
         with section("communication"):
             self._sum_gradients()
             self._push_row_gradients([i for i, (first, last) in enumerate(parts) if first < last])
@@ -199,7 +199,8 @@ class DataParallelProgram(Program):
     def check_replicas(self) -> None:
         if self.shares == 1 or self._few is None:
             return
-        parts = [[r.part("model", dict(r.model.named_parameters()))] for r in self._replicas]
+        recipe = self._task.recipe
+        parts = [[part_of(r, "model", dict(r.model.named_parameters()), recipe)] for r in self._replicas]
         passes = [replica.passes(self._part(self._few, 0, 4, i)) for i, replica in enumerate(self._replicas)]
         compute, instead = self._task.precision.compute, self._replicas[0].instead
         compare_replicas(parts, ALONE, lambda: differing_module(passes, compute, ALONE), instead)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -49,7 +49,6 @@ from dtf.strategies.pass_probes import (
     refuse_hooks_on_sums,
     written_by_pass,
 )
-from dtf.strategies.replica_digests import Part
 from dtf.strategies.start_check import Numbers, Passes, Trials, check_passes, not_linear
 from dtf.strategies.start_padding import agree, not_zero, padding_error
 from dtf.strategies.trial_numbers import pass_numbers, passes_without_trace, put_start
@@ -203,13 +202,6 @@ class Replica:
         self.outputs = ModuleOutputs(self.model)
         return self.outputs
 
-    @torch.no_grad()
-    def rescale(self, ratio: Tensor) -> None:
-        """Multiply all gradients of the last step, those of looked up rows too, by `ratio`."""
-        gradients = [local(p.grad) for p in self._trained if p.grad is not None] + [*self.row_gradients.values()]
-        for gradient in gradients:
-            gradient.mul_(ratio.to(gradient))
-
     def _pass(self, batch: Batch, factor: Tensor, last: bool, padding: bool = False) -> Tensor:
         if self.outputs is not None:
             self.outputs.counts = not padding
@@ -342,14 +334,8 @@ class Replica:
             self._begin_random(step, micro_batch)
             sums = self._pass(part, factor, last=self._sync is not None, padding=True)
             self.changing.begin_micro_batch()
-            for parameter in self._trained:
-                parameter.grad = None
+            self.model.zero_grad()
         return sums
-
-    def part(self, name: str, parameters: Mapping[str, Tensor]) -> Part:
-        """What replicas are to have alike, see `Part`."""
-        buffers = {key: buffer for key, buffer in self.model.named_buffers() if key not in self.scratch}
-        return Part(name, {**parameters, **buffers}, self.model, self._task.recipe)
 
     def follow(self, other: Replica) -> None:
         """Take over what `warmup` has found of another copy of the model."""
