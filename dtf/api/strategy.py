@@ -222,8 +222,8 @@ def check_guard(strategy: Strategy, recipe: Recipe, every: int, processes: int) 
     if why:
         raise KeyProblem(
             "train.guard_every",
-            f"train.guard_every={every} finds nothing to compare under strategy={name_of('strategy', strategy)}: {why}, "
-            "or train.guard_every=0",
+            f"train.guard_every={every} can compare nothing under strategy={name_of('strategy', strategy)}: {why}; or "
+            "use train.guard_every=0",
         )
 
 

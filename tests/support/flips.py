@@ -104,10 +104,10 @@ class Run:
 
 def persistent(rank: int, size: int, trials: int, every: int, seed: int, **case: Any) -> dict[str, Any]:
     """Flips of bits of what replicas hold alike. Returns how many were found, and how many healed by themselves before
-    the next guarded step: nothing differs any more, in no byte.
+    the next guarded step: nothing differs any more, in no byte. `named`: the right rank; `wrong`: another one.
     """
     run, draw = Run(rank, size, every, case), random.Random(seed)
-    met = {"found": 0, "healed": 0, "missed": [], "wrong": 0, "kinds": {}}
+    met = {"found": 0, "healed": 0, "missed": [], "named": 0, "wrong": 0, "kinds": {}}
     for step in range(every):
         assert not run.step(step)
     for _ in range(trials):
@@ -128,7 +128,8 @@ def persistent(rank: int, size: int, trials: int, every: int, seed: int, **case:
         met["kinds"][kind] = met["kinds"].get(kind, 0) + 1
         if said:
             met["found"] += 1
-            met["wrong"] += size > 2 and not said.startswith(f"{victim} ")
+            met["named"] += said.startswith(f"{victim} ")
+            met["wrong"] += not said.startswith((f"{victim} ", "None "))
         elif run.same():
             met["healed"] += 1
         else:

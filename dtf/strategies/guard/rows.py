@@ -39,7 +39,7 @@ def placed(batch: Batch, places: list[int]) -> Batch:
     """A copy of a batch whose tensors begin so many bytes after a cache line."""
     moved = [_copy(tensor, place) for tensor, place in zip(_tensors(batch), places, strict=True)]
     inputs = dict(zip(batch.inputs, moved, strict=False)) if isinstance(batch.inputs, dict) else moved[0]
-    return Batch(inputs, *moved[-2:], batch.ids.copy())
+    return Batch(inputs, moved[-2], moved[-1], batch.ids.copy())
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

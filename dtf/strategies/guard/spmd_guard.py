@@ -36,8 +36,10 @@ def spmd_guard(
 ) -> Guard:
     """Compares the ranks of a `Spmd`. `factor`: of the sum of losses over the rows of a step. Collective."""
     share = dims.dp_shard if dims else Shard(world.rank, world.size)
+    group = dims.group_of_parts if dims else dist.group.WORLD
+    assert group is not None
     witness = Witness([GradientWitness(_parameters(replica), replica.masks)])
-    rows_to_all = RowsToAll(dims.group_of_parts if dims else dist.group.WORLD, world.device)
+    rows_to_all = RowsToAll(group, world.device)
 
     def held() -> Mapping[str, Mapping[str, Tensor]]:
         place = f"part {dims.axis_rank}" if dims else "model"
