@@ -1,4 +1,4 @@
-"""A plugin for tests: an observer that flips a bit of a parameter in the memory of one rank, in the first attempt."""
+"""A plugin for tests: an observer that flips a bit of each weight in the memory of one rank, in the first attempt."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from pathlib import Path
 
 from dtf.api.observer import Observer, Probe
 from dtf.api.registry import option, register
-from dtf.core.types import Place
+from dtf.core.types import Event, Place
 
 
 @register("observer", "flip_once")
 class FlipOnce(Observer):
-    """Flip a bit of the first weight on the last rank."""
+    """Flip a bit of each weight of linear layers on the last rank."""
 
     step: int = option(doc="before which step", unit="steps")
     attempts: int = option(default=1, doc="in how many attempts")
+
+    def see(self, event: Event) -> None: ...
 
     def probe(self, place: Place, folder: Path, say: Callable[[str], None]) -> Probe | None:
         return _Flip(self.step) if place.rank == place.size - 1 and place.attempt < self.attempts else None
@@ -34,5 +36,5 @@ class _Flip(Probe):
 
         if phase == "fetch" and step == self.step and not self.done:
             self.done = True
-            linear = [each for each in gc.get_objects() if type(each) is nn.Linear]
-            flip(linear[0].weight, random.Random(0))
+            for linear in [each for each in gc.get_objects() if type(each) is nn.Linear]:
+                flip(linear.weight, random.Random(0))
