@@ -135,8 +135,7 @@ class Composed:
             )
             check_roles(settings.strategy, processes)
             settings.strategy.check(task, processes, devices)
-            if settings.job.trains:
-                check_guard(settings.strategy, settings.recipe, settings.train.guard_every, processes)
+            check_guard(settings.strategy, settings.recipe, settings.train.guard_every * settings.job.trains, processes)
         return settings
 
     def recompose(self, overrides: Sequence[str]) -> Composed:
