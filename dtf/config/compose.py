@@ -125,14 +125,8 @@ class Composed:
                 observer.check()
             devices, processes = settings.launcher.devices_kind(), settings.launcher.count()
             settings.precision.check(devices)
-            task = Task(
-                settings.recipe,
-                settings.optimizer,
-                settings.precision,
-                settings.step,
-                settings.seed,
-                rows=settings.sparse,
-            )
+            parts = settings.recipe, settings.optimizer, settings.precision, settings.step, settings.seed
+            task = Task(*parts, rows=settings.sparse)
             check_roles(settings.strategy, processes)
             settings.strategy.check(task, processes, devices)
             check_guard(settings.strategy, settings.recipe, settings.train.guard_every * settings.job.trains, processes)
