@@ -148,6 +148,13 @@ class TrainOptions:
     early_stop: int = option(
         default=0, least=0, doc="stop after so many evaluations without a new best; 0: never", unit="evaluations"
     )
+    guard_every: int = option(
+        default=0,
+        least=0,
+        doc="compare replicas so often, to find a machine that changes bits: what they hold, and what each computes of "
+        "the same micro-batch; 0: never",
+        unit="steps",
+    )
     skip_nonfinite: int = option(
         default=0,
         least=0,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from dtf.api.helper_roles import HelperRoles
 from dtf.api.leased_work import LeasedWork
 from dtf.api.recipe import Recipe
+from dtf.api.registry import name_of
+from dtf.api.schema import KeyProblem
 from dtf.api.sparse_table import Placement
 from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError
@@ -20,6 +22,7 @@ from dtf.distributed.sharding import bounds
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dtf.api.guard import Guard
     from dtf.core.types import Memory
     from dtf.distributed.world import World
 
@@ -126,6 +129,10 @@ class Program(ABC):
         """Copies of the parameters here, by name, bitwise equal to those of this name elsewhere. Default: none."""
         return []
 
+    def guard(self) -> Guard | None:
+        """What compares the replicas, see `train.guard_every`. Called after `warmup`. Collective. None: nothing can."""
+        return None
+
     def memory(self) -> Memory | None:
         """Bytes that this rank needs. Called after `warmup`, which measures activations. Default: unknown."""
         return None
@@ -170,6 +177,14 @@ class Strategy(ABC):
         Pure and torch-free. Called before processes are started.
         """
 
+    def unguarded(self, processes: int) -> str:
+        """Why `train.guard_every` cannot compare replicas with so many processes, and what to use. Empty: it can. Pure
+        and torch-free.
+
+        Default: it can where there are several processes.
+        """
+        return "" if processes > 1 else "one process has no second copy; use launcher.processes=2 or more"
+
     @abstractmethod
     def communication(self, devices: str) -> str | None:
         """The torch.distributed backend of the trainers on `cpu` or `cuda`. None when they never communicate through
@@ -202,6 +217,19 @@ def check_roles(strategy: Strategy, processes: int) -> None:
         raise ConfigError(
             f"{who}.helper_roles.replaceable has {which}; it may have {', '.join(others) or 'no role'}: lost processes "
             "of these are started again alone"
+        )
+
+
+def check_guard(strategy: Strategy, recipe: Recipe, every: int, processes: int) -> None:
+    """Raise KeyProblem where `train.guard_every` has no replicas to compare."""
+    why = strategy.unguarded(processes) if every else ""
+    if every and not why and recipe.table_widths():
+        why = f"{type(recipe).__name__} has sparse tables, whose rows are not compared"
+    if why:
+        raise KeyProblem(
+            "train.guard_every",
+            f"train.guard_every={every} can compare nothing under strategy={name_of('strategy', strategy)}: {why}; or "
+            "use train.guard_every=0",
         )
 
 

@@ -25,6 +25,7 @@ from dtf.checkpoint.manifest import (
     StoredTensor,
 )
 from dtf.checkpoint.resolve_path import resolve_checkpoints
+from dtf.checkpoint.suspects import set_aside
 from dtf.core.errors import BusyError, DataError, DtfError, Exit, SaveError
 from dtf.core.types import State
 
@@ -118,6 +119,7 @@ class Checkpointer:
         self._judge: Callable[[dict[str, Any]], object] = dict
         self._cause: Exception | None = None
         self._made = False  # the folder is there, as far as this process knows
+        self._trusted: int | None = None  # None: nobody compares replicas
 
     def over(self, world: Peers) -> Checkpointer:
         """The same, whose ranks talk by another channel."""
@@ -205,10 +207,34 @@ class Checkpointer:
         options = self._options
         try:
             storage.retain(
-                self._folder, self._run_id, options.keep_last, options.keep_best, self._objective, self._damaged
+                self._folder,
+                self._run_id,
+                options.keep_last,
+                options.keep_best,
+                self._objective,
+                self._damaged,
+                self._trusted,
             )
         except OSError as error:
             self._note(f"old checkpoints in {self._folder} could not be removed: {error}")
+
+    def trust(self, step: int) -> None:
+        """Note the last step at which replicas were compared and were alike: a checkpoint from before it is kept."""
+        self._trusted = step
+
+    def set_aside(self, after: int) -> tuple[list[str], str]:
+        """Take the checkpoints of later steps than `after` out of the run: what they hold may be wrong. Returns their
+        new names, and the name of the newest that is left, empty where there is none. Collective. SaveError on all
+        ranks when they cannot be renamed.
+        """
+
+        def move() -> tuple[list[str], str]:
+            moved = set_aside(self._folder, after, self._run_id)
+            left = storage.checkpoints(self._folder)
+            return [path.name for path in moved], left[0].name if left else ""
+
+        moved, left = self._lead(move, SaveError, "the mark of suspect checkpoints")
+        return moved, left
 
     # ------------------------------------------------------------ find and load
 

@@ -94,6 +94,15 @@ class Saves:
         if self._failed:
             raise self._failed
 
+    def trust(self, step: int) -> None:
+        """See `Checkpointer.trust`."""
+        self._checkpointer.trust(step)
+
+    def set_aside(self, after: int) -> tuple[list[str], str]:
+        """See `Checkpointer.set_aside`. A save that is under way comes to its end first: it may be one of them."""
+        self.settle()
+        return self._checkpointer.set_aside(after)
+
     @property
     def under_way(self) -> bool:
         """Whether a thread is writing."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
+from dtf.checkpoint.durable_renames import move_aside, sync_folder
 from dtf.checkpoint.manifest import BLOCK_BYTES, MAX_BYTES, NAME, Manifest, Objective, StoredFile, decode, encode
 from dtf.core.errors import DataError
 
@@ -104,20 +105,14 @@ def begin(
     """
     if not parent.is_dir():
         parent.mkdir(mode=0o700)
-        _sync_folder(parent.parent)
+        sync_folder(parent.parent)
     final = parent / step_name(step)
     if os.path.lexists(final):
         fault = (fault_of or first_fault)(final)
         if fault is None:
             point_latest(parent, final.name, run_id)
             return None
-        aside = next(
-            path
-            for i in range(1, 1 << 30)
-            if not os.path.lexists(path := parent / f"{final.name}.bad-{run_id}{f'.{i}' if i > 1 else ''}")
-        )
-        os.rename(final, aside)
-        _sync_folder(parent)
+        aside = move_aside(final, f"bad-{run_id}")
         note(f"checkpoint {final} cannot be loaded ({fault}); moved to {aside.name}")
     draft = parent / f"{final.name}.tmp-{run_id}"
     if os.path.lexists(draft):
@@ -136,12 +131,12 @@ def commit(draft: Path, manifest: Manifest) -> Path:
     data = encode(manifest)
     _check_files(draft, manifest.files)
     write(draft / MANIFEST, [data])
-    _sync_folder(draft)
+    sync_folder(draft)
     final = draft.parent / step_name(manifest.step)
     if os.path.lexists(final):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
     os.rename(draft, final)
-    _sync_folder(draft.parent)
+    sync_folder(draft.parent)
     point_latest(draft.parent, final.name, manifest.run_id)
     return final
 
@@ -155,15 +150,7 @@ def point_latest(parent: Path, name: str, run_id: str) -> None:
     draft.unlink(missing_ok=True)
     write(draft, [f"{name}\n".encode()])
     os.replace(draft, parent / LATEST)
-    _sync_folder(parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+    sync_folder(parent)
 
 
 # ---------------------------------------------------------------- reading
@@ -350,13 +337,14 @@ def retain(
     keep_best: int,
     objective: tuple[str, str],
     damaged: Collection[Path] = frozenset(),
+    trusted: int | None = None,
 ) -> list[Path]:
     """Remove checkpoints beyond the `keep_last` newest and the `keep_best` best by `objective` (metric, `max` or
     `min`); returns those removed.
 
     Counts only complete ones, and touches only those: what cannot be read, or is known to be `damaged`, is left for a
-    person. The newest is always kept. Of equals the older is better, as for the run itself. A checkpoint leaves by a
-    rename first, so that a half removed one is never met.
+    person. The newest is always kept, and so is the newest up to step `trusted`. Of equals the older is better, as for
+    the run itself. A checkpoint leaves by a rename first, so that a half removed one is never met.
     """
     complete: list[tuple[Path, Objective | None]] = []
     for folder in checkpoints(parent):
@@ -373,6 +361,8 @@ def retain(
         if goal is not None and (goal.metric, goal.mode) == objective and math.isfinite(goal.value)
     ]
     best = {complete[len(complete) - 1 - i][0] for _, i in sorted(ranked)[:keep_best]}
+    if trusted is not None:
+        best.update([folder for folder, _ in complete if (step_of(folder.name) or 0) <= trusted][:1])
     removed = []
     for folder, _ in complete[max(1, keep_last) :]:
         if folder not in best:
@@ -387,7 +377,7 @@ def discard(folder: Path, run_id: str) -> None:
     if os.path.lexists(trash):
         _remove(trash)
     os.rename(folder, trash)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
     _remove(trash)
 
 

@@ -25,7 +25,7 @@ from dtf.api.recipe import Recipe
 from dtf.api.registry import registered
 from dtf.api.row_optimizer import DEFAULT
 from dtf.api.schema import UNSET, KeyProblem, build_option, unset
-from dtf.api.strategy import check_roles
+from dtf.api.strategy import check_guard, check_roles
 from dtf.api.task import Task
 from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.advice import CommandLine, drop_advice
@@ -125,16 +125,11 @@ class Composed:
                 observer.check()
             devices, processes = settings.launcher.devices_kind(), settings.launcher.count()
             settings.precision.check(devices)
-            task = Task(
-                settings.recipe,
-                settings.optimizer,
-                settings.precision,
-                settings.step,
-                settings.seed,
-                rows=settings.sparse,
-            )
+            parts = settings.recipe, settings.optimizer, settings.precision, settings.step, settings.seed
+            task = Task(*parts, rows=settings.sparse)
             check_roles(settings.strategy, processes)
             settings.strategy.check(task, processes, devices)
+            check_guard(settings.strategy, settings.recipe, settings.train.guard_every * settings.job.trains, processes)
         return settings
 
     def recompose(self, overrides: Sequence[str]) -> Composed:

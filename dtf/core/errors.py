@@ -21,6 +21,7 @@ class Exit(IntEnum):
     CONFIG = 2
     DATA = 65
     PEER = 69
+    HARDWARE = 71
     BUSY = 73
     IO = 74
     PREEMPTED = 75
@@ -34,7 +35,7 @@ PLANNED_EXITS = (Exit.PREEMPTED, Exit.BUDGET)
 """Exit codes with which all ranks end in the same way, after a save. No process has to be killed then."""
 
 
-STARTED_AGAIN = (Exit.PEER, Exit.BUSY, Exit.IO, Exit.PREEMPTED)
+STARTED_AGAIN = (Exit.PEER, Exit.HARDWARE, Exit.BUSY, Exit.IO, Exit.PREEMPTED)
 """Exit codes after which the same command may be started again, and go on. After others something has to change."""
 
 
@@ -46,6 +47,8 @@ class DtfError(Exception):
     """Whether the process has already waited for what it misses, so that a restart at once is of no use."""
     by_author = False
     """Whether code of a recipe or a model raised it: its author wants the traceback."""
+    blames: int | None = None
+    """The rank that failed, where it is not the one that raised it."""
 
 
 class ConfigError(DtfError):
@@ -72,6 +75,16 @@ class PeerError(DtfError):
     """A rank died or hung and the restarts are used up. Requeue the job."""
 
     exit = Exit.PEER
+
+
+class CorruptionError(DtfError):
+    """Replicas differ that compute alike: a machine changed bits. Requeue the job without the machine that it names."""
+
+    exit = Exit.HARDWARE
+
+    def __init__(self, message: str, blames: int | None = None) -> None:
+        super().__init__(message)
+        self.blames = blames
 
 
 class BusyError(DtfError):

@@ -1,4 +1,4 @@
-"""Batches for ranks that compute them together: one rank of a group reads, and broadcasts to the others."""
+"""Batches for ranks that compute the same rows: one rank of a group has them, and broadcasts to the others."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ class BatchBroadcast:
         self._group, self._device, self._inputs = group, device, inputs
         self.reads = dist.get_rank(group) == 0
 
-    def __call__(self, batch: Batch | None) -> Batch:
-        """The batch of the reading rank, on the device, with the same strides on every rank of the group. Collective
-        over the group.
+    def __call__(self, batch: Batch | None, source: int = 0) -> Batch:
+        """The batch of the rank `source` of the group, on the device, with the same strides on every rank of the group.
+        Collective over the group.
 
-        `batch`: None on ranks that do not read. ConfigError for a batch with too many tensors to describe in a header.
+        `batch`: None on the other ranks. ConfigError for a batch with too many tensors to describe in a header.
         """
         tensors = _dense(batch) if batch is not None else {}
         header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-        if self.reads:
+        gives = dist.get_rank(self._group) == source
+        if gives:
             text = json.dumps(
                 [[name, [*t.shape], axes(t), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
             ).encode()
@@ -48,8 +49,8 @@ class BatchBroadcast:
                     "put them into fewer tensors"
                 )
             header[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        dist.broadcast(header, group=self._group, group_src=0)
-        if not self.reads:
+        dist.broadcast(header, group=self._group, group_src=source)
+        if not gives:
             described = json.loads(bytes(header.numpy().tobytes()).rstrip(b"\0"))
             tensors = {
                 name: empty(shape, order, getattr(torch, dtype), self._place(name))
@@ -57,7 +58,7 @@ class BatchBroadcast:
             }
         for name, tensor in tensors.items():
             if self._inputs or not name.startswith(_INPUT):
-                dist.broadcast(message(tensor), group=self._group, group_src=0)
+                dist.broadcast(message(tensor), group=self._group, group_src=source)
         return _batch(tensors)
 
     def _place(self, name: str) -> torch.device | str:

@@ -26,6 +26,8 @@ class ParallelDims:
     def __init__(self, world: World, axis: str, degree: int, inputs: bool = True) -> None:
         mesh = world.mesh({"dp": world.size // degree, axis: degree})
         self._dp_group = mesh["dp"].get_group()
+        self.group_of_parts = self._dp_group
+        """The ranks that hold the same part of the model and compute other rows, in order of their shares."""
         self.dp_shard = Shard(mesh["dp"].get_local_rank(), world.size // degree)
         self.mesh = mesh[axis]
         self.group = self.mesh.get_group()

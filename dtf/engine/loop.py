@@ -38,6 +38,7 @@ from dtf.core.types import (
 )
 from dtf.engine.clock import OVER_BUDGET, STEP_SECONDS, STOP_REQUESTS, Clock
 from dtf.engine.divergence import Everyone, diverged
+from dtf.engine.guarded_steps import GuardedSteps
 from dtf.engine.stopwatch import Stopwatch
 
 RECENT = 256
@@ -119,6 +120,7 @@ class Loop:
     updated: bool = False  # whether an update was made before it
     averages: bool = False  # evaluate the averages of the weights
     compares_replicas: bool = True  # before a save
+    guard: GuardedSteps | None = None
     recent: deque[Measured] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def report(self, measured: Measured) -> None:
@@ -182,7 +184,8 @@ class _TicketHandler:
             self.ready = key, program.prepare(train.get(*key))
         batch = self.ready[1]
         loop.beat("step", ticket.step)
-        self.window.add(program.step(ticket, batch))
+        guarded = loop.guard is not None and loop.guard.due(ticket.step)
+        self.window.add(loop.guard.step(ticket, batch) if loop.guard and guarded else program.step(ticket, batch))
         if loop.record is not None:
             loop.record(ticket.step, batch.ids if program.shard is not None and batch is not None else NO_IDS)
         _record_consumed(loop)
@@ -256,6 +259,8 @@ class _TicketHandler:
             if loop.saver is not None:
                 loop.saver.ready()
             started = time.perf_counter()
+            if loop.guard is not None:
+                loop.guard.compare_state(step)
             self.program.sync()
             if loop.compares_replicas and (warning := self.program.check_replicas()):
                 loop.see(Note("warning", warning))
@@ -276,17 +281,17 @@ class _TicketHandler:
                 }
                 value = self.evaluated.get(self.clock.objective) if evaluated_here else None
                 before = time.perf_counter() - started
-                loop.saver.save(
-                    step,
-                    state,
-                    scalars,
-                    value,
-                    lambda path, seconds, held: loop.see(Saved(step, path, is_best, before + seconds, before + held)),
-                )
+
+                def told(path: str, seconds: float, held: float) -> None:
+                    loop.see(Saved(step, path, is_best, before + seconds, before + held))
+
+                loop.saver.save(step, state, scalars, value, told)
         self.clock.done(ticket, {})
 
     def stop(self, ticket: Stop) -> None:
         """Wait for what is under way. DivergedError when too many updates were skipped, or none was ever made."""
+        if self.loop.guard is not None:
+            self.loop.guard.compare_state(ticket.step)
         if self.loop.saver is not None:
             self.loop.beat("save", ticket.step)
             self.loop.saver.finish()

@@ -95,12 +95,13 @@ def run_rank(
         error = memory_error(error) or no_space(error) or error
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         patient = isinstance(error, DtfError) and error.patient
+        blamed = error.blames if isinstance(error, DtfError) else None
         # after the first steps an author's code may fail by chance, and may do well from the last save
         named = error if isinstance(error, DtfError) else author_error(error)
         message = str(named or f"{type(error).__name__}: {error}")
         send(
             Failed(
-                place.rank,
+                place.rank if blamed is None else blamed,
                 last["step"],
                 int(exit),
                 message,

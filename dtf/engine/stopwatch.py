@@ -1,4 +1,4 @@
-"""Wall time of training: since the start, and between two reports."""
+"""Wall time of a run, as it is reported."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ class Stopwatch:
         self._start = self._lap = time.perf_counter()
 
     def total(self) -> float:
+        """Seconds since the start."""
         return time.perf_counter() - self._start
 
     def lap(self) -> float:
+        """Seconds since the last call, without pauses."""
         now = time.perf_counter()
         passed, self._lap = now - self._lap, now
         return max(passed, 1e-9)
 
     def paused(self) -> _Pause:
+        """A context that does not count."""
         return _Pause(self)
 
     def shift(self, seconds: float) -> None:
+        """Leave so many seconds out."""
         self._lap += seconds
 
 

@@ -23,6 +23,7 @@ from dtf.distributed.world import World
 from dtf.engine.assemble import JoinedRank, TaskInputs, TrainingSetup, assemble, join, prepare_task
 from dtf.engine.clock import PlannedClock
 from dtf.engine.dry_run import watched
+from dtf.engine.guarded_steps import guarded_steps
 from dtf.engine.loop import RECENT, Loop, fit
 from dtf.engine.rank import Rank, peer_is_gone, run_rank
 from dtf.engine.resume import Resumed, hyperparameters, identity, resume
@@ -173,6 +174,13 @@ def _run(
         updated=resumed.updated,
         recent=deque(resumed.recent, maxlen=RECENT),
         averages=bool(rank.settings.step.ema),
+        guard=guarded_steps(
+            program,
+            options.guard_every,
+            resumed.step,
+            saves,
+            lambda text: joined.see(Note("warning", text)),
+        ),
     )
     try:
         stop, metrics = fit(loop)

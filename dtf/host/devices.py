@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import platform
 import re
 import resource
 from pathlib import Path
@@ -94,6 +95,16 @@ def gpus() -> int:
             break
         count += 1
     return count
+
+
+def processor() -> str:
+    """The model of this host's processor, as the kernel calls it."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = [line.partition(":")[2].strip() for line in file if line.startswith(("model name", "CPU part"))]
+    except OSError:
+        lines = []
+    return lines[0] if lines else platform.processor() or platform.machine()
 
 
 def cores() -> int:

@@ -157,7 +157,8 @@ def _failure(cause: Failed) -> GroupResult:
     """The result of a rank that sent why it failed."""
     lost = cause.exit == Exit.PEER
     exit = Exit(cause.exit) if cause.exit in list(Exit) else Exit.BUG
-    return GroupResult(exit, cause, external=lost and not cause.patient, consequence=lost)
+    external = (lost and not cause.patient) or exit is Exit.HARDWARE
+    return GroupResult(exit, cause, external=external, consequence=lost)
 
 
 def preload_error(message: str, trace: str) -> DtfError:

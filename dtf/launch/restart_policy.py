@@ -29,9 +29,9 @@ def run_with_restarts(
 
     Returns the result of the last. `stopped`: whether this process was asked to stop; then nothing is restarted.
 
-    A lost process is replaced. A failure of the program (E_BUG) is tried again only from a checkpoint, and only once:
-    without one, or after the same message again, it would repeat itself. Everything else (a wrong config, bad data,
-    divergence, a full disk) is final.
+    A lost process is replaced, and so is one whose machine computes wrongly. A failure of the program (E_BUG) is tried
+    again only from a checkpoint, and only once: without one, or after the same message again, it would repeat itself.
+    Everything else (a wrong config, bad data, divergence, a full disk) is final.
     """
     number = restarts = 0
     previous: Failed | None = None
@@ -66,7 +66,7 @@ def _may_help(result: GroupResult, checkpoint: bool, previous: Failed | None) ->
 def _given_up(result: GroupResult, cause: Failed, restarts: int) -> GroupResult:
     if not restarts:
         return result
-    if restarts == NO_PROGRESS:
+    if restarts == NO_PROGRESS and result.exit is not Exit.HARDWARE:  # of that the cause is known
         exit, why = (
             Exit.NO_PROGRESS,
             f"{restarts} restarts without a new checkpoint; find the cause, or save more often "

@@ -19,7 +19,7 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
 
     It is no proof against intent: bits are added up in columns as integers, so that a copy that goes astray shows.
     """
-    sums = [_sum(getattr(tensor, "_local_tensor", tensor).detach()) for tensor in tensors]
+    sums = [fingerprint(getattr(tensor, "_local_tensor", tensor).detach()) for tensor in tensors]
     by_device: dict[torch.device, list[int]] = {}
     for number, total in enumerate(sums):
         by_device.setdefault(total.device, []).append(number)
@@ -29,8 +29,11 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
     return [found[number] for number in range(len(sums))]
 
 
-def _sum(tensor: Tensor) -> Tensor:
-    """The fingerprint as a tensor, (), int64, on the tensor's device."""
+def fingerprint(tensor: Tensor) -> Tensor:
+    """The number of one tensor, (), int64, on its device. It waits for nothing.
+
+    One flipped bit always changes it: a column then changes by a power of two, and its factor is odd.
+    """
     if tensor.layout is not torch.strided or tensor.is_meta:
         return torch.zeros((), dtype=torch.int64)
     if tensor.is_complex():

@@ -5,7 +5,7 @@ A loss of each row, (B,). Sums and counts, with one denominator for the global b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
-from dtf.distributed.sharding import is_dtensor
+from dtf.distributed.sharding import is_dtensor, local
 from dtf.model.communication import Communication
 from dtf.model.mean_proof import Mean, labels, proved, tensors
 
@@ -42,6 +42,13 @@ def per_count(rows: Tensor | float, counts: Tensor) -> Tensor:
     its counts, (). Both are sums over all of it. 0 where the counts are all 0: nothing is there to learn from.
     """
     return torch.where(counts == 0, 0.0, rows / counts)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[Tensor], others: Iterable[Tensor], ratio: Tensor) -> None:
+    """Multiply the gradients of `parameters`, and the gradients `others`, by `ratio` (), in place."""
+    for gradient in (*(local(p.grad) for p in parameters if p.grad is not None), *others):
+        gradient.mul_(ratio.to(gradient))
 
 
 class Losses:

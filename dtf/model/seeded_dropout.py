@@ -25,6 +25,8 @@ class SeededDropout:
 
     def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:
         self._seed, self.key = seed, 0
+        self.begins: Callable[[int, int], None] = lambda step, micro_batch: None
+        """Called before each pass over a micro-batch of a step, forward or backward."""
         self._calls: dict[int, dict[str, int]] = {}  # key of a micro-batch -> layer -> how often it was called
         self._again: dict[str, int] | None = None  # the same in a pass that is computed again; None: in no such pass
         self._seeded: list[Any] = []
@@ -109,6 +111,7 @@ class SeededDropout:
         computed again in it.
         """
         self.key = seed_of(self._seed, "mask", step, micro_batch)
+        self.begins(step, micro_batch)
 
     def calls(self) -> dict[str, int]:
         """How often each layer was called so far in this micro-batch."""

@@ -291,6 +291,22 @@ class LocalUpdate:
             for name, shard in shards.items()
         }
 
+    def updated_here(self) -> dict[str, Tensor]:
+        """The numbers that this rank steps, and the optimizer's state of them: by name, and slices by name and offset.
+        Ranks that step the same parameters, or slices, have them alike.
+        """
+        found: dict[str, Tensor] = {}
+        for name in self._own:
+            shard = self._shards[name]
+            at = "" if shard.local.shape == shard.shape else f" at {list(shard.offset)}"
+            own = {f"the optimizer's {key} of {name}{at}": tensor for key, tensor in self._bound.states[name].items()}
+            if shard.master is not shard.local:
+                own[f"the master copy of {name}{at}"] = shard.master
+            found |= own
+        if self._scale is not None:
+            found["the loss scale"] = self._scale
+        return found
+
     def kept(self, name: str) -> dict[str, Tensor]:
         """The numbers that are kept of a trained parameter: those that are stepped, under an empty key, and the
         optimizer's state.

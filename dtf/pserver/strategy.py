@@ -40,6 +40,9 @@ class Pserver(PserverOptions, Strategy):
         check_divides("strategy.team", self.team, processes)
         check(self, task, devices)
 
+    def unguarded(self, processes: int) -> str:
+        return "servers hold each parameter once, and trainers copy it in each step; use strategy=ddp"
+
     def communication(self, devices: str) -> str | None:
         return "nccl" if self.rows_alone and devices == "cuda" else "gloo"
 

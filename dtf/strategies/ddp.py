@@ -99,6 +99,11 @@ class Ddp(Strategy):
                 "strategy.find_unused_parameters=false"
             )
 
+    def unguarded(self, processes: int) -> str:
+        if self.shard_optimizer and processes > 1:
+            return "each parameter is updated on one rank, which all others copy in each step; use strategy=ddp"
+        return super().unguarded(processes)
+
     def communication(self, devices: str) -> str | None:
         return {"cuda": "nccl"}.get(devices, "gloo") if self.backend is Backend.auto else self.backend.value
 

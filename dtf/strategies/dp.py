@@ -79,6 +79,14 @@ class Dp(Strategy):
                 "0 divides the cores"
             )
 
+    def unguarded(self, processes: int) -> str:
+        count = self.replicas or len(self.device_ids) or processes
+        if count == 1:
+            return "there is one replica; use strategy.replicas=2 or more"
+        if self.reduce is Reduce.owner:
+            return "all replicas copy the parameters of the first one in each step; use strategy.reduce=all"
+        return ""
+
     def communication(self, devices: str) -> str | None:
         return None
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtf.api.guard import Guard
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
@@ -19,7 +20,7 @@ from dtf.distributed.world import World
 from dtf.model.annotate import section
 from dtf.model.forward import copy_of, few_rows, loss_dtype, merge_evaluated, rows_of, to_device
 from dtf.model.init import cast, model_of
-from dtf.model.loss_terms import per_count
+from dtf.model.loss_terms import per_count, scale_gradients
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.outside_tensors import refuse_kept_copies, refuse_reached
 from dtf.model.receive import Receiver
@@ -28,8 +29,9 @@ from dtf.optim.sharding import Sharding, full_params
 from dtf.optim.update import LocalUpdate, update_applied
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
+from dtf.strategies.guard.thread_guard import thread_guard
 from dtf.strategies.replica import Replica
-from dtf.strategies.replica_digests import compare_replicas
+from dtf.strategies.replica_digests import compare_replicas, part_of
 from dtf.strategies.spmd import microbatch_load
 from dtf.strategies.start_check import ALONE, check_evaluation, differing_module
 from dtf.strategies.trial_numbers import trial
@@ -47,7 +49,7 @@ class DataParallelProgram(Program):
         self.micro_batch_rows = task.step.rows_each(len(devices))
         if len(devices) == 1 and devices[0].type == "cpu":
             torch.set_num_threads(threads)  # this thread computes
-        self._task, self._devices, self._every = task, devices, every
+        self._task, self._devices, self._every, self._world = task, devices, every, world
         # One thread per replica for life: intra-op threads are set per calling thread.
         self._threads = [
             ThreadPoolExecutor(1, f"replica{i}", initializer=torch.set_num_threads, initargs=(threads,))
@@ -119,16 +121,14 @@ class DataParallelProgram(Program):
         if self._tables is not None:
             received = self._receiver.join(batch, bounds, lambda part, j: self._receiver.train(part, ticket.step, j))
             batch = self._tables.lookup(received, train=True)
-        factor = self._updates[0].scale(
-            torch.tensor(1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0])
-        )
+        factor = self._factor(ticket)
         parts = [micro_batches_of(len(bounds) - 1, Shard(i, count)) for i in range(count)]
         sums = self._each(lambda i: self._accumulate(i, ticket, batch, bounds, parts[i], factor))
         counts = [replica.counts for replica in self._replicas if replica.counts is not None]
         if counts:
             ratio = per_count(ticket.rows, _total(counts, self._devices[0]))
             for replica, device in zip(self._replicas, self._devices, strict=True):
-                replica.rescale(ratio.to(device))
+                scale_gradients(replica.model.parameters(), replica.row_gradients.values(), ratio.to(device))
         with section("communication"):
             self._sum_gradients()
             self._push_row_gradients([i for i, (first, last) in enumerate(parts) if first < last])
@@ -199,7 +199,8 @@ class DataParallelProgram(Program):
     def check_replicas(self) -> None:
         if self.shares == 1 or self._few is None:
             return
-        parts = [[r.part("model", dict(r.model.named_parameters()))] for r in self._replicas]
+        recipe = self._task.recipe
+        parts = [[part_of(r, "model", dict(r.model.named_parameters()), recipe)] for r in self._replicas]
         passes = [replica.passes(self._part(self._few, 0, 4, i)) for i, replica in enumerate(self._replicas)]
         compute, instead = self._task.precision.compute, self._replicas[0].instead
         compare_replicas(parts, ALONE, lambda: differing_module(passes, compute, ALONE), instead)
@@ -218,6 +219,22 @@ class DataParallelProgram(Program):
         self._share_parameters()
         for i, replica in enumerate(self._replicas):
             load_buffers(replica, source, Shard(i, self.shares))
+
+    def guard(self) -> Guard | None:
+        if self.shares == 1 or not self._every or self._tables is not None:
+            return None
+
+        def factor(ticket: Train, i: int) -> Tensor:
+            return self._factor(ticket).to(self._devices[i])
+
+        return thread_guard(
+            self._replicas, self._updates, factor, self._part, self._each, self, self._task, self._world
+        )
+
+    def _factor(self, ticket: Train) -> Tensor:
+        """Of the sum of losses over the rows of a step."""
+        one = torch.tensor(1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0])
+        return self._updates[0].scale(one)
 
     def replicated(self) -> list[dict[str, Tensor]]:
         return [dict(replica.model.named_parameters()) for replica in self._replicas]

@@ -87,6 +87,11 @@ class Fsdp(Strategy):
                 "already; use offload=false"
             )
 
+    def unguarded(self, processes: int) -> str:
+        if self.replicate == 1:
+            return "each slice of a parameter is on one rank; use strategy.replicate=2 or more"
+        return super().unguarded(processes)
+
     def communication(self, devices: str) -> str | None:
         return "nccl" if devices == "cuda" else "gloo"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,7 @@ from dtf.core.types import Batch, Evaluated, Memory, Shard, Train
 from dtf.distributed.sharding import byte_count, local
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
-from dtf.model.attributes import Attributes, without_trace
+from dtf.model.attributes import Attributes
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.changing_buffers import ChangingBuffers, buffers_restored
 from dtf.model.communication import asks_for_no_others
@@ -49,10 +49,9 @@ from dtf.strategies.pass_probes import (
     refuse_hooks_on_sums,
     written_by_pass,
 )
-from dtf.strategies.replica_digests import Part
 from dtf.strategies.start_check import Numbers, Passes, Trials, check_passes, not_linear
 from dtf.strategies.start_padding import agree, not_zero, padding_error
-from dtf.strategies.trial_numbers import pass_numbers, put_start
+from dtf.strategies.trial_numbers import pass_numbers, passes_without_trace, put_start
 
 CLIPPED, PADDED = "clipped", "padded"
 """What `StartCheck.found` calls the gradient that does not grow with the loss, and that which padding has too."""
@@ -203,13 +202,6 @@ class Replica:
         self.outputs = ModuleOutputs(self.model)
         return self.outputs
 
-    @torch.no_grad()
-    def rescale(self, ratio: Tensor) -> None:
-        """Multiply all gradients of the last step, those of looked up rows too, by `ratio`."""
-        gradients = [local(p.grad) for p in self._trained if p.grad is not None] + [*self.row_gradients.values()]
-        for gradient in gradients:
-            gradient.mul_(ratio.to(gradient))
-
     def _pass(self, batch: Batch, factor: Tensor, last: bool, padding: bool = False) -> Tensor:
         if self.outputs is not None:
             self.outputs.counts = not padding
@@ -326,17 +318,24 @@ class Replica:
 
         def run() -> Numbers:
             self.model.train()
-            with without_trace([self.model], self._task.recipe), ExitStack() as stack:
-                stack.callback(SharedState(self.model, self._task.recipe).restore)
-                stack.enter_context(torch.random.fork_rng(devices=[]))
+            with passes_without_trace([self.model], self._task.recipe):
                 return self._trial(rows, 0, last=False)
 
         return Passes(run, lambda: dict(self.model.named_modules()))
 
-    def part(self, name: str, parameters: Mapping[str, Tensor]) -> Part:
-        """What replicas are to have alike, see `Part`."""
-        buffers = {key: buffer for key, buffer in self.model.named_buffers() if key not in self.scratch}
-        return Part(name, {**parameters, **buffers}, self.model, self._task.recipe)
+    def again(self, rows: Batch, step: int, micro_batch: int, factor: Tensor) -> Tensor:
+        """The metric sums (M,) of a micro-batch of a step, without a trace; its gradients are dropped. Collective where
+        passes are.
+        """
+        self.model.train()
+        with passes_without_trace([self.model], self._task.recipe):
+            part = self._received(rows, step, micro_batch)
+            self.changing.begin()
+            self._begin_random(step, micro_batch)
+            sums = self._pass(part, factor, last=self._sync is not None, padding=True)
+            self.changing.begin_micro_batch()
+            self.model.zero_grad()
+        return sums
 
     def follow(self, other: Replica) -> None:
         """Take over what `warmup` has found of another copy of the model."""

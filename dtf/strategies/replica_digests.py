@@ -15,6 +15,7 @@ from dtf.core.errors import ConfigError
 from dtf.model.attributes import GENERATOR, digests
 from dtf.model.fingerprint import fingerprints
 from dtf.optim.sharding import Sharding
+from dtf.strategies.buffers import Part as Holder
 
 KEPT = "nothing is saved at this step, and the last checkpoint is kept"
 
@@ -76,6 +77,12 @@ def compare_replicas(
     module = judge() if attributes else None
     if module is not None:
         raise ConfigError(_refusal(attributes, module, instead))
+
+
+def part_of(holder: Holder, name: str, parameters: Mapping[str, Tensor], recipe: object) -> Part:
+    """What a replica is to have alike with the others: these parameters, its buffers and its attributes."""
+    buffers = {key: buffer for key, buffer in holder.model.named_buffers() if key not in holder.scratch}
+    return Part(name, {**parameters, **buffers}, holder.model, recipe)
 
 
 def exchange_of(strategy: str, sharding: Sharding) -> str:

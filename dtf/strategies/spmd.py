@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtf.api.guard import Guard
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
@@ -27,15 +28,16 @@ from dtf.model.forward import (
     to_device,
 )
 from dtf.model.init import cast, model_of
-from dtf.model.loss_terms import per_count
+from dtf.model.loss_terms import per_count, scale_gradients
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.seeded_dropout import find_drawing_modules
 from dtf.optim.sharding import Sharding, full_params
 from dtf.optim.update import LocalUpdate, update_applied
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
+from dtf.strategies.guard.spmd_guard import spmd_guard
 from dtf.strategies.replica import Replica
-from dtf.strategies.replica_digests import compare_replicas, exchange_of, whole_and_slices
+from dtf.strategies.replica_digests import compare_replicas, exchange_of, part_of, whole_and_slices
 from dtf.strategies.sharding_check import check_sharding
 from dtf.strategies.start_check import Collectives, check_evaluation, differing_module
 from dtf.strategies.start_padding import pads
@@ -156,7 +158,8 @@ class Spmd(Program):
         if self._replica.counts is not None:
             counts = self._replica.counts.double().reshape(1)
             self._average(counts)
-            self._replica.rescale(per_count(ticket.rows, counts[0] * self.shares))
+            ratio = per_count(ticket.rows, counts[0] * self.shares)
+            scale_gradients(self._replica.model.parameters(), self._replica.row_gradients.values(), ratio)
         if self._tables is not None:
             self._tables.backward(self._replica.row_gradients)
         self._synced = False
@@ -219,7 +222,7 @@ class Spmd(Program):
         if self.shares == 1:
             return self._unsaved and self._unsaved.warning()
         place = f"part {self._dims.axis_rank}" if self._dims else "model"
-        parts = [*whole_and_slices(self._update.held()), self._replica.part(place, {})]
+        parts = [*whole_and_slices(self._update.held()), part_of(self._replica, place, {}, self._task.recipe)]
         compute, peers = self._task.precision.compute, self._world
         passes, firsts = [self._replica.passes(self._few)], Collectives(self._gather_firsts, self._world.broadcast)
         suspect = exchange_of(self.plugin, self._sharding) if self.plugin else ""
@@ -227,6 +230,11 @@ class Spmd(Program):
             [parts], peers, lambda: differing_module(passes, compute, firsts), self._replica.instead, suspect
         )
         return None
+
+    def guard(self) -> Guard | None:
+        if self.shares == 1 or self._tables is not None or self._sharding.owned is not None:
+            return None
+        return spmd_guard(self._replica, self._update, self._dims, self, self._task, self._world, self._factor)
 
     def _gather_firsts(self, value: Any) -> list[Any] | None:
         """As `World.gather`, the value of one rank of each replica: others may have slices of the outputs."""

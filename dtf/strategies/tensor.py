@@ -52,6 +52,11 @@ class Tensor(Strategy):
         check_divides("strategy.degree", self.degree, processes)
         check_layout("tensor", task.recipe, "how its model is split")
 
+    def unguarded(self, processes: int) -> str:
+        if processes == (self.degree or processes):
+            return "all ranks form one replica; use a strategy.degree below launcher.processes"
+        return ""
+
     def communication(self, devices: str) -> str | None:
         return "nccl" if devices == "cuda" else "gloo"
 

@@ -41,6 +41,16 @@ def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) 
 
 
 @contextmanager
+def passes_without_trace(models: Sequence[nn.Module], recipe: object) -> Iterator[None]:
+    """A context for passes at any time, whose effects on models, on what they share and on generators are undone."""
+    with without_trace(models, recipe), ExitStack() as stack:
+        for model in models:
+            stack.callback(SharedState(model, recipe).restore)
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        yield
+
+
+@contextmanager
 def trial(models: Sequence[nn.Module], task: Task) -> Iterator[None]:
     """A context for evaluations before the first step, whose effects on models are undone at its end."""
     # what is compiled is not compiled for this

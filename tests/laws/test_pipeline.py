@@ -95,7 +95,7 @@ def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
     P2PChannel.send = send  # type: ignore[method-assign]
     alive, most = 0, 0
 
-    class Counting(program._Held):
+    class Counting(program.Held):
         def __new__(cls, *values: Any) -> Any:
             nonlocal alive, most
             alive += 1
@@ -106,7 +106,7 @@ def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
             nonlocal alive
             alive -= 1
 
-    program._Held = Counting  # type: ignore[misc]
+    program.Held = Counting  # type: ignore[misc]
     made.step(Train(0, 0, 0, ROWS, 0.1), made.prepare(batch(made)))
     boxes = [box for box in made.state().boxes if "running" not in box.name and "num_batches" not in box.name]
     names = [name for stage in made._stages.values() for name, _ in stage.model.named_parameters()]

@@ -30,6 +30,7 @@ from dtf.data.loader import Loader
 from dtf.data.splits import evaluation_loader
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan, PlannedClock
+from dtf.engine.guarded_steps import guarded_steps
 from dtf.engine.loop import Loop, fit
 from dtf.engine.program_check import check_program
 from dtf.model.ema import with_ema
@@ -85,6 +86,7 @@ class Case:
     recipe: dict[str, Any] = field(default_factory=dict)
     skip_nonfinite: int = 0
     perturb: int = 0  # as `train.perturb`
+    guard_every: int = 0  # as `train.guard_every`
     plugin: str = ""
     remat: str = "none"
     ema: float = 0.0
@@ -192,6 +194,7 @@ class _Run:
         self.world.barrier()  # all servers can be found
         self.helpers = self.helpers or self._run_helpers()
         self.found: dict[str, Any] = {"train": {}, "eval": {}, "ids": {}, "tensors": {}}
+        self.noted: list[str] = []  # what a guard told
         self.found["micro_batch_rows"] = self.program.micro_batch_rows
 
     def _first_rows(self) -> Any:
@@ -268,6 +271,7 @@ class _Run:
             record=self._record,
             carried=self.open_window,
             averages=bool(case.ema),
+            guard=guarded_steps(self.program, case.guard_every, 0, None, self.noted.append),
         )
         with suppress(Halt):
             fit(loop)

@@ -52,6 +52,9 @@ def replaceable(found: RankExit) -> RankExit:
 @pytest.mark.parametrize(
     ("exits", "stop_signals", "exit", "rank", "external"),
     [
+        pytest.param(
+            [exited(0, Exit.HARDWARE, at=2), exited(1, Exit.PEER, at=1)], 0, Exit.HARDWARE, 0, True, id="bits change"
+        ),
         pytest.param([rank_exit(0), rank_exit(1)], 0, Exit.OK, None, False, id="all end well"),
         pytest.param([signalled(0, signal.SIGKILL), killed(1)], 0, Exit.PEER, 0, True, id="a rank is killed"),
         pytest.param(

@@ -18,7 +18,7 @@ from dtf.core.types import WHOLE, Batch, Evaluated, Shard
 from dtf.data.batches import micro_batch_bounds, micro_batches_of, share_within
 from dtf.model.forward import copy_of, global_rng_error, loss_dtype, rows_of, zero_rows_for_tables
 from dtf.model.init import cast, model_of
-from dtf.model.loss_terms import per_count
+from dtf.model.loss_terms import per_count, scale_gradients
 from dtf.model.shared_state import SharedState
 from dtf.pserver.net.compression import rounded
 from dtf.pserver.net.messages import NONE
@@ -233,7 +233,8 @@ class TrainerModel:
     def divide_by_counts(self, rows: int) -> None:
         """Divide the gradients of the last pass, which are divided by so many rows, by its counts, if it has some."""
         if self.counts is not None:
-            self.replica.rescale(per_count(rows, torch.tensor(self.counts, dtype=torch.float64)))
+            ratio = per_count(rows, torch.tensor(self.counts, dtype=torch.float64))
+            scale_gradients(self.replica.model.parameters(), self.replica.row_gradients.values(), ratio)
 
     def forward_backward(self, prepared: PreparedBatch, batch: Batch, factor: float) -> Tensor:
         """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters.

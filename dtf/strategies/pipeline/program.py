@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from dtf.api.guard import Guard
 from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
@@ -33,7 +34,7 @@ from dtf.model.forward import (
     to_device,
     with_leaves,
 )
-from dtf.model.loss_terms import per_count
+from dtf.model.loss_terms import per_count, scale_gradients
 from dtf.model.memory import Footprint, activations
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
@@ -42,9 +43,10 @@ from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.pipeline.messages import PipelineRanks, StageMessages
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
 from dtf.strategies.pipeline.shared_tensors import CopiedBuffers, RenamedSource, SharedTensors
-from dtf.strategies.pipeline.stage import Stage
+from dtf.strategies.pipeline.stage import Held, Stage
+from dtf.strategies.pipeline.stage_guard import stage_guard
 from dtf.strategies.pipeline.trials import INSTEAD, StartTrials
-from dtf.strategies.replica_digests import Part, compare_replicas
+from dtf.strategies.replica_digests import compare_replicas, part_of
 from dtf.strategies.spmd import microbatch_load
 from dtf.strategies.start_check import check_evaluation, differing_module
 from dtf.strategies.trial_numbers import trial
@@ -59,14 +61,6 @@ _MicroBatchHook = Callable[[Stage, int], None]
 
 def _nothing(stage: Stage, micro_batch: int) -> None:
     pass
-
-
-class _Held(NamedTuple):
-    """What a stage keeps of a micro-batch between its forward and its backward pass."""
-
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]  # of the last stage: what is differentiated
-    seed: Tensor | None
 
 
 class PipelineProgram(Program):
@@ -217,7 +211,6 @@ class PipelineProgram(Program):
         # every rank knows the norm, one reports it
         return StepOutput(sums, norm if self._world.rank == 0 else self._no_norm)
 
-    @torch.no_grad()
     def _rescale(self, rows: int, row_gradients: Mapping[str, Tensor]) -> None:
         """Divide all gradients, those of looked up rows too, by the counts of the loss, over all ranks, in place of
         rows. Collective.
@@ -226,11 +219,8 @@ class PipelineProgram(Program):
         self._dims.average(counts)
         ratio = per_count(rows, counts[0] * self.shares)
         # stages of one rank may share parameters
-        for parameter in {p for stage in self._stages.values() for p in stage.model.parameters()}:
-            if parameter.grad is not None:
-                parameter.grad.mul_(ratio.to(parameter.grad))
-        for gradient in row_gradients.values():
-            gradient.mul_(ratio.to(gradient))
+        parameters = {p for stage in self._stages.values() for p in stage.model.parameters()}
+        scale_gradients(parameters, row_gradients.values(), ratio)
 
     def _leaves(self, part: Batch) -> Batch:
         """Rows of a batch with gradients for rows of sparse tables, where the first layers are."""
@@ -298,7 +288,7 @@ class PipelineProgram(Program):
         """
         actions = [action for action in self._order(len(parts)) if train or action.forward]
         messages = StageMessages(self._pipeline, actions, parts, self._answers(len(parts)) if train else None)
-        held: dict[tuple[int, int], _Held] = {}
+        held: dict[tuple[int, int], Held] = {}
         measured = [Evaluated(self._no_sums, None)]
         for number, (forward, s, j) in enumerate(actions):
             messages.open(number)
@@ -320,14 +310,14 @@ class PipelineProgram(Program):
 
     def _forward(
         self, s: int, j: int, batch: Batch, factor: Tensor, messages: StageMessages, train: bool
-    ) -> tuple[_Held, Evaluated | None]:
+    ) -> tuple[Held, Evaluated | None]:
         inputs = messages.inputs(s, j) if s else ()
         outputs = self._passes.forward(self._stages[s].model, *(inputs if s else (batch.inputs,)), cast=not s)
         if train:
             self._stages[s].changing.end_micro_batch()
         if s < self._pipeline.last:
             messages.send_outputs(s, j, outputs)
-            return _Held(inputs, tuple(t for t in outputs if t.requires_grad), None), None
+            return Held(inputs, tuple(t for t in outputs if t.requires_grad), None), None
         outputs, loss = self._passes.losses(outputs, batch)
         total, seed = self._passes.seeded(loss, factor)
         if loss.counts is not None:
@@ -338,9 +328,9 @@ class PipelineProgram(Program):
             if train
             else self._passes.evaluated(outputs, batch, loss)
         )
-        return _Held(inputs, (total,), seed), measured
+        return Held(inputs, (total,), seed), measured
 
-    def _backward(self, s: int, j: int, kept: _Held, messages: StageMessages) -> None:
+    def _backward(self, s: int, j: int, kept: Held, messages: StageMessages) -> None:
         gradients = (kept.seed,) if kept.seed is not None else messages.gradients(s, j)
         if any(output.requires_grad for output in kept.outputs):
             torch.autograd.backward(kept.outputs, gradients)
@@ -361,16 +351,14 @@ class PipelineProgram(Program):
     def check_replicas(self) -> str | None:
         if self.shares == 1 or self._again is None:
             return self._unsaved and self._unsaved.warning()
-        parts = [self._part(stage) for stage in self._stages.values()]
+        recipe = self._task.recipe
+        parts = [
+            part_of(s, f"stage {s.index}", dict(s.model.named_parameters()), recipe) for s in self._stages.values()
+        ]
         (trials, rows), compute = self._again, self._task.precision.compute
         peers, pipelines = self._world, trials.peers(self._world)
         compare_replicas([parts], peers, lambda: differing_module([trials.passes(rows)], compute, pipelines), INSTEAD)
         return None
-
-    def _part(self, stage: Stage) -> Part:
-        tensors = dict(stage.model.named_parameters())
-        tensors |= {name: buffer for name, buffer in stage.model.named_buffers() if name not in stage.scratch}
-        return Part(f"stage {stage.index}", tensors, stage.model, self._task.recipe)
 
     def state(self) -> State:
         state = self._update.state()
@@ -386,6 +374,13 @@ class PipelineProgram(Program):
         for stage in self._stages.values():
             names = self._shared.names[stage.index]
             load_buffers(stage, RenamedSource(source, names), self._dims.dp_shard)
+
+    def guard(self) -> Guard | None:
+        def run(part: Batch, ticket: Train, enter: _MicroBatchHook) -> Evaluated:
+            return self._run([part], self._update.scale(self._one / ticket.rows), enter, _nothing, train=True)
+
+        pieces = list(self._stages.values()), run, self._update, self, self._task, self._world, self._dims
+        return stage_guard(*pieces) if self.shares > 1 and self._tables is None else None
 
     def replicated(self) -> list[dict[str, Tensor]]:
         return [self._update.held()]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtf.api.layout import BufferUpdate
 from dtf.api.task import Task
@@ -13,6 +14,14 @@ from dtf.model.activation_checkpointing import apply_activation_checkpointing
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.changing_buffers import ChangingBuffers
 from dtf.model.seeded_dropout import SeededDropout
+
+
+class Held(NamedTuple):
+    """What a stage keeps of a micro-batch between its forward and its backward pass."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]  # of the last stage: what is differentiated
+    seed: Tensor | None
 
 
 class Stage:

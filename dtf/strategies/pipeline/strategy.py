@@ -115,6 +115,11 @@ class Pipeline(Strategy):
                 f"strategy.cuts={self.cuts} names {repeated[0]} twice; each stage begins with another block"
             )
 
+    def unguarded(self, processes: int) -> str:
+        if processes == (self.degree or processes):
+            return "all ranks form one replica; use a strategy.degree below launcher.processes"
+        return ""
+
     def communication(self, devices: str) -> str | None:
         return "nccl" if devices == "cuda" else "gloo"
 
