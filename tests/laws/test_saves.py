@@ -149,6 +149,15 @@ def test_a_save_waits_for_the_one_before_and_says_so(
     assert [Path(path).name for path, *_ in run.told] == ["step_000007", "step_000008"]
 
 
+def test_a_save_under_way_is_complete_before_suspects_are_set_aside(tmp_path: Path, gate: threading.Event) -> None:
+    run = Run(tmp_path)
+    run.save(7)
+    threading.Timer(0.01, gate.set).start()
+    moved, left = run.saves.set_aside(3)
+    assert [name.partition("-")[0] for name in moved] == ["step_000007.suspect"] and not left
+    assert storage.checkpoints(tmp_path) == [] and len(run.told) == 1
+
+
 def test_memory_is_taken_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.saves.reserve(run.state().boxes)
