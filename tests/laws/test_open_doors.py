@@ -106,7 +106,8 @@ def watched(run_dtf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
         left["/dev/shm"] = [Path(name) for name in set(os.listdir("/dev/shm")) - before if "dtf" in name]
         cache = elsewhere["XDG_CACHE_HOME"] / "dtf" / "start_checks"
         assert all(path.parts[:2] in (("dtf",), ("dtf", "start_checks")) for path in left["XDG_CACHE_HOME"])
-        assert mode(cache) == "0700" and {mode(path) for path in cache.iterdir()} <= {"0600"}
+        if cache.exists():  # not all strategies have what is remembered
+            assert mode(cache) == "0700" and {mode(path) for path in cache.iterdir()} <= {"0600"}
         return Watched(done, seen, left, {(role(strategy, door.process, words), door.serves) for door in seen.doors})
 
     return run
