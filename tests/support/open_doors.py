@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf.api.observer import Observer
+from dtf.api.recipe import Dataset
 from dtf.api.registry import option, register
 from dtf.core.endpoint_file import EndpointFile, find
 from dtf.core.errors import PeerError
@@ -54,7 +55,7 @@ class HeldRows(Rows):
 class Held(Toy):
     marker: str = option(doc="the file that is waited for")
 
-    def open_data(self, split: str, seed: int) -> Rows:
+    def open_data(self, split: str, seed: int) -> Dataset:
         return HeldRows(self.rows, split, Path(self.marker)) if split == "train" else super().open_data(split, seed)
 
 
