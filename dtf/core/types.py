@@ -281,7 +281,8 @@ class Place:
     device: str = "cpu"  # "cpu" or "cuda:<index>"
     devices: tuple[str, ...] = ()  # of all slots, for a process that spreads over several
     threads: int = 1  # intra-op threads of this rank
-    store: str = ""  # "host:port" of the TCPStore, "" when size is 1
+    # where ranks find each other: "host:port" of a TCPStore, or an open file that ranks of one host inherited
+    store: str = ""
     prefix: str = ""  # "<run id>/<attempt>": keys of an earlier attempt are never met
     attempt: int = 0
     retry: int = 0  # how often this process alone was started again within the attempt

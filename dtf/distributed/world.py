@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dtf.core.errors import ConfigError
 from dtf.core.types import Place
+from dtf.distributed.store import rank_store
 from dtf.host.waits import Group, Operation, group_of
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class World:
 
     @classmethod
     def join(cls, place: Place, backend: str | None, timeout_s: float = 1800) -> World:
-        """Meet the other ranks at the TCPStore `place.store`. Collective.
+        """Meet the other ranks at the store `place.store`. Collective.
 
         `backend`: see `Strategy.communication`; None: ranks never communicate. `timeout_s`: for the meeting and for
         every collective. ConfigError where the backend is not built into torch, or numbers its ranks otherwise.
@@ -84,9 +85,7 @@ class World:
                 )
             options: dict[str, Any] = {}
             if backend != "mpi":  # MPI ranks know each other already
-                host, _, port = place.store.rpartition(":")
-                store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
-                options = {"store": dist.PrefixStore(place.prefix, store), "rank": place.rank, "world_size": place.size}
+                options = {"store": rank_store(place, timeout_s), "rank": place.rank, "world_size": place.size}
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **options)
             if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
                 raise ConfigError(

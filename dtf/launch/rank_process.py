@@ -35,11 +35,14 @@ def begin(order: dict[str, Any], fds: list[int]) -> int:
     """Set this freshly forked process up as a rank and run its entry; returns the exit code.
 
     `order`: {"place", "pin": cores or []}. `fds`: events, log, board, orders (a file of JSON shared by all ranks:
-    entry, config, folder, run_id, environment, directory, path) and, for the rank that hosts the store, its listening
-    socket.
+    entry, config, folder, run_id, environment, directory, path), store. The store is the file in which the ranks of one
+    host meet. Where `order` has an address for it, it is the listening socket, which the rank that hosts it has alone.
     """
-    events, log, board, orders, *listening = fds
+    events, log, board, orders, *store = fds
     place = Place.from_json(order["place"])
+    hosts_store = bool(store and place.store)
+    if store and not hosts_store:
+        place = replace(place, store=f"/proc/self/fd/{store[0]}")
     post = sender(socket.socket(fileno=events))
     _redirect(log, place.rank, post)
     heartbeat.attach(board, place.rank)
@@ -63,13 +66,13 @@ def begin(order: dict[str, Any], fds: list[int]) -> int:
 
         torch.set_num_threads(place.threads)
         host, _, port = place.store.rpartition(":")
-        store = (
-            TCPStore(host, int(port), is_master=True, wait_for_workers=False, master_listen_fd=listening[0])
-            if listening
+        hosted = (
+            TCPStore(host, int(port), is_master=True, wait_for_workers=False, master_listen_fd=store[0])
+            if hosts_store
             else None
         )
         code = int(entry(shared["entry"])(shared["config"], shared["folder"], shared["run_id"], place, send))
-        del store
+        del hosted
         heartbeat.end()
         return code
     except BaseException as error:  # noqa: BLE001  the launching process decides what to do

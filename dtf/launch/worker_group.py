@@ -44,8 +44,9 @@ class WorkerGroup:
 
     `order`: what they share, see `rank_process.begin`. `pins`: the cores of each, empty for all cores. `store`:
     HOST:PORT of the rendezvous store, which rank 0, if it is on this host, serves on `listener`; empty when all ranks
-    are on this host: then the store is on loopback. A lost rank of a role in `replaceable` is started again alone, up
-    to `max_restarts` times in a row unless it finishes a step; the loss of any other rank ends the attempt.
+    are on this host: then it is a file in memory, which they inherit and no other user can open. A lost rank of a role
+    in `replaceable` is started again alone, up to `max_restarts` times in a row unless it finishes a step; the loss of
+    any other rank ends the attempt.
     """
 
     server: ForkServer
@@ -79,31 +80,33 @@ class WorkerGroup:
         self._board = Board(self._first + len(self.places))
         self._waits = WaitWatch(self._board, self.see)
         self._selector = selectors.DefaultSelector()
-        listener = self.listener if self.store else socket.create_server(("127.0.0.1", 0), backlog=1024)
         orders = os.memfd_create("dtf-order")
         self._shared = [self._board.fd, orders]
+        if not self.store:
+            self._shared.append(os.memfd_create("dtf-store"))
         try:
-            store = self.store or f"127.0.0.1:{listener.getsockname()[1] if listener else 0}"
             if self.others:
-                self.others.begin_attempt(self.places[0].attempt, store)
+                self.others.begin_attempt(self.places[0].attempt, self.store)
                 self._selector.register(self.others, selectors.EVENT_READ, self.others.receive)
             with open(orders, "wb", closefd=False) as file:
                 file.write(json.dumps(self.order).encode())
             self._selector.register(self.server.socket, selectors.EVENT_READ, self._on_server)
             self._selector.register(self.stop.socket, selectors.EVENT_READ, lambda: self.stop.socket.recv(64))
             for place, pin in zip(self.places, self.pins, strict=True):
-                self._ranks.append(self._start(replace(place, store=store), pin, listener if place.rank == 0 else None))
-            if listener:
-                listener.close()
+                place, listener = replace(place, store=self.store), None if place.rank else self.listener
+                self._ranks.append(self._start(place, pin, listener))
+            if self.listener:
+                self.listener.close()
             self._watch()
             return self.others.report_result(self._result()) if self.others else self._result()
         except BaseException:
             self.server.close()  # and with it every rank, so that a later attempt hears nothing of them
             raise
         finally:
-            if listener:
-                listener.close()
-            os.close(orders)
+            if self.listener:
+                self.listener.close()
+            for fd in self._shared[1:]:
+                os.close(fd)
             self._selector.close()
             for rank in self._ranks:
                 rank.channel.close()

@@ -127,9 +127,7 @@ def _join_team(context: RoleContext, number: int, part: Shard) -> TrainerGroup:
     """The processes of trainer `number`, once all of them are there."""
     place = context.place
     store = PrefixStore(f"trainer/{number}", connections.launcher_store(place))
-    return TrainerGroup(
-        store, part, torch.device(place.device), lambda: context.beat("start", 0), place.start_timeout_s / 2
-    )
+    return TrainerGroup(store, part, torch.device(place.device), lambda: context.beat("start", 0))
 
 
 def serve_rows(

@@ -6,12 +6,12 @@ With `dtf.pserver.manual_rendezvous` the only part of the parameter server that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 
 from dtf.core.types import Place
+from dtf.distributed.store import rank_store
 from dtf.pserver.net.messages import MEET, STATUS
 from dtf.pserver.net.rpc import Client, Service, Tls
 from dtf.pserver.net.shared_memory import SharedMemoryTransport
@@ -51,10 +51,7 @@ def tls_files(place: Place) -> Tls | None:
 
 def launcher_store(place: Place) -> PrefixStore:
     """The store that the launcher keeps for this attempt of the run."""
-    host, _, port = place.store.rpartition(":")
-    return PrefixStore(
-        place.prefix, TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=place.start_timeout_s))
-    )
+    return rank_store(place, place.start_timeout_s)
 
 
 def publish_endpoint(store: PrefixStore, server: int, endpoint: str) -> None:

@@ -111,7 +111,7 @@ def test_a_team_meets_anew_whichever_order_its_processes_come_back_in() -> None:
 
     def come(member: int) -> Future[str]:
         store = dist.TCPStore("127.0.0.1", master.port, is_master=False)
-        return pool.submit(form_group, store, Shard(member, 3), lambda: beats.append(member), 5.0)
+        return pool.submit(form_group, store, Shard(member, 3), lambda: beats.append(member))
 
     def names(*members: Future[str]) -> set[str]:
         return {member.result(10) for member in members}

@@ -29,8 +29,9 @@ def meet(place: Place) -> Any:
     """
     import torch.distributed as dist
 
-    host, _, port = place.store.rpartition(":")
-    store = dist.PrefixStore(place.prefix, dist.TCPStore(host, int(port), is_master=False))
+    from dtf.distributed.store import rank_store
+
+    store = rank_store(place, place.start_timeout_s)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
     dist.barrier()
     return store

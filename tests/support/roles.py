@@ -62,10 +62,9 @@ def follow(config: dict[str, Any], folder: str, run_id: str, place: Place, send:
     """Do what `config["plan"][rank]["<attempt>.<retry>"]` says, by default `work`: a trainer three steps, a server
     until all trainers have done so.
     """
-    from torch.distributed import PrefixStore, TCPStore
+    from dtf.distributed.store import rank_store
 
-    host, _, port = place.store.rpartition(":")
-    store = PrefixStore(place.prefix, TCPStore(host, int(port), is_master=False))
+    store = rank_store(place, place.start_timeout_s)
     turn = f"{place.attempt}.{place.retry}"
     here = {
         "pid": os.getpid(),

@@ -7,8 +7,9 @@ they form a new group: no process is ever in two groups.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -21,6 +22,9 @@ from torch import Tensor
 from dtf.core.errors import PeerError
 from dtf.core.types import Shard
 from dtf.distributed.grad_allreduce import buckets
+
+_POLL_S = 0.01
+"""Between two looks for a process that is still to come."""
 
 BUILD_S = 30.0
 """How long processes that have met may take to connect; one that dies in between is missed so late."""
@@ -48,7 +52,7 @@ class Topic(IntEnum):
     ROWS = 4
 
 
-def form_group(store: dist.Store, part: Shard, beat: Callable[[], None], patience_s: float) -> str:
+def form_group(store: dist.Store, part: Shard, beat: Callable[[], None]) -> str:
     """The name of the new group, once all of its processes are there. Process 0 chooses it and tells the others in
     turn.
 
@@ -57,10 +61,9 @@ def form_group(store: dist.Store, part: Shard, beat: Callable[[], None], patienc
     """
 
     def wait(key: str) -> None:
-        while True:
+        while not store.check([key]):
             beat()
-            with suppress(dist.DistStoreError):  # a timeout
-                return store.wait([key], timedelta(seconds=patience_s))
+            time.sleep(_POLL_S)
 
     if part.index:
         life = f"{part.index}/{store.add(f'{part.index}/lives', 1)}"
@@ -93,12 +96,10 @@ class TrainerGroup:
     `stopping`: whether one of the others was told to stop.
     """
 
-    def __init__(
-        self, store: dist.Store, part: Shard, device: torch.device, beat: Callable[[], None], patience_s: float
-    ) -> None:
+    def __init__(self, store: dist.Store, part: Shard, device: torch.device, beat: Callable[[], None]) -> None:
         self.part, self.stopping = part, False
         with _peer_errors():
-            group_store = dist.PrefixStore(form_group(store, part, beat, patience_s), store)
+            group_store = dist.PrefixStore(form_group(store, part, beat), store)
             self._host: Any = dist.ProcessGroupGloo(
                 dist.PrefixStore("host", group_store), part.index, part.count, timedelta(seconds=BUILD_S)
             )
