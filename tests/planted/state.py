@@ -71,14 +71,14 @@ FAULTS = [
     Fault(
         "the rename of a checkpoint is not synced",
         "dtf/checkpoint/storage.py",
-        "os.rename(draft, final)\n    _sync_folder(draft.parent)\n",
+        "os.rename(draft, final)\n    sync_folder(draft.parent)\n",
         "os.rename(draft, final)\n",
         ("tests/laws/test_storage_kill.py::test_nothing_is_renamed_before_it_is_on_the_disk",),
     ),
     Fault(
         "a checkpoint is there before its manifest",
         "dtf/checkpoint/storage.py",
-        "    write(draft / MANIFEST, [data])\n    _sync_folder(draft)\n"
+        "    write(draft / MANIFEST, [data])\n    sync_folder(draft)\n"
         "    final = draft.parent / step_name(manifest.step)\n",
         "    final = draft.parent / step_name(manifest.step)\n    os.rename(draft, final)\n"
         "    write(final / MANIFEST, [data])\n    os.rename(final, draft)\n",

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from dtf.core.errors import Exit
-from dtf.host.heartbeat import Beat, Board
+from dtf.host.heartbeat import Beat
 from dtf.jobs.chaos import network, preload, processes, results, trial
 from dtf.jobs.chaos.command import Command
 from dtf.jobs.chaos.faults import FAULTS, Limit, Target, fits
@@ -80,13 +80,23 @@ def test_a_moment_has_come_when_the_rank_is_there_or_past_it(moment: Any, beat: 
 
 
 def test_the_board_of_another_process_can_be_read() -> None:
-    board = Board(2)
-    seen = processes.Beats(os.getpid())
-    beat = seen.read(1)
-    assert beat is not None and (beat.phase, beat.step) == ("start", 0)
-    assert seen.read(2) is None, "there is no such rank"
-    seen.close()
-    board.close()
+    code = (
+        "import sys; from dtf.host.heartbeat import Board\n"
+        "for ranks in (2, 3): board = Board(ranks); print('made', flush=True); sys.stdin.readline(); board.close()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as one:
+        assert one.stdin and one.stdout
+        seen = processes.Beats(one.pid)
+        for ranks in (2, 3):  # the second attempt has a board of its own
+            assert one.stdout.readline() == "made\n"
+            while (beat := seen.read(ranks - 1)) is None:  # it looks again only now and then
+                pass
+            assert (beat.phase, beat.step) == ("start", 0) and seen.read(ranks) is None, "there is no such rank"
+            one.stdin.write("\n")
+            one.stdin.flush()
+        seen.close()
 
 
 # ---------------------------------------------------------------- the preload library, the network

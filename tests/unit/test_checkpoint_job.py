@@ -119,6 +119,7 @@ def test_the_option_off_never_saves() -> None:
         "every_steps": 0,
         "keep_last": 3,
         "keep_best": 1,
+        "background": True,
         "resume": "auto",
     }
     Every(every_steps=0).check()

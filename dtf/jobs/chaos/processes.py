@@ -84,29 +84,35 @@ class Beats:
         return self._board.read(rank) if self._board is not None and rank < len(self._board) else None
 
     def _look(self) -> None:
-        """Open the newest board. Where it is known, look again only now and then."""
+        """Open the board that is there now. Where one is open, look again only now and then."""
         now = time.monotonic()
         if self._board is not None and now - self._looked < 0.02:
             return
         self._looked = now
-        folder, newest = f"/proc/{self._launcher}/fd", ("", 0)
-        with contextlib.suppress(OSError):
-            for name in os.listdir(folder):
-                with contextlib.suppress(OSError):
-                    if Board.NAME in os.readlink(f"{folder}/{name}"):
-                        newest = max(
-                            newest, (f"{folder}/{name}", os.stat(f"{folder}/{name}").st_ino), key=lambda b: b[1]
-                        )
-        if newest[1] > self._file:
-            with contextlib.suppress(OSError, ValueError):
-                board = Board.opened(newest[0])
-                self.close()
-                self._board, self._file = board, newest[1]
+        boards = _boards(self._launcher)
+        if not boards or self._file in boards:
+            return
+        file, path = boards.popitem()
+        with contextlib.suppress(OSError, ValueError):
+            board = Board.opened(path)
+            self.close()
+            self._board, self._file = board, file
 
     def close(self) -> None:
         if self._board is not None:
             self._board.close()
         self._board = None
+
+
+def _boards(launcher: int) -> dict[int, str]:
+    """The boards that a launching process has open, one at a time: number of the file -> path."""
+    folder, found = f"/proc/{launcher}/fd", {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                if Board.NAME in os.readlink(path := f"{folder}/{name}"):
+                    found[os.stat(path).st_ino] = path
+    return found
 
 
 def reap_orphans(kept: set[int]) -> list[int]:
