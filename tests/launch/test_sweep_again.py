@@ -85,7 +85,8 @@ def test_a_sweep_stopped_in_the_middle_runs_only_what_is_missing(
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        while not (elsewhere / "hold.reached").exists():
+        saved = f"outputs/holding/*/seed={HELD}/checkpoints/step_000004"
+        while not (elsewhere / "hold.reached").exists() or (number == signal.SIGKILL and not [*elsewhere.glob(saved)]):
             assert sweep.poll() is None, sweep.communicate()[0]
             time.sleep(0.02)
         sweep.send_signal(number)
