@@ -75,6 +75,7 @@ def options(folder: Path, format: str, **values: Any) -> LogOptions:
 @pytest.mark.parametrize(
     "format", ["criteo", *(pytest.param(name, marks=pytest.mark.slow) for name in LABELLED if name != "criteo")]
 )
+@pytest.mark.slow
 def test_rows_without_labels_are_the_same_rows(format: str, tmp_path: Path) -> None:
     """Of one file, or a folder of files, plain and packed; each has a name."""
     found = []
@@ -103,6 +104,7 @@ def test_rows_without_labels_are_the_same_rows(format: str, tmp_path: Path) -> N
         ("libsvm", "3:1", "columns are missing"),
     ],
 )
+@pytest.mark.slow
 def test_a_line_of_another_kind_than_the_first_is_named(format: str, line: str, why: str, tmp_path: Path) -> None:
     lines = UNLABELLED[format].splitlines()
     lines[5] = line

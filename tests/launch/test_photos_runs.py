@@ -65,6 +65,7 @@ def test_a_bad_file_is_counted_once_however_many_ranks_meet_it(tmp_path: Path, r
     assert done.code == 0, done.err
 
 
+@pytest.mark.slow
 def test_a_run_on_photos_is_evaluated_used_and_exported(tmp_path: Path, run_dtf: Any) -> None:
     root = tree(tmp_path / "t", val=5)
     run = run_dtf(

@@ -45,7 +45,7 @@ def records(home: Path) -> dict[str, dict]:
 @pytest.mark.parametrize(
     ("number", "launcher"),
     [
-        pytest.param(signal.SIGKILL, INLINE, id="kill"),
+        pytest.param(signal.SIGKILL, INLINE, id="kill", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, INLINE, id="interrupt", marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, LOCAL, id="kill of ranks", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, LOCAL, id="interrupt of ranks", marks=pytest.mark.slow),

@@ -35,6 +35,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [("fsdp", 3), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("ddp", "pipeline", "tensor"))],
     ids=str,
 )
+@pytest.mark.slow
 def test_one_after_another(run_dtf, told: Path, strategy: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [*RUN, f"strategy={strategy}", f"launcher.processes={processes}"]
     options += ["strategy.balance=flops"] * (strategy == "pipeline")  # times would cut elsewhere each time

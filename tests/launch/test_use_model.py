@@ -118,6 +118,7 @@ def test_every_strategy_is_tried_below_or_refused_before_anything_starts(trained
     "strategy",
     ["dp", "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "tensor", "zero1"))],
 )
+@pytest.mark.slow
 def test_an_evaluation_repeats_what_training_saw(strategy: str, trained: Path, run_dtf: Run) -> None:
     """The same metrics, from the averages of the weights; a batch size and number of ranks that divide nothing."""
     result = run_dtf(
@@ -139,6 +140,7 @@ def test_an_evaluation_repeats_what_training_saw(strategy: str, trained: Path, r
     assert "50 rows: loss=" in result.out and "crescent" in result.out and "averaged weights" in result.out
 
 
+@pytest.mark.slow
 def test_predictions_are_in_order_and_go_on_where_they_stopped(trained: Path, images: Path, run_dtf: Run) -> None:
     """Under another strategy too.
 

@@ -71,6 +71,7 @@ def test_ranks_that_wait_in_a_circle_are_refused(tmp_path: Path) -> None:
     assert not any("restart" in note.text for note in done.of(Note))
 
 
+@pytest.mark.slow
 def test_a_long_step_gets_a_line_and_ends(run_dtf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slow rows wait until the line is written. A busy machine may have a line about the start first."""
     told, texts = tmp_path / "told", []

@@ -47,6 +47,7 @@ def alone(kind: str, precision: str = "fp64") -> dict[str, Any]:
         pytest.param("gain", "fsdp", 4, {"replicate": 2}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_trains_as_in_one_process(kind: str, strategy: str, processes: int, options: dict[str, Any]) -> None:
     assert difference(alone(kind), spread(strategy, processes, options=options, **odd(kind))) <= 1e-10
 

@@ -118,6 +118,7 @@ def test_nothing_is_found_in_5000_clean_steps(strategy: str, options: dict[str, 
     assert met == {"said": [], "notes": []}
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_to_before_the_flip(run_dtf: Any) -> None:
     plugins = "plugins=[tests.support.toy,tests.support.flip_once]"
     short = ("recipe=toy", "strategy=ddp", "launcher.processes=2", "train.steps=8", "train.eval_every=0")

@@ -67,6 +67,7 @@ def test_tied_parameters_can_be_drawn_by_name(processes: int, options: dict[str,
         for j, precision in enumerate(("fp16", "bf16_master", "bf16", "bf16_params"))
     ],
 )
+@pytest.mark.slow
 def test_tied_parameters_in_half_precision(kind: str, precision: str) -> None:
     """Their gradients are sums of two parts, each rounded for itself."""
     case = tied(kind) | {"precision": precision}

@@ -34,7 +34,10 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("strategy", "options", "processes"),
-    [pytest.param(*way, marks=pytest.mark.slow if way[2] == 4 else ()) for way in WAYS],
+    [
+        pytest.param(*way, marks=pytest.mark.slow if way[2] == 4 or (way[1] and way[0] != "pserver") else ())
+        for way in WAYS
+    ],
 )
 def test_what_a_thread_writes_later_is_the_state_of_its_step_byte_for_byte(
     strategy: str, options: dict[str, Any], processes: int, tmp_path: Path

@@ -58,6 +58,7 @@ def test_each_ticket_is_applied_once_although_trainers_die(mode: dict[str, Any],
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
+@pytest.mark.slow
 def test_sync_ends_bit_for_bit_as_on_a_good_network(servers: int, seed: int) -> None:
     result = spread("pserver", 3, recipe=ANY, options={"servers": servers, "min_block": 1}, network=seed)
     assert same(result, calm(servers))

@@ -68,6 +68,7 @@ def command(live: Underway, role: str, number: int, *more: str) -> list[str]:
     )
 
 
+@pytest.mark.slow
 def test_status_of_a_live_run(live: Underway, run_dtf: Run) -> None:
     file = live.folder / "live.json"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -83,7 +83,9 @@ def test_bombs_are_refused_at_once(tmp_path: Path, body: str, message: str) -> N
         sys.setprofile(None)
 
 
-@pytest.mark.parametrize("opened", ["[", "{a:", "choice(", "${a.", "'"])
+@pytest.mark.parametrize(
+    "opened", ["[", *(pytest.param(opened, marks=pytest.mark.slow) for opened in ("{a:", "choice(", "${a.", "'"))]
+)
 def test_nested_brackets_on_a_command_line_are_refused_by_name(opened: str) -> None:
     closed = {"[": "]", "{a:": "}", "choice(": ")", "${a.": "}", "'": ""}[opened]
     with pytest.raises(ConfigError, match="^seed") as caught:
