@@ -11,16 +11,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dtf.core.errors import Exit
+from dtf.core.errors import ConfigError, Exit, Preempted
 from dtf.host.heartbeat import Beat
-from dtf.jobs.chaos import network, preload, processes, results, trial
+from dtf.jobs.chaos import network, preload, processes, reference, results, trial
 from dtf.jobs.chaos.command import Command
 from dtf.jobs.chaos.faults import FAULTS, Limit, Target, fits
 from dtf.jobs.chaos.timeline import BEFORE, Moment, Timeline
@@ -39,6 +39,7 @@ def test_a_fault_of_a_role_fits_strategies_with_that_role() -> None:
     assert fits(FAULTS["kill_server"], ("server", "trainer")) and fits(FAULTS["kill_rank"], ("trainer",))
     assert not fits(FAULTS["kill_server"], ("trainer", "trainer"))
     assert not fits(FAULTS["kill_trainer"], ("trainer",)), "with one role this is kill_rank"
+    assert not fits(FAULTS["cut_network"], ("trainer",)), "nothing passes between processes"
 
 
 # ---------------------------------------------------------------- moments
@@ -235,7 +236,7 @@ def test_a_command_that_hangs_or_ends_otherwise_breaks_its_trial(tmp_path: Path)
     assert outcome.wrong.startswith("hangs") and outcome.codes == [-signal.SIGKILL]
     outcome = Outcome(0, 0, "kill_rank", "ddp")
     command = Command([], tmp_path / "log", {}, program=["-c", "print('dtf: error[E_BUG]: why'); raise SystemExit(1)"])
-    trial._end(command, subject.__class__(**{**vars(subject), "hang_s": HANG_S}), frozenset({Exit.OK}), outcome)
+    trial._end(command, replace(subject, hang_s=HANG_S), frozenset({Exit.OK}), outcome)
     assert outcome.wrong == "exit code 1, expected one of [<Exit.OK: 0>]: dtf: error[E_BUG]: why"
 
 
@@ -348,11 +349,49 @@ def test_a_limit_is_what_a_process_has_now(tmp_path: Path, monkeypatch: pytest.M
     assert not re.search(r"Max address space +unlimited", limits), limits
 
 
-@pytest.mark.parametrize("refused", [lambda: "not here"])
-def test_a_fault_that_cannot_be_rehearsed_is_refused_by_name(
-    run_dtf: Any, monkeypatch: pytest.MonkeyPatch, refused: Callable[[], str]
-) -> None:
-    monkeypatch.setattr(FAULTS["cut_network"], "refused", refused)
+@pytest.mark.parametrize("name", ["kill_rank", "kill_forkserver", "stop_rank", "memory_limit"])
+def test_a_fault_that_finds_nobody_does_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "children", lambda pid: [])
+    target = Target(os.getpid(), tmp_path, random.Random(0))
+    FAULTS[name].strike(target)
+    assert not target.done, "its trial does not count"
+
+
+def test_a_disk_that_nobody_writes_to_is_not_disturbed(library: Path, tmp_path: Path) -> None:
+    control = preload.Control(tmp_path, library)
+    assert trial._met_nothing(FAULTS["disk_full"], control) and not trial._met_nothing(FAULTS["clock_jump"], control)
+    control.disk("full", tmp_path, errno.ENOSPC)
+    python(f"import os\ntry: os.mkdir({str(tmp_path / 'made')!r})\nexcept OSError: pass", control.environment)
+    assert not trial._met_nothing(FAULTS["disk_full"], control)
+    control.close()
+
+
+def test_a_reference_of_other_options_is_no_reference(tmp_path: Path) -> None:
+    subject = Subject("ddp", ("strategy=ddp", "run.dir=a"), ("trainer",), True, (5.0, 1.0))
+    place = tmp_path / "references" / "ddp"
+    place.mkdir(parents=True)
+    made = {"command": reference._key(subject), "seconds": 1.0, "repeats": True, "timeline": {}}
+    (place / "reference.json").write_text(json.dumps(made))
+    elsewhere = replace(subject, command=("strategy=ddp", "run.dir=b"))
+    assert reference.add_reference(elsewhere, tmp_path, lambda: None).repeats
+    other = replace(subject, command=("strategy=ddp", "strategy.bucket_mb=1", "run.dir=a"))
+    with pytest.raises(ConfigError, match="holds trials of strategy 'ddp' with other options"):
+        reference.add_reference(other, tmp_path, lambda: None)
+
+
+def test_who_asks_to_stop_does_not_wait_for_the_trial(tmp_path: Path) -> None:
+    def stopped() -> None:
+        raise Preempted("asked to stop")
+
+    command = Command([], tmp_path / "log", {}, check=stopped, program=["-c", "import time; time.sleep(600)"])
+    with pytest.raises(Preempted):
+        command.watch(lambda: False, HANG_S)
+    command.end()
+    assert command.code == -signal.SIGKILL
+
+
+def test_a_fault_that_cannot_be_rehearsed_is_refused_by_name(run_dtf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FAULTS["cut_network"], "refused", lambda: "not here")
     done = run_dtf("job=chaos", "job.faults=[cut_network]")
     assert done.code == Exit.CONFIG
     assert "job.faults has 'cut_network', which cannot be rehearsed: not here; leave it out" in done.err

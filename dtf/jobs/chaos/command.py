@@ -33,7 +33,8 @@ os.execve(sys.executable, [sys.executable, *order["command"]], order["environmen
 class Command:
     """A dtf command that runs. Its output goes into a file. It ends with this process.
 
-    `network`: it gets a network of its own, which `switch` cuts (`0`) and joins (`1`). `program`: arguments of Python.
+    `network`: it gets a network of its own, which `switch` cuts (`0`) and joins (`1`). `check`: called
+    while this process waits; what it raises ends the wait. `program`: arguments of Python.
     """
 
     def __init__(
@@ -42,10 +43,11 @@ class Command:
         log: Path,
         environment: dict[str, str],
         network: bool = False,
+        check: Callable[[], None] = lambda: None,
         program: Sequence[str] = ("-m", "dtf"),
     ) -> None:
         adopt_orphans(True)
-        self.log, self.began = log, time.monotonic()
+        self.log, self._check = log, check
         self._before = set(reap_orphans(set()))
         reading, self.switch = os.pipe() if network else (-1, -1)
         order = {
@@ -78,6 +80,7 @@ class Command:
         """
         end = time.monotonic() + timeout_s
         while self._process.poll() is None and not until():
+            self._check()
             now = time.monotonic()
             if now > end:
                 return False

@@ -67,7 +67,9 @@ class Fault(ABC):
 
     @abstractmethod
     def strike(self, target: Target) -> float:
-        """Do it. Returns after how many seconds `release` is to be called; inf: when the command has ended."""
+        """Do it, and note in `target.done` what was done; nothing, where nobody is there to hit. Returns after how many
+        seconds `release` is to be called; inf: when the command has ended.
+        """
 
     def release(self, target: Target) -> None:
         """Take it away again, if that can be done."""
@@ -84,15 +86,13 @@ class Kill(Fault):
     codes: frozenset[int] = RESUMED
 
     def strike(self, target: Target) -> float:
-        match self.whom:
-            case "launcher":
-                pid = target.launcher
-            case "fork server":
-                pid = processes.fork_server(target.launcher)
-            case _:
-                pid = target.victim
+        pid, name = target.victim, f"rank {target.rank}"
+        if self.whom == LAUNCHER:
+            pid, name = target.launcher, "the launcher"
+        elif self.whom == FORK_SERVER:
+            pid, name = processes.fork_server(target.launcher), "the fork server"
         if pid:
-            target.done.append(f"killed {self.whom if self.whom in (LAUNCHER, FORK_SERVER) else f'rank {target.rank}'}")
+            target.done.append(f"killed {name}")
             target.signal(pid, signal.SIGKILL)
         return 0.0
 
@@ -104,11 +104,11 @@ class StopRank(Fault):
     whom: str = ANY
 
     def strike(self, target: Target) -> float:
+        short = target.rng.random() < 0.4
         if pid := target.victim:
             target.signal(pid, signal.SIGSTOP)
             target.stopped.append(pid)
-        short = target.rng.random() < 0.4
-        target.done.append(f"stopped rank {target.rank}{' for a moment' if short else ''}")
+            target.done.append(f"stopped rank {target.rank}{' for a moment' if short else ''}")
         return target.rng.uniform(0.05, 1.0) if short else math.inf
 
     def release(self, target: Target) -> None:
@@ -130,10 +130,10 @@ class Term(Fault):
             "one rank": [target.victim],
             "all processes": [target.launcher, *processes.descendants(target.launcher)],
         }[to]
-        for pid in pids:
-            if pid:
-                target.signal(pid, signal.SIGTERM)
-        target.done.append(f"SIGTERM to {to}")
+        for pid in filter(None, pids):
+            target.signal(pid, signal.SIGTERM)
+        if any(pids):
+            target.done.append(f"SIGTERM to {to}")
         return 0.0
 
 
@@ -237,10 +237,11 @@ class Limit(Fault):
         memory = self.resource == resource.RLIMIT_AS
         whom = [target.victim] if memory else [target.victim, target.victim, target.launcher]
         pid = target.rng.choice(whom)
+        if not pid:
+            return 0.0
         used = _size(pid) if memory else _files(pid)
         with contextlib.suppress(ProcessLookupError):
-            if pid:
-                resource.prlimit(pid, self.resource, (used, resource.prlimit(pid, self.resource)[1]))
+            resource.prlimit(pid, self.resource, (used, resource.prlimit(pid, self.resource)[1]))
         who = "the launcher" if pid == target.launcher else f"rank {target.rank}"
         target.done.append(f"{who} may have no more {'memory' if memory else 'files'}")
         return math.inf
@@ -309,5 +310,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def fits(fault: Fault, roles: Sequence[str]) -> bool:
-    """Whether a strategy with these roles has whom the fault hits."""
+    """Whether a strategy whose ranks have these roles has whom, or what, the fault hits."""
+    if fault.needs_network and len(roles) == 1:
+        return False  # nothing passes between processes
     return fault.whom in (ANY, LAUNCHER, FORK_SERVER, RUN) or (fault.whom in roles and len(set(roles)) > 1)

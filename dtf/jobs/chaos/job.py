@@ -168,7 +168,7 @@ class Chaos(Job):
             place = folder / f"trial_{self.seed}_{number}"
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(mode=0o700)
-            outcome = run_trial(subject, name, self.seed, number, place, library)
+            outcome = run_trial(subject, name, self.seed, number, place, library, lambda: _stopped(stop))
             results.append(path, outcome)
             print(_line(outcome), flush=True)
             if not (self.keep and outcome.wrong):
@@ -187,6 +187,7 @@ class Chaos(Job):
 
         rows = results.rows(outcomes)
         broken = [outcome for outcome in outcomes if outcome.wrong]
+        missed = sum(outcome.missed for outcome in outcomes)
         config = composed.config
         report = {
             "recipe": config["recipe"]["name"],
@@ -203,7 +204,7 @@ class Chaos(Job):
         print(results.table(rows))
         for outcome in broken:
             print(f"broken: {_line(outcome)}")
-        print(f"{count_text(len(outcomes), 'trial')}, {len(broken)} broken; {folder / REPORT}")
+        print(f"{count_text(len(outcomes), 'trial')}, {len(broken)} broken, {missed} met nothing; {folder / REPORT}")
         if importlib.util.find_spec("matplotlib") is None:
             print(f"for the picture: {sys.executable} -m pip install 'matplotlib>=3.8'")
         else:
@@ -221,7 +222,8 @@ def _stopped(stop: Stop) -> None:
 
 def _line(outcome: Outcome) -> str:
     where = f"{outcome.phase} step {outcome.step}" if outcome.step >= 0 else outcome.phase
-    did = "; ".join(outcome.done) or "the run was over before"
+    did = "; ".join(outcome.done) or outcome.fault
+    did += " (does not count: it met nothing)" if outcome.missed else ""
     what = f"seed={outcome.seed} {outcome.number}: {outcome.strategy}, {where}: {did}"
     end = outcome.wrong and f"BROKEN: {outcome.wrong}"
     codes = ", ".join(map(str, outcome.codes))

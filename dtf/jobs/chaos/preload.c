@@ -158,45 +158,32 @@ int ftruncate64(int fd, off64_t size) {
     return real(fd, size);
 }
 
-int open(const char *path, int flags, ...) {
-    REAL(int, "open", const char *, int, ...);
-    __builtin_va_list more;
-    __builtin_va_start(more, flags);
-    mode_t mode = flags & (O_CREAT | O_TMPFILE) ? __builtin_va_arg(more, mode_t) : 0;
-    __builtin_va_end(more);
-    if (flags & (O_CREAT | O_WRONLY | O_RDWR)) ON_PATH(AT_FDCWD, path, flags & O_CREAT);
-    return real(path, flags, mode);
-}
+#define MODE                                                                             \
+    __builtin_va_list more;                                                              \
+    __builtin_va_start(more, flags);                                                     \
+    mode_t mode = flags & (O_CREAT | O_TMPFILE) ? __builtin_va_arg(more, mode_t) : 0;    \
+    __builtin_va_end(more)
 
-int open64(const char *path, int flags, ...) {
-    REAL(int, "open64", const char *, int, ...);
-    __builtin_va_list more;
-    __builtin_va_start(more, flags);
-    mode_t mode = flags & (O_CREAT | O_TMPFILE) ? __builtin_va_arg(more, mode_t) : 0;
-    __builtin_va_end(more);
-    if (flags & (O_CREAT | O_WRONLY | O_RDWR)) ON_PATH(AT_FDCWD, path, flags & O_CREAT);
-    return real(path, flags, mode);
-}
+#define OPEN(name)                                                                              \
+    int name(const char *path, int flags, ...) {                                                \
+        REAL(int, #name, const char *, int, ...);                                               \
+        MODE;                                                                                   \
+        if (flags & (O_CREAT | O_WRONLY | O_RDWR)) ON_PATH(AT_FDCWD, path, flags & O_CREAT);    \
+        return real(path, flags, mode);                                                         \
+    }
 
-int openat(int folder, const char *path, int flags, ...) {
-    REAL(int, "openat", int, const char *, int, ...);
-    __builtin_va_list more;
-    __builtin_va_start(more, flags);
-    mode_t mode = flags & (O_CREAT | O_TMPFILE) ? __builtin_va_arg(more, mode_t) : 0;
-    __builtin_va_end(more);
-    if (flags & (O_CREAT | O_WRONLY | O_RDWR)) ON_PATH(folder, path, flags & O_CREAT);
-    return real(folder, path, flags, mode);
-}
+#define OPENAT(name)                                                                          \
+    int name(int folder, const char *path, int flags, ...) {                                  \
+        REAL(int, #name, int, const char *, int, ...);                                        \
+        MODE;                                                                                 \
+        if (flags & (O_CREAT | O_WRONLY | O_RDWR)) ON_PATH(folder, path, flags & O_CREAT);    \
+        return real(folder, path, flags, mode);                                               \
+    }
 
-int openat64(int folder, const char *path, int flags, ...) {
-    REAL(int, "openat64", int, const char *, int, ...);
-    __builtin_va_list more;
-    __builtin_va_start(more, flags);
-    mode_t mode = flags & (O_CREAT | O_TMPFILE) ? __builtin_va_arg(more, mode_t) : 0;
-    __builtin_va_end(more);
-    if (flags & (O_CREAT | O_WRONLY | O_RDWR)) ON_PATH(folder, path, flags & O_CREAT);
-    return real(folder, path, flags, mode);
-}
+OPEN(open)
+OPEN(open64)
+OPENAT(openat)
+OPENAT(openat64)
 
 int rename(const char *from, const char *to) {
     REAL(int, "rename", const char *, const char *);

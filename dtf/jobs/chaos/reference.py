@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtf.core.errors import DtfError, Exit, Preempted
+from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.jobs.chaos.command import Command
 from dtf.jobs.chaos.timeline import Timeline
 from dtf.jobs.chaos.trial import Subject, same_bits
@@ -44,14 +44,19 @@ def plan(composed: Composed, settings: Settings, text: str) -> Subject:
 
 def add_reference(subject: Subject, folder: Path, check: Callable[[], None]) -> Subject:
     """The same with its reference, which is run twice unless `folder` has it from an earlier command. `check` is called
-    before each run.
+    all the time.
 
-    DtfError when a run does not end well.
+    DtfError when a run does not end well. ConfigError where the folder has that of other options.
     """
     place = folder / "references" / re.sub(r"[^A-Za-z0-9.-]+", "_", subject.strategy)
     if not (place / _NAME).exists():
         _make(subject, place, check)
     made = json.loads((place / _NAME).read_text())
+    if made["command"] != _key(subject):
+        raise ConfigError(
+            f"{folder} holds trials of strategy '{subject.strategy}' with other options; their numbers would mix; "
+            "choose another run.dir"
+        )
     timeline = Timeline.from_json(made["timeline"])
     given_s, grace_s = subject.limits
     hang_s = min(given_s, max(_LEAST_HANG_S, _HANG_STEPS * timeline.longest("step")))
@@ -66,16 +71,20 @@ def add_reference(subject: Subject, folder: Path, check: Callable[[], None]) -> 
     )
 
 
+def _key(subject: Subject) -> list[str]:
+    """What the runs of a strategy have in common, wherever their folder is."""
+    return [word for word in subject.command if not word.startswith("run.")]
+
+
 def _make(subject: Subject, place: Path, check: Callable[[], None]) -> None:
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True, mode=0o700)
     timeline, took = Timeline(), []
     print(f"{subject.strategy}: undisturbed, twice", flush=True)
     for name in ("first", "second"):
-        check()
         began = time.monotonic()
         log = place / f"{name}.log"
-        command = Command(subject.words(place / name), log, {})
+        command = Command(subject.words(place / name), log, {}, check=check)
         try:
             command.watch(lambda: False, _MOST_S, timeline if name == "first" else None, len(subject.roles))
             code = command.code
@@ -89,6 +98,7 @@ def _make(subject: Subject, place: Path, check: Callable[[], None]) -> None:
             words = log.read_text(errors="replace").splitlines()[-1:] or ["it said nothing"]
             raise DtfError(f"the undisturbed run of {subject.strategy} ended with exit code {code}: {words[0]}")
     made = {
+        "command": _key(subject),
         "seconds": max(took),
         "repeats": same_bits(RecordedRun.read(place / "first"), RecordedRun.read(place / "second")),
         "timeline": timeline.to_json(),

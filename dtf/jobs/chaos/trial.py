@@ -7,7 +7,7 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from dtf.core.errors import STARTED_AGAIN, DtfError, Exit
+from dtf.core.text import quoted
 from dtf.jobs.chaos.command import OUTLIVE_S, Command
-from dtf.jobs.chaos.faults import ANY, FAULTS, FORK_SERVER, LAUNCHER, RUN, Fault, Target
+from dtf.jobs.chaos.faults import ANY, FAULTS, FORK_SERVER, LAUNCHER, RUN, Disk, Fault, Target
 from dtf.jobs.chaos.preload import Control
 from dtf.jobs.chaos.timeline import Moment, Timeline
 from dtf.runs.compare import compare
@@ -48,7 +49,7 @@ class Subject:
     repeats: bool = True  # two undisturbed runs are equal bit for bit
 
     def words(self, folder: Path) -> list[str]:
-        return [*self.command, f"run.dir='{folder}'"]
+        return [*self.command, f"run.dir={quoted(folder)}"]
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Outcome:
     recovered_s: float | None = None  # within the same command, until the next new step
     outlived_s: float = 0.0  # by the slowest process of the run, its launcher
     seconds: float = 0.0
-    missed: bool = False  # the run was over before it could be disturbed
+    missed: bool = False  # nothing was disturbed: the run was over before, or did not meet the fault
 
     @property
     def recovered(self) -> bool:
@@ -81,8 +82,18 @@ class Outcome:
         return asdict(self)
 
 
-def run_trial(subject: Subject, name: str, seed: int, number: int, folder: Path, library: Path | None) -> Outcome:
-    """Run one trial in an empty folder. What it draws follows from `seed` and `number` alone."""
+def run_trial(
+    subject: Subject,
+    name: str,
+    seed: int,
+    number: int,
+    folder: Path,
+    library: Path | None,
+    check: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Run one trial in an empty folder. What it draws follows from `seed` and `number`, and from the phases of the
+    reference. `check` is called all the time; what it raises ends the trial and its processes.
+    """
     rng = random.Random(f"chaos {seed} {number} {subject.strategy} {name}")
     outcome, began = Outcome(seed, number, name, subject.strategy), time.monotonic()
     fault, run, struck = FAULTS[name], folder / "run", 0.0
@@ -94,11 +105,11 @@ def run_trial(subject: Subject, name: str, seed: int, number: int, folder: Path,
         outcome.codes.clear()
         moment = subject.timeline.draw(rng, target.rank, before=fault.whom in _NOBODY)
         outcome.phase, outcome.step = moment.phase, moment.step
-        struck = _disturbed(subject, fault, moment, target, folder, outcome)
+        struck = _disturbed(subject, fault, moment, target, folder, outcome, check)
         if struck or outcome.wrong:
             break
-    outcome.missed = not struck
-    _finish(subject, fault, target, folder, outcome)
+    outcome.missed = not struck or _met_nothing(fault, control)
+    _finish(subject, fault, target, folder, outcome, check)
     outcome.done = target.done + ([f"{control.hits} calls"] if control is not None and control.hits else [])
     if struck:
         _measure(run / "events.jsonl", struck, fault, len(target.done) == 1, outcome)
@@ -113,12 +124,24 @@ def run_trial(subject: Subject, name: str, seed: int, number: int, folder: Path,
 _NOBODY = (LAUNCHER, FORK_SERVER, RUN)
 
 
-def _disturbed(subject: Subject, fault: Fault, moment: Moment, target: Target, folder: Path, outcome: Outcome) -> float:
-    """Start the command and disturb it. Returns when it was disturbed, 0 when it had ended before."""
+def _met_nothing(fault: Fault, control: Control | None) -> bool:
+    """Whether a disk was disturbed while nothing was written."""
+    return isinstance(fault, Disk) and control is not None and not control.hits
+
+
+def _disturbed(
+    subject: Subject,
+    fault: Fault,
+    moment: Moment,
+    target: Target,
+    folder: Path,
+    outcome: Outcome,
+    check: Callable[[], None],
+) -> float:
+    """Start the command and disturb it. Returns when it was disturbed; 0: nobody was there to hit, or it had ended."""
     control, struck = target.control, 0.0
-    command = Command(
-        subject.words(target.folder), folder / "output.log", control.environment if control else {}, fault.needs_network
-    )
+    environment = control.environment if control else {}
+    command = Command(subject.words(target.folder), folder / "output.log", environment, fault.needs_network, check)
     target.launcher, target.switch = command.pid, command.switch
     try:
         command.watch(lambda: moment.has_come(command.beats.read(target.rank)), subject.hang_s)
@@ -138,7 +161,7 @@ def _disturbed(subject: Subject, fault: Fault, moment: Moment, target: Target, f
         fault.release(target)
     finally:
         command.end()
-    return struck
+    return struck if target.done else 0.0
 
 
 def _end(command: Command, subject: Subject, codes: frozenset[int], outcome: Outcome) -> None:
@@ -157,14 +180,16 @@ def _end(command: Command, subject: Subject, codes: frozenset[int], outcome: Out
         outcome.wrong = f"exit code {code}, expected one of {sorted(codes)}: {_last_words(command.log)}"
 
 
-def _finish(subject: Subject, fault: Fault, target: Target, folder: Path, outcome: Outcome) -> None:
+def _finish(
+    subject: Subject, fault: Fault, target: Target, folder: Path, outcome: Outcome, check: Callable[[], None]
+) -> None:
     """Start the command again, undisturbed, until it has ended well."""
     while not outcome.wrong and outcome.codes[-1] != Exit.OK:
         if len(outcome.codes) == STARTS:
             outcome.wrong = f"lost: exit codes {outcome.codes}: {_last_words(folder / 'output.log')}"
             return
         fault.between(target) if len(outcome.codes) == 1 else None
-        command = Command(subject.words(target.folder), folder / "output.log", {})
+        command = Command(subject.words(target.folder), folder / "output.log", {}, check=check)
         try:
             _end(command, subject, frozenset({Exit.OK, *STARTED_AGAIN}), outcome)
         finally:
