@@ -38,7 +38,8 @@ from dtf.api.helper_roles import RoleContext
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.task import Task
-from dtf.checkpoint.checkpointer import Checkpointer, Every
+from dtf.checkpoint.checkpointer import Checkpointer
+from dtf.checkpoint.options import Every
 from dtf.core.types import Event, Measured, Place, Shard
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader

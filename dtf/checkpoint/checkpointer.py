@@ -6,16 +6,15 @@ Tensors are written and read by `dtf.checkpoint.boxes`. How files become a check
 
 from __future__ import annotations
 
-import os
 import sys
+import time
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from dtf.api.registry import option, register, with_default
-from dtf.api.schema import KeyProblem
 from dtf.checkpoint import storage
+from dtf.checkpoint.agreement import Agreement, Peers
 from dtf.checkpoint.boxes import STATE, StoredCheckpoint, loading_fault, write_boxes, write_scalars
 from dtf.checkpoint.manifest import (
     Manifest,
@@ -24,71 +23,17 @@ from dtf.checkpoint.manifest import (
     StoredFile,
     StoredTensor,
 )
+from dtf.checkpoint.mirror import Mirror
+from dtf.checkpoint.options import Every
+from dtf.checkpoint.places import Place, fetch, is_url, open_place, reaching
 from dtf.checkpoint.resolve_path import resolve_checkpoints
+from dtf.checkpoint.retention import Retention, retain
 from dtf.checkpoint.suspects import set_aside
-from dtf.core.errors import BusyError, DataError, DtfError, Exit, SaveError
+from dtf.core.errors import BusyError, ConfigError, DataError, DtfError, SaveError
 from dtf.core.types import State
 
-REMEDY = "make room or mend the disk, then start again"
-"""The end of a SaveError that ends the run."""
-_ERRORS: dict[int, type[DtfError]] = {cls.exit: cls for cls in (DtfError, DataError, BusyError, SaveError)}
-
-
-@register("checkpoint", "every")
-class Every:
-    """Save regularly, keep the newest and the best checkpoints, and resume from the newest."""
-
-    every_steps: int | None = option(
-        default=None,
-        least=0,
-        doc="save so often, and at the end; null: at each end of an epoch; 0, which is checkpoint=off: never, not even "
-        "at the end",
-        unit="steps",
-    )
-    keep_last: int = option(default=3, least=1, doc="newest checkpoints to keep")
-    keep_best: int = option(
-        default=1, least=0, doc="best checkpoints to keep beside them; not 0: each new best evaluation is saved"
-    )
-    background: bool = option(
-        default=True,
-        doc="training waits for a copy of the state in memory, and a thread writes it; off: it waits for the disk",
-    )
-    resume: str = option(
-        default="auto",
-        doc="`auto`: from the newest loadable checkpoint of the run folder, if any; `never`: from step 0, refused "
-        "when the run folder holds checkpoints; "
-        "or a path, of a checkpoint or another run folder: from there, until the run folder has checkpoints of its own",
-    )
-
-    def check(self) -> None:
-        """Raise ConfigError for values that make no sense, DataError when there is no checkpoint to resume from.
-
-        Torch-free.
-        """
-        if not self.resume:
-            raise KeyProblem(
-                "checkpoint.resume",
-                "checkpoint.resume is empty; use auto, never or the path of a checkpoint or run folder",
-            )
-        if self.resume not in ("auto", "never"):
-            resolve_checkpoints(self.resume, "checkpoint.resume")
-
-
-@register("checkpoint", "off", variant_of="every")
-class Off(Every):
-    """For trials whose result nobody needs: nothing is written, and a killed run starts over."""
-
-    every_steps: int | None = with_default(Every, "every_steps", 0)
-
-
-class Peers(Protocol):
-    """The collective operations that a checkpointer uses, on JSON values. See `dtf.World`, which has them."""
-
-    rank: int
-    size: int
-
-    def gather(self, value: Any) -> list[Any] | None: ...
-    def broadcast(self, value: Any) -> Any: ...
+HURRY_S = 8.0
+"""How long a run that is asked to stop waits for its mirror."""
 
 
 def _warn(text: str) -> None:
@@ -100,7 +45,8 @@ class Checkpointer:
     all.
 
     `objective`: the metric that ranks checkpoints, and `max` or `min`. `strategy`: its name, for people. `note` gets,
-    on rank 0, what a person should know. One thread at a time.
+    on rank 0, what a person should know, and `say` what is as it should be. `alive` is called all the time while work
+    takes long. One thread at a time.
     """
 
     def __init__(
@@ -112,19 +58,24 @@ class Checkpointer:
         objective: tuple[str, str],
         strategy: str,
         note: Callable[[str], None] = _warn,
+        say: Callable[[str], None] = _warn,
+        alive: Callable[[], None] = lambda: None,
     ) -> None:
-        self._folder, self._options, self._world, self._run_id = folder, options, world, run_id
-        self._objective, self._strategy, self._note = objective, strategy, note
+        self._folder, self._options, self._run_id = folder, options, run_id
+        self._ranks = Agreement(world, self._removed)
+        self._objective, self._strategy = objective, strategy
+        self._note, self._say, self._alive = note, say, alive
         self._damaged: set[Path] = set()  # found at the start; they are left where they are and count for nothing
         self._judge: Callable[[dict[str, Any]], object] = dict
-        self._cause: Exception | None = None
         self._made = False  # the folder is there, as far as this process knows
         self._trusted: int | None = None  # None: nobody compares replicas
+        self._mirror: Mirror | None = None  # of rank 0
+        self._source: Place | None = None  # of rank 0: where checkpoints that are not here are fetched
 
     def over(self, world: Peers) -> Checkpointer:
         """The same, whose ranks talk by another channel."""
         other = copy(self)
-        other._world = world
+        other._ranks = Agreement(world, other._removed)
         return other
 
     # ------------------------------------------------------------ save
@@ -137,12 +88,12 @@ class Checkpointer:
         write; only the unfinished checkpoint is lost then. A complete checkpoint of this step is left as it is.
         """
         name = storage.step_name(step)
-        begun = self._lead(lambda: _text(self._begin(step)), SaveError, f"checkpoint {name}")
+        begun = self._ranks.lead(lambda: _text(self._begin(step)), SaveError, f"checkpoint {name}")
         if begun is None:
             return str(self._folder / name)
         draft = Path(begun)
-        parts = self._world.gather(self._attempt(lambda: self._write(draft, state)))
-        return self._lead(
+        parts = self._ranks.world.gather(self._ranks.attempt(lambda: self._write(draft, state)))
+        return self._ranks.lead(
             lambda: self._finish(draft, step, parts or [], scalars, value), SaveError, f"checkpoint {name}"
         )
 
@@ -163,7 +114,8 @@ class Checkpointer:
 
     def _write(self, draft: Path, state: State) -> list[dict[str, Any]]:
         """What this rank wrote, and what other processes wrote for it."""
-        written = [write_boxes(draft / f"rank_{self._world.rank}.safetensors", state.boxes)] if state.boxes else []
+        world = self._ranks.world
+        written = [write_boxes(draft / f"rank_{world.rank}.safetensors", state.boxes)] if state.boxes else []
         return written + (state.others()(draft) if state.others else [])
 
     def _finish(
@@ -179,7 +131,7 @@ class Checkpointer:
             files[STATE] = write_scalars(draft, scalars)
             goal = Objective(*self._objective, value) if value is not None else None
             final = storage.commit(
-                draft, Manifest(step, self._run_id, self._strategy, self._world.size, goal, files, tensors)
+                draft, Manifest(step, self._run_id, self._strategy, self._ranks.world.size, goal, files, tensors)
             )
         except Exception:
             try:  # give the space of a full disk back
@@ -202,21 +154,45 @@ class Checkpointer:
 
         A failure costs disk space only.
         """
-        if self._world.rank:
+        if self._ranks.world.rank:
             return
-        options = self._options
+        rule = Retention(self._options.keep_last, self._options.keep_best, self._objective, self._trusted)
+        sending = self._mirror.sending if self._mirror else None
+        spared = self._damaged | ({sending} if sending else set())
         try:
-            storage.retain(
-                self._folder,
-                self._run_id,
-                options.keep_last,
-                options.keep_best,
-                self._objective,
-                self._damaged,
-                self._trusted,
-            )
+            retain(self._folder, self._run_id, rule, spared)
         except OSError as error:
             self._note(f"old checkpoints in {self._folder} could not be removed: {error}")
+        if self._mirror:
+            self._mirror.wake(rule)
+
+    def finish_mirror(self, hurried: bool) -> None:
+        """Wait until the mirror has what is kept here. Collective. SaveError when something is missing there.
+
+        `hurried`: the run has to end soon. It waits no longer than HURRY_S, and what is missing is noted.
+        """
+        if not self._options.mirror:
+            return
+        mirror, began, told = self._mirror, time.monotonic(), False
+        while self._ranks.world.broadcast(
+            mirror is not None and not (hurried and time.monotonic() - began > HURRY_S) and not mirror.is_done(1.0)
+        ):
+            self._alive()
+            if mirror is not None and not told:
+                told = True
+                self._say(f"waiting for the mirror {mirror.place.name}")
+        self._ranks.lead(lambda: self._check_mirror(hurried), DataError, "the mirror")
+
+    def _check_mirror(self, hurried: bool) -> None:
+        """The part of rank 0 in `finish_mirror` when the wait is over."""
+        assert self._mirror is not None
+        name, why = self._mirror.missing()
+        text = f"{name} is in {self._folder} and not in the mirror {self._mirror.place.name}: {why}; start again with "
+        text += "the same command, which sends it"
+        if name and not hurried:
+            raise SaveError(text)
+        if name:
+            self._note(text)
 
     def trust(self, step: int) -> None:
         """Note the last step at which replicas were compared and were alike: a checkpoint from before it is kept."""
@@ -233,7 +209,8 @@ class Checkpointer:
             left = storage.checkpoints(self._folder)
             return [path.name for path in moved], left[0].name if left else ""
 
-        moved, left = self._lead(move, SaveError, "the mark of suspect checkpoints")
+        moved, left = self._ranks.lead(move, SaveError, "the mark of suspect checkpoints")
+        self.retain()  # the mirror loses them too
         return moved, left
 
     # ------------------------------------------------------------ find and load
@@ -248,27 +225,33 @@ class Checkpointer:
         there are checkpoints but none can be loaded, or when a rank cannot read what others can.
         """
         newest_fault, self._judge = "", judge
-        candidates = [Path(path) for path in self._lead(lambda: self._candidates(attempt), DataError, "checkpoints")]
-        for path in candidates:
-            reports = self._world.gather(
-                self._attempt(lambda path=path: loading_fault(path, self._world.rank, self._world.size, judge))
-            )
-            fault = self._lead(lambda reports=reports: _verdict(reports or []), DataError, f"checkpoint {path}")
+        candidates = self._ranks.lead(lambda: self._candidates(attempt), DataError, "checkpoints")
+        for path, is_here in [(Path(path), is_here) for path, is_here in candidates]:
+            fault = None if is_here else self._fetch(path)
+            fault = fault or self._loading_fault(path)
             if fault is None:
+                self._damaged.discard(path)
                 return path
             newest_fault = newest_fault or f"{path.name}: {fault}"
             self._damaged.add(path)
-            if self._world.rank == 0:
+            if self._ranks.world.rank == 0:
                 self._note(f"checkpoint {path} is skipped: {fault}")
         if not candidates:
             return None
-        in_run_folder = candidates[0].parent == self._folder
+        in_run_folder = Path(candidates[0][0]).parent == self._folder
         where = self._folder if in_run_folder else f"checkpoint.resume={self._options.resume}"
         cure = "move them away to start anew, or use another run.dir" if in_run_folder else "give another"
         raise DataError(
             f"{where} holds no checkpoint that can be loaded ({newest_fault}); `dtf job=checkpoint job.action=verify` "
             f"says more; {cure}"
         )
+
+    def _loading_fault(self, path: Path) -> str | None:
+        """Why a checkpoint cannot be loaded; each rank compares a share of its digests. Collective."""
+        world = self._ranks.world
+        report = self._ranks.attempt(lambda: loading_fault(path, world.rank, world.size, self._judge))
+        reports = world.gather(report) or []
+        return self._ranks.lead(lambda: _verdict(reports), DataError, f"checkpoint {path}")
 
     def load(self, path: Path) -> StoredCheckpoint:
         """Open a checkpoint for reading. Not collective."""
@@ -277,75 +260,79 @@ class Checkpointer:
     def _fault(self, path: Path) -> str | None:
         return loading_fault(path, judge=self._judge)
 
-    def _candidates(self, attempt: int) -> list[str]:
-        """The part of rank 0 in `find`: the checkpoints of this run folder, or those of the given path if there are
-        none, newest first.
+    def _candidates(self, attempt: int) -> list[tuple[str, bool]]:
+        """The part of rank 0 in `find`: the checkpoints of this run folder and its mirror, or those of the given path
+        if there are none, newest first; and whether they are here or have to be fetched.
         """
         try:
             storage.clean(self._folder)
         except OSError as error:
             self._note(f"leftovers in {self._folder} could not be removed: {error}")
-        resume, existing = self._options.resume, storage.checkpoints(self._folder)
-        self._made = bool(existing)
+        resume, here = self._options.resume, storage.checkpoints(self._folder)
+        self._made = bool(here)
+        there = self._open_mirror(attempt)
+        existing = [(str(path), True) for path in here] + [(str(self._folder / name), False) for name in there]
+        existing.sort(key=lambda one: (storage.step_of(Path(one[0]).name) or 0, one[1]), reverse=True)
         if existing and attempt:
-            return [str(path) for path in existing]
-        given = [] if resume in ("auto", "never") else resolve_checkpoints(resume, "checkpoint.resume")
+            return existing
+        if not existing and is_url(resume):
+            with reaching(resume, "checkpoint.resume"):
+                self._source = open_place(resume)
+                steps = self._source.steps()
+            if not steps:
+                raise DataError(f"checkpoint.resume={resume} holds no checkpoint; give the checkpoint.mirror of a run")
+            return [(str(self._folder / storage.step_name(step)), False) for step in steps]
+        given = (
+            [] if resume in ("auto", "never") or is_url(resume) else resolve_checkpoints(resume, "checkpoint.resume")
+        )
         if existing:
+            where, name = (self._folder if here else self._options.mirror), Path(existing[0][0]).name
             if resume == "never":
+                other = "run.dir" if here else "checkpoint.mirror"
                 raise BusyError(
-                    f"checkpoint.resume=never, but {self._folder} holds {existing[0].name}; a run folder is one run: "
-                    "use checkpoint.resume=auto to go on, or another run.dir"
+                    f"checkpoint.resume=never, but {where} holds {name}; a run folder is one run, and so is its "
+                    f"mirror: use checkpoint.resume=auto to go on, or another {other}"
                 )
-            if given and given[0].resolve() in [path.resolve() for path in existing[1:]]:
+            if given and given[0].resolve() in [path.resolve() for path in here[1:]]:
                 raise BusyError(
-                    f"checkpoint.resume={resume} is older than {existing[0].name} in the same run folder; "
+                    f"checkpoint.resume={resume} is older than {name} in the same run folder; "
                     "a run folder is one run: use another run.dir to start from there"
                 )
-        return [str(path) for path in existing or given]
+        return existing or [(str(path), True) for path in given]
 
-    # ------------------------------------------------------------ agreement
-
-    def _attempt(self, work: Callable[[], Any]) -> dict[str, Any]:
-        """The JSON result of `work`, or its failure as JSON, so that no rank is left waiting for one that failed."""
-        self._cause = None
+    def _open_mirror(self, attempt: int) -> list[str]:
+        """The checkpoints of the mirror, if there is one. A restarted run does without one that does not answer."""
+        if not self._options.mirror:
+            return []
         try:
-            return {"result": work()}
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-            self._cause = error
-            if isinstance(error, DtfError):
-                return {"error": str(error), "exit": int(error.exit)}
-            if isinstance(error, (OSError, MemoryError)):
-                return {"error": _reason(error), "exit": None}
-            return {"error": f"{type(error).__name__}: {error}; please report this", "exit": int(Exit.BUG)}
+            with reaching(self._options.mirror, "checkpoint.mirror"):
+                mirror = Mirror(open_place(self._options.mirror), self._folder, self._run_id, self._note, self._say)
+                names = [storage.step_name(step) for step in mirror.open()]
+        except (SaveError, ConfigError) as error:
+            if not attempt:
+                raise
+            self._note(f"{error}; nothing is mirrored until then")
+            return []
+        self._mirror, self._source = mirror, mirror.place
+        return names
 
-    def _lead(self, work: Callable[[], Any], failure: type[DtfError], what: str) -> Any:
-        """Rank 0's result of `work` on every rank, or its failure: `failure` for what the machine refused.
+    def _fetch(self, path: Path) -> str | None:
+        """Copy a checkpoint of the mirror to `path`. Returns why it cannot be loaded; None: it is there. Collective."""
 
-        Collective.
-        """
-        answer = self._attempt(work) if self._world.rank == 0 else {}
-        if "error" in answer:
-            answer["removed"] = self._removed()
-        answer = self._world.broadcast(answer)
-        if "error" not in answer:
-            return answer["result"]
-        kind = failure if answer["exit"] is None else _ERRORS.get(answer["exit"], DtfError)
-        text = answer["error"]
-        if kind is SaveError:
-            rest = f"the last complete one is kept; {REMEDY}"
-            if answer["removed"]:
-                text, rest = answer["removed"], "its checkpoints are gone; start again, or with another run.dir"
-            text = f"{what} could not be written: {text}; {rest}"
-        elif kind is DtfError or answer["exit"] is None:
-            text = f"{what}: {text}"
-        raise kind(text) from self._cause
+        def fetch_it() -> str | None:
+            assert self._source is not None
+            step, began = storage.step_of(path.name) or 0, time.monotonic()
+            self._say(f"fetching {path.name} from {self._source.name}")
+            try:
+                fetch(self._source, step, self._folder, self._run_id)
+            except DataError as error:
+                return str(error)
+            except OSError as error:
+                raise SaveError(f"{path.name} could not be fetched: {error.strerror}; start again") from error
+            self._say(f"fetched {path.name} in {time.monotonic() - began:.1f} s")
+            return None
 
-
-def _reason(error: OSError | MemoryError) -> str:
-    if isinstance(error, MemoryError):
-        return "out of memory"
-    where = f" ({os.path.basename(error.filename)})" if isinstance(error.filename, str) else ""
-    return f"{error.strerror or error}{where}"
+        return self._ranks.lead_long(fetch_it, DataError, f"checkpoint {path}", self._alive)
 
 
 def _text(path: Path | None) -> str | None:

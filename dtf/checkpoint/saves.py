@@ -12,7 +12,8 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.checkpoint.checkpointer import REMEDY, Checkpointer
+from dtf.checkpoint.agreement import REMEDY
+from dtf.checkpoint.checkpointer import Checkpointer
 from dtf.core.errors import DtfError, SaveError
 from dtf.core.types import Box, State
 
@@ -88,11 +89,14 @@ class Saves:
 
         self._thread = _Work(write, self._tell_failure)
 
-    def finish(self) -> None:
-        """Wait until the last save is complete. Raises its error. Collective."""
+    def finish(self, hurried: bool = False) -> None:
+        """Wait until the last save is complete and mirrored, see `Checkpointer.finish_mirror`. Raises its error.
+        Collective.
+        """
         self._end()
         if self._failed:
             raise self._failed
+        self._checkpointer.finish_mirror(hurried)
 
     def trust(self, step: int) -> None:
         """See `Checkpointer.trust`."""

@@ -8,18 +8,17 @@ makes sure that one run writes at a time.
 from __future__ import annotations
 
 import errno
-import math
 import os
 import re
 import shutil
 import stat
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
 from dtf.checkpoint.durable_renames import move_aside, sync_folder
-from dtf.checkpoint.manifest import BLOCK_BYTES, MAX_BYTES, NAME, Manifest, Objective, StoredFile, decode, encode
+from dtf.checkpoint.manifest import BLOCK_BYTES, MAX_BYTES, NAME, Manifest, StoredFile, decode, encode
 from dtf.core.errors import DataError
 
 MANIFEST = "manifest.json"
@@ -328,47 +327,6 @@ def clean(parent: Path) -> None:
         for name in os.listdir(parent):
             if _LEFTOVER.fullmatch(name):
                 _remove(parent / name)
-
-
-def retain(
-    parent: Path,
-    run_id: str,
-    keep_last: int,
-    keep_best: int,
-    objective: tuple[str, str],
-    damaged: Collection[Path] = frozenset(),
-    trusted: int | None = None,
-) -> list[Path]:
-    """Remove checkpoints beyond the `keep_last` newest and the `keep_best` best by `objective` (metric, `max` or
-    `min`); returns those removed.
-
-    Counts only complete ones, and touches only those: what cannot be read, or is known to be `damaged`, is left for a
-    person. The newest is always kept, and so is the newest up to step `trusted`. Of equals the older is better, as for
-    the run itself. A checkpoint leaves by a rename first, so that a half removed one is never met.
-    """
-    complete: list[tuple[Path, Objective | None]] = []
-    for folder in checkpoints(parent):
-        if folder in damaged:
-            continue
-        try:
-            complete.append((folder, read_manifest(folder).objective))
-        except (DataError, NotADirectoryError):
-            continue
-    sign = -1.0 if objective[1] == "max" else 1.0
-    ranked = [
-        (sign * goal.value, i)
-        for i, (_, goal) in enumerate(reversed(complete))
-        if goal is not None and (goal.metric, goal.mode) == objective and math.isfinite(goal.value)
-    ]
-    best = {complete[len(complete) - 1 - i][0] for _, i in sorted(ranked)[:keep_best]}
-    if trusted is not None:
-        best.update([folder for folder, _ in complete if (step_of(folder.name) or 0) <= trusted][:1])
-    removed = []
-    for folder, _ in complete[max(1, keep_last) :]:
-        if folder not in best:
-            discard(folder, run_id)
-            removed.append(folder)
-    return removed
 
 
 def discard(folder: Path, run_id: str) -> None:

@@ -61,6 +61,7 @@ KEYS = {
     "patience": "train.early_stop",
     "pretrained": "recipe.model.weights=FILE",
     "random_seed": "seed",
+    "remote_dir": "checkpoint.mirror=URL",
     "resume_from_checkpoint": "checkpoint.resume=PATH",
     "save_dir": "run.dir",
     "save_steps": "checkpoint.every_steps",

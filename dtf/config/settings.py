@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dtf.api.row_optimizer import RowOptimizer
     from dtf.api.sampler import Sampler
     from dtf.api.strategy import Strategy
-    from dtf.checkpoint.checkpointer import Every
+    from dtf.checkpoint.options import Every
 
 GROUPS = {
     "job": "what to do",
@@ -61,7 +61,7 @@ EXPERIMENT = "experiment"
 
 _PARTS = {
     "api": "lr precision",
-    "checkpoint": "checkpointer",
+    "checkpoint": "options",
     "data": "samplers",
     "optim": "optimizers",
     "sparse": "row_optimizers",

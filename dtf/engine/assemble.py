@@ -37,6 +37,7 @@ from dtf.engine.program_check import check_program
 from dtf.engine.rank import Rank, ignore
 from dtf.engine.start_record import StartRecord, start_digest
 from dtf.engine.turns import Turns, build
+from dtf.host import heartbeat
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.ema import with_ema
 from dtf.model.init import construct, refuse_untrainable, start_from
@@ -249,6 +250,8 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
         plan.objective,
         config["strategy"]["name"],
         note=lambda text: joined.see(Note("warning", text)),
+        say=lambda text: joined.see(Note("info", text)),
+        alive=heartbeat.still_alive,
     )
     # The last global batch of an epoch may be a single row, which not every model can compute: find out now.
     last = epochs.batches - 1

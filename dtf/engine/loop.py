@@ -66,8 +66,8 @@ class Saver(Protocol):
         complete checkpoint, how long it took and how long training stood still, perhaps later.
         """
 
-    def finish(self) -> None:
-        """Wait for the last save."""
+    def finish(self, hurried: bool = False) -> None:
+        """Wait for the last save. `hurried`: the run was asked to stop."""
 
 
 class Window:
@@ -294,7 +294,7 @@ class _TicketHandler:
             self.loop.guard.compare_state(ticket.step)
         if self.loop.saver is not None:
             self.loop.beat("save", ticket.step)
-            self.loop.saver.finish()
+            self.loop.saver.finish(ticket.reason == "preempted")
         self.program.sync()
         _add_rest(self.loop, self.window)
         self._refuse_divergence(ticket.step)

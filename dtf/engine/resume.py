@@ -160,7 +160,8 @@ def _refuse_another_task(setup: TrainingSetup, path: Path, source: Source) -> No
     for key, value in identity(setup).items():
         if source.scalars.get(key) != value:
             was = repr(source.scalars.get(key))[:_SHOWN]
-            start_anew = ", or start anew in another run.dir" if setup.checkpointer.owns(path) else ""
+            mirror = " with another checkpoint.mirror" if setup.joined.rank.settings.checkpoint.mirror else ""
+            start_anew = f", or start anew in another run.dir{mirror}" if setup.checkpointer.owns(path) else ""
             raise ConfigError(
                 f"checkpoint {path} was written with {key}={was}, this run has {key}={value!r}; "
                 f"data position and numbers would not continue; use the same{start_anew}"

@@ -32,21 +32,22 @@ def open_saves(setup: TrainingSetup) -> Saving:
     def note(text: str) -> None:
         setup.joined.see(Note("warning", text))
 
+    row = {"mirror": options.mirror} if options.mirror else {}
     if not options.background or not setup.plan.save_every:
-        return Saving(Saves(checkpointer, note), needs, {})
+        return Saving(Saves(checkpointer, note), needs, row)
     channel, boxes = world.channel(), program.state().boxes
     size = sum(box.tensor.nbytes for box in boxes)
     # optimizers have their state by now; gradients and activations are still to come
     coming = needs.gradients + needs.activations + needs.exchange if needs and world.device.type == "cpu" else 0
     why = "ranks of MPI have no second channel" if channel is None else _too_large(setup, size, coming)
     if channel is None or why:
-        return Saving(Saves(checkpointer, note), needs, {"saves": f"training waits for the disk, as {why}"})
+        return Saving(Saves(checkpointer, note), needs, row | {"saves": f"training waits for the disk, as {why}"})
     saves = Saves(checkpointer.over(channel), note, world.barrier)
     saves.reserve(boxes)
     if world.device.type == "cpu":
-        return Saving(saves, needs and needs._replace(copies=size), {})
+        return Saving(saves, needs and needs._replace(copies=size), row)
     largest = max(world.gather(size) or [0])
-    return Saving(saves, needs, {"saves": f"{bytes_text(largest)} a process of the host's memory for a copy"})
+    return Saving(saves, needs, row | {"saves": f"{bytes_text(largest)} a process of the host's memory for a copy"})
 
 
 def _too_large(setup: TrainingSetup, size: int, coming: int) -> str:

@@ -82,6 +82,7 @@ def _keys(composed: Composed, folder: Path, until: int) -> dict[str, object]:
         "checkpoint": "every",
         "checkpoint.every_steps": until,
         "checkpoint.keep_best": 0,
+        "checkpoint.mirror": "''",
         "checkpoint.resume": "auto" if until == LAST else "never",
         "observer": "[jsonl]",
     }

@@ -17,7 +17,8 @@ from dtf.api.precision import Format, set_switches
 from dtf.api.recipe import Recipe
 from dtf.api.task import Source, Task
 from dtf.checkpoint.boxes import StoredCheckpoint
-from dtf.checkpoint.checkpointer import Checkpointer, Every
+from dtf.checkpoint.checkpointer import Checkpointer
+from dtf.checkpoint.options import Every
 from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.config.settings import parse_settings
 from dtf.core.errors import ConfigError, DataError, Exit, Preempted

@@ -234,6 +234,7 @@ class Relay(Job):
             "train.record": "true",
             "checkpoint": "every",
             "checkpoint.keep_best": 0,
+            "checkpoint.mirror": "''",
             "checkpoint.resume": "never",
             "observer": "[jsonl]",
             **more,

@@ -296,6 +296,7 @@ class Verify(Job):
             "checkpoint": "every",
             "checkpoint.every_steps": self.steps,
             "checkpoint.keep_best": 0,
+            "checkpoint.mirror": "''",
             "checkpoint.resume": "never",
             "observer": "[jsonl]",
             "run.dir": quoted(folder),

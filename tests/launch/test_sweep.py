@@ -29,6 +29,8 @@ SMALL = [
     "step.batch_size=48",
 ]
 
+MIRROR = ["observer=[jsonl]", "checkpoint.mirror=mirror"]
+
 Capture = pytest.CaptureFixture[str]
 
 
@@ -105,8 +107,9 @@ def test_errors_name_the_trial(capsys: Capture, words: list[str], message: str) 
 
 
 def test_the_table_of_a_sweep_says_where_each_run_is_and_how_good(capsys: Capture, elsewhere: Path) -> None:
-    assert main(["-m", *SMALL, "train.steps=4", "train.eval_every=2", "observer=[jsonl]", "seed=1,2,3"]) == Exit.OK
+    assert main(["-m", *SMALL, "train.steps=4", "train.eval_every=2", *MIRROR, "seed=1,2,3"]) == Exit.OK
     *lines, total = capsys.readouterr().out.splitlines()[-4:]
+    assert sorted(path.name for path in (elsewhere / "mirror").iterdir()) == ["seed=1", "seed=2", "seed=3"]
     values = []
     for number, line in enumerate(lines, 1):
         found = re.fullmatch(

@@ -133,6 +133,7 @@ def test_dependencies_are_declared_and_explained() -> None:
     runtime = {modules.get(name, name) for name, text in declared.items() if text in project["dependencies"]}
     extras = {
         "dtf.runs.charts": {"matplotlib"},
+        "dtf.checkpoint.places": {"obstore"},
         "dtf.cli.optuna_search": {"optuna"},
         "dtf.sparse.id_kernels": {"numba", "llvmlite"},
         "dtf.sparse.row_kernels": {"numba"},

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 
 from dtf.checkpoint import storage
 from dtf.checkpoint.boxes import TORCH_DTYPES
-from dtf.checkpoint.checkpointer import Every
 from dtf.checkpoint.manifest import BLOCK_BYTES, intersect
+from dtf.checkpoint.options import Every
 from dtf.checkpoint.safetensors_format import header, slots
 from dtf.core.errors import BusyError, ConfigError, DataError
 from dtf.core.types import Box, State
@@ -270,7 +270,7 @@ def test_what_a_crash_kept_from_being_removed_goes_at_the_next_start(
         checkpointer(tmp_path, **options).save(step, State([], {}), {}, value)
     with monkeypatch.context() as patch:
         # killed right after the last save
-        patch.setattr(storage, "retain", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("dtf.checkpoint.checkpointer.retain", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         for step in (4, 5):
             with pytest.raises(KeyboardInterrupt):
                 checkpointer(tmp_path, **options).save(step, State([], {}), {})

@@ -11,7 +11,8 @@ import pytest
 from dtf.api.registry import lookup, registered
 from dtf.api.schema import KeyProblem
 from dtf.api.strategy import check_guard
-from dtf.checkpoint.checkpointer import Checkpointer, Every
+from dtf.checkpoint.checkpointer import Checkpointer
+from dtf.checkpoint.options import Every
 from dtf.config.settings import load_parts
 from dtf.core.errors import CorruptionError
 from dtf.core.types import State, Train

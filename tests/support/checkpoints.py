@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dtf.checkpoint import storage
-from dtf.checkpoint.checkpointer import Checkpointer, Every
+from dtf.checkpoint.checkpointer import Checkpointer
+from dtf.checkpoint.options import Every
 from dtf.core.types import Box, State
 
 GOAL = ("accuracy", "max")

@@ -22,7 +22,8 @@ from dtf.api.registry import lookup, registered
 from dtf.api.sampler import Tail
 from dtf.api.strategy import Strategy
 from dtf.api.task import Task
-from dtf.checkpoint.checkpointer import Checkpointer, Every
+from dtf.checkpoint.checkpointer import Checkpointer
+from dtf.checkpoint.options import Every
 from dtf.config.settings import load_parts
 from dtf.core.types import Measured, Place, Shard
 from dtf.data.batches import Epochs

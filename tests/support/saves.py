@@ -48,9 +48,9 @@ class Late(Saves):
         self._at_once.save(step, state, scalars, value)
         super().save(step, state, scalars, value, told)
 
-    def finish(self) -> None:
+    def finish(self, hurried: bool = False) -> None:
         self._due.set()
-        super().finish()
+        super().finish(hurried)
 
 
 def saves(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from dtf.checkpoint.checkpointer import Every
 from dtf.checkpoint.manifest import BLOCK_BYTES
+from dtf.checkpoint.options import Every
 from dtf.checkpoint.storage import step_name
 from dtf.config.compose import compose
 from dtf.core.errors import ConfigError, DataError, Exit
@@ -120,6 +120,7 @@ def test_the_option_off_never_saves() -> None:
         "keep_last": 3,
         "keep_best": 1,
         "background": True,
+        "mirror": "",
         "resume": "auto",
     }
     Every(every_steps=0).check()

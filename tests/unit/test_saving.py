@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtf.checkpoint.checkpointer import Every
+from dtf.checkpoint.options import Every
 from dtf.core.types import Memory, Place, State
 from dtf.engine import saving
 from dtf.host import memory

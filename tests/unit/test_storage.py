@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from dtf.checkpoint import storage
 from dtf.checkpoint.manifest import BLOCK_BYTES, Manifest, Objective, StoredBox, StoredTensor
+from dtf.checkpoint.retention import Retention, retain
 
 GOAL = ("accuracy", "max")
 
@@ -46,7 +47,7 @@ def save(
     final = storage.commit(
         draft, Manifest(step, run, "ddp", 1, Objective(*GOAL, value) if value is not None else None, files, tensors)
     )
-    storage.retain(parent, run, keep_last, 1, GOAL)
+    retain(parent, run, Retention(keep_last, 1, GOAL))
     return final
 
 
@@ -217,7 +218,7 @@ def test_retention_never_counts_or_removes_what_it_cannot_read(tmp_path: Path) -
         save(tmp_path, step, keep_last=9)
     (tmp_path / "step_000003" / "a.bin").unlink()
     (tmp_path / "step_000009").mkdir()
-    assert [path.name for path in storage.retain(tmp_path, "r", 1, 0, GOAL)] == ["step_000001"]
+    assert [path.name for path in retain(tmp_path, "r", Retention(1, 0, GOAL))] == ["step_000001"]
     assert good(tmp_path) == [2]
-    assert storage.retain(tmp_path, "r", 0, 0, GOAL) == []  # the only good one
+    assert retain(tmp_path, "r", Retention(0, 0, GOAL)) == []  # the only good one
     assert {path.name for path in storage.checkpoints(tmp_path)} == {"step_000002", "step_000003", "step_000009"}

@@ -137,6 +137,7 @@ class Chaos(Job):
             "checkpoint": "every",
             "checkpoint.every_steps": self.save_every,
             "checkpoint.resume": "auto",
+            "checkpoint.mirror": "''",
             "launcher.threads": composed.config["launcher"]["threads"] or 1,
             "observer": "[jsonl,events]",
         }

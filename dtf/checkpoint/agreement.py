@@ -1,0 +1,92 @@
+"""How ranks save, find and load together: a failure on one is raised on all. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from dtf.core.errors import BusyError, ConfigError, DataError, DtfError, Exit, SaveError
+
+REMEDY = "make room or mend the disk, then start again"
+"""The end of a SaveError that ends the run."""
+_ERRORS: dict[int, type[DtfError]] = {cls.exit: cls for cls in (DtfError, ConfigError, DataError, BusyError, SaveError)}
+
+
+class Peers(Protocol):
+    """The collective operations that a checkpointer uses, on JSON values. See `dtf.World`, which has them."""
+
+    rank: int
+    size: int
+
+    def gather(self, value: Any) -> list[Any] | None: ...
+    def broadcast(self, value: Any) -> Any: ...
+
+
+class Agreement:
+    """What the ranks of `world` do together. `removed`: says on rank 0 which folder of the run is gone."""
+
+    def __init__(self, world: Peers, removed: Callable[[], str]) -> None:
+        self.world, self._removed = world, removed
+        self._cause: Exception | None = None
+
+    def attempt(self, work: Callable[[], Any]) -> dict[str, Any]:
+        """The JSON result of `work`, or its failure as JSON, so that no rank is left waiting for one that failed."""
+        self._cause = None
+        try:
+            return {"result": work()}
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            self._cause = error
+            if isinstance(error, DtfError):
+                return {"error": str(error), "exit": int(error.exit)}
+            if isinstance(error, (OSError, MemoryError)):
+                return {"error": _reason(error), "exit": None}
+            return {"error": f"{type(error).__name__}: {error}; please report this", "exit": int(Exit.BUG)}
+
+    def lead(self, work: Callable[[], Any], failure: type[DtfError], what: str) -> Any:
+        """Rank 0's result of `work` on every rank, or its failure: `failure` for what the machine refused.
+
+        Collective.
+        """
+        return self.tell(self.attempt(work) if self.world.rank == 0 else {}, failure, what)
+
+    def tell(self, answer: dict[str, Any], failure: type[DtfError], what: str) -> Any:
+        """The result in rank 0's answer on every rank, see `lead`. Collective."""
+        if "error" in answer:
+            answer["removed"] = self._removed()
+        answer = self.world.broadcast(answer)
+        if "error" not in answer:
+            return answer["result"]
+        kind = failure if answer["exit"] is None else _ERRORS.get(answer["exit"], DtfError)
+        text = answer["error"]
+        if kind is failure is SaveError:
+            rest = f"the last complete one is kept; {REMEDY}"
+            if answer["removed"]:
+                text, rest = answer["removed"], "its checkpoints are gone; start again, or with another run.dir"
+            text = f"{what} could not be written: {text}; {rest}"
+        elif kind is DtfError or answer["exit"] is None:
+            text = f"{what}: {text}"
+        raise kind(text) from self._cause
+
+    def lead_long(self, work: Callable[[], Any], failure: type[DtfError], what: str, alive: Callable[[], None]) -> Any:
+        """As `lead`, for work that may take long: every rank calls `alive` meanwhile. Collective."""
+        answers: list[dict[str, Any]] = []
+        thread = threading.Thread(target=lambda: answers.append(self.attempt(work)), daemon=True)
+        if self.world.rank == 0:
+            thread.start()
+        while self.world.broadcast(self.world.rank == 0 and not _has_ended(thread, 1.0)):
+            alive()
+        return self.tell(answers[0] if answers else {}, failure, what)
+
+
+def _has_ended(thread: threading.Thread, timeout_s: float) -> bool:
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def _reason(error: OSError | MemoryError) -> str:
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    where = f" ({os.path.basename(error.filename)})" if isinstance(error.filename, str) else ""
+    return f"{error.strerror or error}{where}"

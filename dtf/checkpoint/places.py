@@ -1,0 +1,389 @@
+"""Where a mirror keeps checkpoints: another folder, or a bucket of an object store. Torch-free.
+
+In any place a checkpoint is complete when its manifest is there. It comes last and goes first.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from dtf.api.schema import KeyProblem
+from dtf.checkpoint import storage
+from dtf.checkpoint.durable_renames import sync_folder
+from dtf.checkpoint.manifest import BLOCK_BYTES, MAX_BYTES, Manifest, decode, encode
+from dtf.core.errors import ConfigError, DataError, SaveError
+from dtf.core.files import replace_text
+
+SCHEMES = ("s3", "gs")
+OWNER = "mirror.json"
+"""Says which run writes here."""
+_UNDER_WAY = "uploading.json"
+"""The manifest of the checkpoint that is being sent: what is there of it need not be sent again."""
+_PIECE_BYTES = 8 * BLOCK_BYTES
+_MOST_PARTS = 9_000
+"""Of one object: a store takes 10,000."""
+_AT_ONCE = 4
+"""Parts on their way at the same time."""
+_SHOWN = 200
+
+Pieces = Iterator[memoryview]
+
+
+def is_url(place: str) -> bool:
+    """Whether a text names a place that is no folder of this machine."""
+    return "://" in place
+
+
+def check_place(place: str, key: str) -> None:
+    """Raise KeyProblem when a place cannot be used, as far as its text says. `key`: that gave it."""
+    if not is_url(place):
+        return
+    try:
+        url = urlsplit(place)
+    except ValueError:
+        url = urlsplit("")
+    if url.scheme not in SCHEMES or not url.hostname or url.query or url.fragment:
+        raise KeyProblem(
+            key, f"{key}={place.partition('?')[0]} is no place; write FOLDER, s3://BUCKET/PATH or gs://BUCKET/PATH"
+        )
+    if url.username is not None:
+        text = "holds a user or a password, and a config is saved; give them to the environment (AWS_ACCESS_KEY_ID)"
+        raise KeyProblem(key, f"{key} {text}")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+    if url.scheme == "s3" and endpoint.startswith("http:") and not _allows_http():
+        text = f"{key}={place} lies behind AWS_ENDPOINT_URL={endpoint}, which is not encrypted"
+        raise KeyProblem(key, f"{text}; use https, or set AWS_ALLOW_HTTP=true to allow it")
+    if find_spec("obstore") is None:
+        raise KeyProblem(
+            key, f"{key}={place} needs obstore, which is not installed: {sys.executable} -m pip install 'obstore>=0.12'"
+        )
+
+
+def _allows_http() -> bool:
+    return os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+
+
+class Place(ABC):
+    """Checkpoints of one run in one place. One thread at a time. Methods raise OSError when the place fails.
+
+    `name`: as the config has it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def steps(self) -> list[int]:
+        """The steps of complete checkpoints, newest first."""
+
+    @abstractmethod
+    def read_manifest(self, step: int) -> Manifest:
+        """DataError when it is damaged."""
+
+    @abstractmethod
+    def pieces(self, step: int, name: str) -> Pieces:
+        """A file of a checkpoint, piece by piece."""
+
+    @abstractmethod
+    def send(self, folder: Path, manifest: Manifest, owner: str, allowed: Callable[[], None]) -> None:
+        """Copy a checkpoint here. DataError when a byte is not as it was written; then nothing of it counts.
+
+        `owner`: id of the run. `allowed`: raises where the checkpoint must not be finished after all.
+        """
+
+    @abstractmethod
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint. A crash leaves it whole, or as rubbish for `clean`."""
+
+    @abstractmethod
+    def clean(self) -> None:
+        """Remove what crashed runs left, but not what can be of use."""
+
+    @abstractmethod
+    def read_owner(self) -> dict[str, Any]:
+        """What `write_owner` wrote last. Empty: nobody did."""
+
+    @abstractmethod
+    def write_owner(self, owner: dict[str, Any]) -> None: ...
+
+
+def fetch(place: Place, step: int, parent: Path, run_id: str) -> Path:
+    """Copy a checkpoint into the folder `parent`, with every digest compared. Returns its folder.
+
+    A folder of that step that lies there is moved aside. DataError when the checkpoint is damaged in its place.
+    """
+    manifest = place.read_manifest(step)
+    if manifest.step != step:
+        raise DataError(f"{storage.step_name(step)} holds step {manifest.step}")
+    draft = storage.begin(parent, step, run_id, lambda text: None, lambda folder: "it is damaged")
+    assert draft is not None
+    try:
+        for name, stored in manifest.files.items():
+            written = storage.write(draft / name, _up_to(place.pieces(step, name), stored.size))
+            if written != stored:
+                raise DataError(f"{storage.step_name(step)}/{name} is damaged")
+        return storage.commit(draft, manifest)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _up_to(pieces: Pieces, size: int) -> Pieces:
+    """The same pieces, and none once there were more than `size` bytes."""
+    for piece in pieces:
+        if size < 0:
+            return
+        size -= len(piece)
+        yield piece
+
+
+def open_place(name: str) -> Place:
+    """The place of this name. ConfigError for one that no store can have."""
+    return Bucket(name) if is_url(name) else Folder(name)
+
+
+@contextmanager
+def reaching(name: str, key: str) -> Iterator[None]:
+    """A context in which a place that refuses, or is not there, is a ConfigError, and one that does not answer a
+    SaveError. `key`: that gave it.
+    """
+    try:
+        yield
+    except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"{key}={name} cannot be used: {error.strerror}") from error
+    except OSError as error:
+        text = f"{key}={name} does not answer: {error.strerror or error}"
+        raise SaveError(f"{text}; start again when it does, or without {key}") from error
+
+
+def _blocks(folder: Path, manifest: Manifest, name: str) -> Pieces:
+    """A file of a checkpoint of this machine. DataError when it is damaged."""
+    stored = manifest.files[name]
+    blocks = storage.Blocks(folder, name, stored)
+    for start in range(0, stored.size, _PIECE_BYTES):
+        yield blocks.read(start, min(start + _PIECE_BYTES, stored.size))
+
+
+class Folder(Place):
+    """A folder of another disk."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._path = Path(name).expanduser().absolute()
+
+    def steps(self) -> list[int]:
+        folders = storage.checkpoints(self._path)
+        return [storage.step_of(one.name) or 0 for one in folders if (one / storage.MANIFEST).is_file()]
+
+    def read_manifest(self, step: int) -> Manifest:
+        return storage.read_manifest(self._path / storage.step_name(step))
+
+    def pieces(self, step: int, name: str) -> Pieces:
+        return _blocks(self._path / storage.step_name(step), self.read_manifest(step), name)
+
+    def send(self, folder: Path, manifest: Manifest, owner: str, allowed: Callable[[], None]) -> None:
+        draft = storage.begin(self._path, manifest.step, owner, lambda text: None, lambda folder: "it is another")
+        assert draft is not None
+        try:
+            for name in manifest.files:
+                storage.write(draft / name, _blocks(folder, manifest, name))
+            allowed()
+            storage.commit(draft, manifest)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+
+    def remove(self, step: int) -> None:
+        storage.discard(self._path / storage.step_name(step), "mirror")
+
+    def clean(self) -> None:
+        storage.clean(self._path)
+
+    def read_owner(self) -> dict[str, Any]:
+        path = self._path / OWNER
+        return _owner(path.read_bytes()) if path.is_file() else {}
+
+    def write_owner(self, owner: dict[str, Any]) -> None:
+        if not self._path.is_dir():
+            self._path.mkdir(mode=0o700, parents=True)
+            sync_folder(self._path.parent)
+        replace_text(self._path / OWNER, json.dumps(owner))
+
+
+class Bucket(Place):
+    """Objects below a path of a bucket, each of which appears whole or not at all."""
+
+    def __init__(self, name: str) -> None:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+
+        super().__init__(name)
+        retry = {
+            "max_retries": 4,
+            "retry_timeout": timedelta(seconds=60),
+            "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5), "base": 2},
+        }
+        client = {
+            "timeout": timedelta(seconds=120),
+            "connect_timeout": timedelta(seconds=5),
+            "allow_http": _allows_http(),
+        }
+        try:
+            self._store = from_url(name, retry_config=retry, client_options=client)  # type: ignore[arg-type]
+        except (BaseError, ValueError) as error:
+            raise ConfigError(f"{name} cannot be used: {_first(error)}") from None
+
+    # ------------------------------------------------------------ objects
+
+    def _get(self, path: str, most: int = MAX_BYTES) -> bytes | None:
+        """A small object. None: it is not there."""
+        import obstore
+
+        with _failing():
+            try:
+                found = obstore.get(self._store, path)
+            except FileNotFoundError:
+                return None
+            if found.meta["size"] > most:
+                raise DataError(f"{self.name}/{path} has {found.meta['size']} bytes; {most} is the limit")
+            return bytes(found.bytes())
+
+    def _put(self, path: str, data: Any, chunk_bytes: int = _PIECE_BYTES) -> None:
+        import obstore
+
+        with _failing():
+            obstore.put(self._store, path, data, chunk_size=chunk_bytes, max_concurrency=_AT_ONCE)
+
+    def _sizes(self, step: int) -> dict[str, int]:
+        """Name and bytes of each object below a checkpoint."""
+        import obstore
+
+        prefix = f"{storage.step_name(step)}/"
+        with _failing():
+            found = [one for chunk in obstore.list(self._store, prefix) for one in chunk]
+        return {one["path"].rpartition("/")[2]: one["size"] for one in found}
+
+    def _delete(self, paths: list[str]) -> None:
+        import obstore
+
+        with _failing():
+            obstore.delete(self._store, paths)
+
+    def _begun(self) -> list[int]:
+        """The steps of which there is any object, newest first."""
+        import obstore
+
+        with _failing():
+            names = obstore.list_with_delimiter(self._store)["common_prefixes"]
+        steps = [storage.step_of(name.rstrip("/").rpartition("/")[2]) for name in names]
+        return sorted((step for step in steps if step is not None), reverse=True)
+
+    # ------------------------------------------------------------ checkpoints
+
+    def steps(self) -> list[int]:
+        return [step for step in self._begun() if storage.MANIFEST in self._sizes(step)]
+
+    def read_manifest(self, step: int) -> Manifest:
+        data = self._get(f"{storage.step_name(step)}/{storage.MANIFEST}")
+        if data is None:
+            raise DataError(f"{storage.step_name(step)} was removed")
+        return decode(data)
+
+    def pieces(self, step: int, name: str) -> Pieces:
+        import obstore
+
+        with _failing():
+            try:
+                stream = obstore.get(self._store, f"{storage.step_name(step)}/{name}").stream(_PIECE_BYTES)
+            except FileNotFoundError:
+                raise DataError(f"{storage.step_name(step)}/{name} is missing") from None
+            for piece in stream:
+                yield memoryview(piece)
+
+    def send(self, folder: Path, manifest: Manifest, owner: str, allowed: Callable[[], None]) -> None:
+        data, prefix = encode(manifest), storage.step_name(manifest.step)
+        there = self._sizes(manifest.step)
+        if there and self._get(_UNDER_WAY) != data:  # of another history
+            self.remove(manifest.step)
+            there = {}
+        self._put(_UNDER_WAY, data)
+        for name, stored in manifest.files.items():
+            if there.get(name) == stored.size:
+                continue
+            part = max(_PIECE_BYTES, math.ceil(stored.size / _MOST_PARTS))
+            pieces = _blocks(folder, manifest, name)
+            small = b"".join(pieces) if stored.size <= _PIECE_BYTES else None
+            self._put(f"{prefix}/{name}", pieces if small is None else small, part)
+        allowed()
+        self._put(f"{prefix}/{storage.MANIFEST}", data)
+
+    def remove(self, step: int) -> None:
+        prefix, names = storage.step_name(step), sorted(self._sizes(step))
+        if storage.MANIFEST in names:
+            self._delete([f"{prefix}/{storage.MANIFEST}"])
+        if rest := [f"{prefix}/{name}" for name in names if name != storage.MANIFEST]:
+            self._delete(rest)
+
+    def clean(self) -> None:
+        useful, under_way = None, self._get(_UNDER_WAY)
+        with suppress(DataError):
+            useful = decode(under_way).step if under_way else None
+        for step in self._begun():
+            if step != useful and storage.MANIFEST not in self._sizes(step):
+                self.remove(step)
+
+    def read_owner(self) -> dict[str, Any]:
+        return _owner(self._get(OWNER, 1 << 16) or b"{}")
+
+    def write_owner(self, owner: dict[str, Any]) -> None:
+        self._put(OWNER, json.dumps(owner).encode())
+
+
+# ---------------------------------------------------------------- what stores say
+
+
+def _owner(data: bytes) -> dict[str, Any]:
+    try:
+        owner = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Raise what the store says as an OSError of one line."""
+    from obstore import exceptions
+
+    refused = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+    try:
+        yield
+    except exceptions.BaseError as error:
+        number = errno.EACCES if isinstance(error, refused) else errno.EIO
+        raise OSError(number, _first(error)) from None
+    except FileNotFoundError as error:  # no object: here it is the bucket
+        raise OSError(errno.ENOENT, _first(error)) from None
+
+
+def _first(error: Exception) -> str:
+    """The cause, in one line."""
+    text = str(error)
+    found = [re.search(rf"<{tag}>([^<]{{1,200}})</{tag}>", text) for tag in ("Code", "Message")]
+    if said := ": ".join(match[1] for match in found if match):
+        return ascii(said)[1:-1]
+    first = " ".join(text.partition("Debug source")[0].split())
+    return ascii(first)[1:-1][:_SHOWN]
