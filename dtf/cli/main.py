@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dtf.core.errors import INTERRUPTED, PIPE_CLOSED, ConfigError, DtfError, Exit, error_line, no_space
+from dtf.core.errors import INTERRUPTED, PIPE_CLOSED, ConfigError, DtfError, Exit, disk_failure, error_line
 from dtf.core.lossy_stream import lossy_stream
 
 if TYPE_CHECKING:
@@ -129,9 +129,9 @@ def _reported(action: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except Exception as error:  # noqa: BLE001  the last word on anything unexpected
-        if full := no_space(error):
-            print(error_line(full.exit, str(full)), file=sys.stderr)
-            return full.exit
+        if failure := disk_failure(error):
+            print(error_line(failure.exit, str(failure)), file=sys.stderr)
+            return failure.exit
         import traceback
 
         traceback.print_exc()

@@ -129,13 +129,18 @@ class NoProgressError(DtfError):
     exit = Exit.NO_PROGRESS
 
 
-def no_space(error: BaseException) -> SaveError | None:
-    """The SaveError for an OSError that says that a disk or a quota is full. None for any other error."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FAILING = (errno.EIO, errno.EROFS, errno.ESTALE)
+
+
+def disk_failure(error: BaseException) -> SaveError | None:
+    """The SaveError for an OSError that says that a disk or a quota is full, or a disk fails. None for any other."""
+    if not isinstance(error, OSError) or error.errno not in (*_FULL, *_FAILING):
         return None
     where = f"{error.filename}: " if isinstance(error.filename, str) else ""
+    remedy = "make room" if error.errno in _FULL else "mend the disk"
     return SaveError(
-        f"{where}{error.strerror}; the last complete checkpoint is kept; make room, then start again with the same "
+        f"{where}{error.strerror}; the last complete checkpoint is kept; {remedy}, then start again with the same "
         "run.dir"
     )
 

@@ -5,6 +5,7 @@ Writes no metrics and no checkpoints.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -25,7 +26,7 @@ from dtf.checkpoint.resolve_path import run_folder_of
 from dtf.checkpoint.storage import checkpoints
 from dtf.config.limits import read_checked
 from dtf.core.endpoint_file import withdraw
-from dtf.core.errors import BusyError, ConfigError, no_space
+from dtf.core.errors import BusyError, ConfigError, disk_failure
 from dtf.core.files import flat, replace_text
 from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import lost_effects
@@ -94,8 +95,8 @@ class Run:
                 raise
             return run
         except OSError as error:
-            if full := no_space(error):
-                raise full from error
+            if error.errno != errno.EROFS and (failure := disk_failure(error)):
+                raise failure from error
             key = f"run.dir={settings.run.dir}" if settings.run.dir else f"run.name={name}"
             raise ConfigError(
                 f"{key}: the run folder {folder} cannot be used: {error.strerror}; choose another run.dir"

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from dtf.api.options import BudgetOptions
-from dtf.core.errors import Exit
+from dtf.config.compose import compose
+from dtf.core.errors import Exit, disk_failure
 from dtf.core.files import replace_text
 from dtf.core.lossy_stream import lossy_stream
-from dtf.core.types import Measured, Note, Started
+from dtf.core.types import Measured, Note, Place, Started
+from dtf.engine.rank import run_rank
 from dtf.observers.jsonl import Jsonl
 from dtf.runs.budget import BudgetMeter, is_spent
 from tests.support.launching import Launched, launch
@@ -105,3 +107,22 @@ def test_a_failed_replacement_keeps_the_old_text(tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="No space left"):
         replace_text(path, "new")
     assert path.read_text() == "old" and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "make room"), (errno.EDQUOT, "make room"), (errno.EIO, "mend the disk")]
+)
+def test_a_disk_that_fails_ends_a_rank_with_the_code_of_disks(number: int, remedy: str) -> None:
+    """Whatever it was writing."""
+    sent: list[Any] = []
+
+    def body(rank: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    config = compose(["launcher.devices=cpu"]).config
+    assert run_rank(body, config, "somewhere", "run", Place(), sent.append) == Exit.IO
+    assert remedy in sent[-1].message and sent[-1].exit == Exit.IO
+
+
+def test_a_reader_that_fails_otherwise_is_no_matter_of_the_disk() -> None:
+    assert disk_failure(OSError(errno.ENOENT, "gone")) is None and disk_failure(ValueError()) is None

@@ -120,7 +120,7 @@ def test_a_process_left_behind_is_found_and_ended(tmp_path: Path, monkeypatch: p
 
 
 def test_a_command_that_hangs_or_ends_otherwise_breaks_its_trial(tmp_path: Path) -> None:
-    subject = Subject("ddp", (), ("trainer",), True, (5.0, 1.0), hang_s=0.2)
+    subject = Subject("ddp", (), ("trainer",), True, (5.0, 60.0, 1.0), hang_s=0.2)
     outcome = Outcome(0, 0, "kill_rank", "ddp")
     command = Command([], tmp_path / "log", {}, program=["-c", "import time; time.sleep(600)"])
     trial._end(command, subject, frozenset({Exit.OK}), outcome)
@@ -159,7 +159,7 @@ def recorded(**changed: Any) -> RecordedRun:
     ],
 )
 def test_a_run_is_judged_by_its_reference(changed: dict[str, Any], repeats: bool, expected: tuple[str, str]) -> None:
-    subject = Subject("ddp", (), ("trainer",), True, (5.0, 1.0), repeats=repeats)
+    subject = Subject("ddp", (), ("trainer",), True, (5.0, 60.0, 1.0), repeats=repeats)
     wrong, equal = trial._equal(subject, recorded(), recorded(**changed))
     assert wrong.startswith(expected[0]) and bool(wrong) is bool(expected[0]) and equal == expected[1]
 
@@ -249,7 +249,7 @@ def test_a_fault_that_finds_nobody_does_nothing(name: str, tmp_path: Path, monke
 
 
 def test_a_reference_of_other_options_is_no_reference(tmp_path: Path) -> None:
-    subject = Subject("ddp", ("strategy=ddp", "run.dir=a"), ("trainer",), True, (5.0, 1.0))
+    subject = Subject("ddp", ("strategy=ddp", "run.dir=a"), ("trainer",), True, (5.0, 60.0, 1.0))
     place = tmp_path / "references" / "ddp"
     place.mkdir(parents=True)
     made = {"command": reference._key(subject), "seconds": 1.0, "repeats": True, "timeline": {}}

@@ -38,7 +38,7 @@ def plan(composed: Composed, settings: Settings, text: str) -> Subject:
         command=tuple(composed.command),
         roles=tuple(role for role, number in roles.items() for _ in range(number)),
         exact=composed.config["precision"]["param"] == "fp64",
-        limits=(composed.config["launcher"]["hang_timeout_s"], composed.config["launcher"]["grace_s"]),
+        limits=tuple(composed.config["launcher"][key] for key in ("hang_timeout_s", "start_timeout_s", "grace_s")),
     )
 
 
@@ -58,13 +58,18 @@ def add_reference(subject: Subject, folder: Path, check: Callable[[], None]) -> 
             "choose another run.dir"
         )
     timeline = Timeline.from_json(made["timeline"])
-    given_s, grace_s = subject.limits
+    given_s, start_s, grace_s = subject.limits
     hang_s = min(given_s, max(_LEAST_HANG_S, _HANG_STEPS * timeline.longest("step")))
+    start_s = min(start_s, max(_START_S, 5 * made["seconds"]))
     return replace(
         subject,
-        command=(*subject.command, f"launcher.hang_timeout_s={hang_s:.1f}"),
+        command=(
+            *subject.command,
+            f"launcher.hang_timeout_s={hang_s:.1f}",
+            f"launcher.start_timeout_s={start_s:.1f}",  # of a save too
+        ),
         # starts, hangs that are noticed, a stop that is refused, and the run itself a few times over
-        hang_s=_START_S + 5 * made["seconds"] + 4 * hang_s + grace_s,
+        hang_s=2 * start_s + 5 * made["seconds"] + 4 * hang_s + grace_s,
         reference=place / "first",
         timeline=timeline,
         repeats=made["repeats"],

@@ -42,7 +42,7 @@ class Subject:
     command: tuple[str, ...]  # arguments of dtf but run.dir
     roles: tuple[str, ...]  # of each rank
     exact: bool  # numbers are in fp64
-    limits: tuple[float, float]  # seconds of silence that mean a hang, and of grace
+    limits: tuple[float, ...]  # seconds of silence that mean a hang, in a step and elsewhere, and of grace
     hang_s: float = 0.0  # after which a command that has not ended hangs
     reference: Path = Path()  # run folder
     timeline: Timeline = field(default_factory=Timeline)
