@@ -47,11 +47,11 @@ CASES = {"ddp, 1 process": ("ddp", 1), "ddp, 2 processes": ("ddp", 2), "fsdp, 2 
 class Noise(Dataset):
     """Rows that nobody can learn from."""
 
-    def __init__(self, width: int) -> None:
-        self.width = width
+    def __init__(self, width: int, rows: int = ROWS * STEPS) -> None:
+        self.width, self.rows = width, rows
 
     def __len__(self) -> int:
-        return ROWS * STEPS
+        return self.rows
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
         import torch
@@ -65,6 +65,7 @@ class Wide(Recipe):
     """A multilayer perceptron of few and wide layers."""
 
     width: int = option(default=4096, doc="features of the inner layers")
+    rows: int = option(default=ROWS * STEPS, doc="of the data")
 
     @property
     def train_metrics(self) -> tuple[str, ...]:
@@ -78,15 +79,18 @@ class Wide(Recipe):
         """Nothing can be wrong."""
 
     def build_model(self) -> nn.Module:
+        watch_saves()
+        return self.layers()
+
+    def layers(self) -> nn.Module:
         from torch import nn
 
-        watch_saves()
         ends = [self.width // 4, self.width, self.width, self.width // 2, 10]
         layers = [[nn.Linear(a, b), nn.ReLU()] for a, b in pairwise(ends)]
         return nn.Sequential(*[part for layer in layers for part in layer][:-1])
 
     def open_data(self, split: str, seed: int) -> Dataset:
-        return Noise(self.width // 4)
+        return Noise(self.width // 4, self.rows)
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         from torch.nn.functional import cross_entropy
@@ -180,7 +184,7 @@ def main() -> None:
     options = parser.parse_args()
     numbers = 3 * sum(p.numel() for p in Wide(width=options.width).build_model().parameters())
     cores = len(os.sched_getaffinity(0))
-    print(f"{_processor()}, {cores} cores, torch {torch.__version__}, python {platform.python_version()}")
+    print(f"{processor()}, {cores} cores, torch {torch.__version__}, python {platform.python_version()}")
     print(f"state of {4 * numbers / 1e6:.0f} MB")
     for name, (strategy, processes) in CASES.items():
         if options.case not in (None, name):
@@ -203,7 +207,7 @@ def main() -> None:
             print(text, flush=True)
 
 
-def _processor() -> str:
+def processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

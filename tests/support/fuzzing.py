@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 
@@ -23,14 +25,18 @@ TOKENS = [
     b"\xff",
 ]
 TOKENS += [b"../x", b"[" * 60, b'{"a":' * 60, b"\n", b"'", b"${x}", b"&a [*a]", b"!!python/name:os.system"]
+A_MINUTE = -1
+"""A number of inputs: as many as that time allows."""
 BESIDE_BYTES = 32 << 20
 """Memory that a decoder may take for whatever input, beside a multiple of its size."""
 
 
 def mutations(seeds: Sequence[bytes], count: int, tokens: Sequence[bytes] = ()) -> Iterator[bytes]:
-    """`count` inputs: each is one of `seeds` with one to four changes."""
-    draw, words = random.Random(0), [*TOKENS, *tokens]
-    for _ in range(count):
+    """`count` inputs, or as many as a minute takes: each is one of `seeds` with one to four changes."""
+    draw, words, until = random.Random(0), [*TOKENS, *tokens], time.monotonic() + 60.0
+    for number in itertools.count():
+        if number == count or (count == A_MINUTE and time.monotonic() > until):
+            return
         data = bytearray(draw.choice(seeds))
         for _ in range(draw.choice((1, 1, 1, 2, 4))):
             _change(data, draw, seeds, words)
@@ -66,16 +72,16 @@ def _change(data: bytearray, draw: random.Random, seeds: Sequence[bytes], words:
 def fuzz(
     judge: Callable[[bytes], bool], seeds: Sequence[bytes], count: int, tokens: Sequence[bytes] = (), watch: bool = True
 ) -> None:
-    """Give `count` changed inputs to `judge`, which says whether one was accepted, and raises when it was not as it
-    must be. Not all are accepted. `watch`: no input may take much more memory than it has bytes.
+    """Give `count` changed inputs, or a minute's, to `judge`, which says whether one was accepted, and raises when it
+    was not as it must be. Not all are accepted. `watch`: no input may take much more memory than it has bytes.
     """
-    accepted = 0
+    accepted = given = 0
     assert all(map(judge, seeds)), "a seed is no input"
     if watch:
         tracemalloc.start()
     try:
         for number, data in enumerate(mutations(seeds, count, tokens)):
-            before = tracemalloc.get_traced_memory()[0]
+            given, before = number + 1, tracemalloc.get_traced_memory()[0]
             tracemalloc.reset_peak()
             try:
                 accepted += judge(data)
@@ -86,4 +92,4 @@ def fuzz(
             assert taken < BESIDE_BYTES + 200 * len(data), (number, taken, data[:200])
     finally:
         tracemalloc.stop()
-    assert accepted < count
+    assert accepted < given

@@ -40,12 +40,12 @@ from dtf.observers.jsonl import forget_after
 from dtf.runs import report, results
 from dtf.runs.budget import spent_s
 from tests.pserver import test_codec as wire
-from tests.support.fuzzing import fuzz
+from tests.support.fuzzing import A_MINUTE, fuzz
 
 
-def inputs(default: int, slow: int) -> Any:
-    """Runs a test with few inputs by default, and with many among the slow tests: about a minute."""
-    return pytest.mark.parametrize("count", [default, pytest.param(slow, marks=pytest.mark.slow)])
+def inputs(default: int) -> Any:
+    """Runs a test with few inputs by default, and for a minute among the slow tests."""
+    return pytest.mark.parametrize("count", [default, pytest.param(A_MINUTE, id="a minute", marks=pytest.mark.slow)])
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -72,7 +72,7 @@ def sealed(body: bytes) -> bytes:
     return body + b',"sha256":"%s"}\n' % hashlib.sha256(body).hexdigest().encode()
 
 
-@inputs(1500, 150_000)
+@inputs(1500)
 def test_manifests(count: int) -> None:
     def judge(body: bytes) -> bool:
         try:
@@ -86,7 +86,7 @@ def test_manifests(count: int) -> None:
     fuzz(judge, [unsealed(data) for data in manifests()], count, [b'"$float64":"00 00"', b"[0,0]", b'"r.bin"'])
 
 
-@inputs(800, 200_000)
+@inputs(800)
 def test_manifests_that_nobody_sealed_again(count: int) -> None:
     seeds = manifests()
 
@@ -112,7 +112,7 @@ SCALARS: dict[str, Any] = {
 }
 
 
-@inputs(1500, 150_000)
+@inputs(1500)
 def test_scalars(count: int, tmp_path: Path) -> None:
     manifest = Manifest(0, "r", "dp", 1, None, {}, {})
 
@@ -146,7 +146,7 @@ def test_scalars(count: int, tmp_path: Path) -> None:
         )
 
 
-@inputs(1500, 250_000)
+@inputs(1500)
 def test_headers_of_shards(count: int) -> None:
     tensors = [("model/w", "F32", (3, 2)), ("s", "I64", ()), ("none", "BF16", (0, 4))]
     seed = header(tensors) + bytes(32)
@@ -166,7 +166,7 @@ def test_headers_of_shards(count: int) -> None:
 # ---------------------------------------------------------------- the network
 
 
-@inputs(1000, 300_000)
+@inputs(1000)
 def test_messages_of_servers(count: int) -> None:
     def judge(data: bytes) -> bool:
         wire.fuzz_one(data)
@@ -188,7 +188,7 @@ LINES = [
 ]
 
 
-@inputs(1500, 250_000)
+@inputs(1500)
 def test_lines_of_measurements(count: int) -> None:
     def judge(line: bytes) -> bool:
         row = row_of(line, {"split": str, "step": int, "epoch": float})
@@ -200,7 +200,7 @@ def test_lines_of_measurements(count: int) -> None:
     fuzz(judge, LINES, count)
 
 
-@inputs(150, 15_000)
+@inputs(150)
 def test_files_of_measurements(count: int, tmp_path: Path) -> None:
     path, whole = tmp_path / "metrics.jsonl", b"\n".join(LINES) + b"\n"
 
@@ -214,7 +214,7 @@ def test_files_of_measurements(count: int, tmp_path: Path) -> None:
     fuzz(judge, [whole], count)
 
 
-@inputs(150, 30_000)
+@inputs(150)
 def test_seconds(count: int, tmp_path: Path) -> None:
     def judge(data: bytes) -> bool:
         (tmp_path / "seconds").write_bytes(data)
@@ -226,7 +226,7 @@ def test_seconds(count: int, tmp_path: Path) -> None:
     fuzz(judge, [b"12.5\n", b"1234567.875\n"], count)
 
 
-@inputs(60, 6_000)
+@inputs(60)
 def test_reports_of_run_folders(count: int, tmp_path: Path) -> None:
     from tests.unit.test_report import run_folder
 
@@ -289,7 +289,7 @@ def bounded(work: Callable[[], Any]) -> Any:
         sys.setprofile(None)
 
 
-@inputs(300, 30_000)
+@inputs(300)
 def test_config_files_are_read(count: int, tmp_path: Path) -> None:
     file = tmp_path / "e.yaml"
 
@@ -308,7 +308,7 @@ def test_config_files_are_read(count: int, tmp_path: Path) -> None:
     fuzz(judge, [CONFIG], count, [b"*a", b"<<: *a", b"\n  ", b"- "])
 
 
-@inputs(8, 800)
+@inputs(8)
 def test_config_files_are_composed(count: int, tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "e.yaml").write_bytes(CONFIG)
@@ -326,7 +326,7 @@ def test_config_files_are_composed(count: int, tmp_path: Path) -> None:
     fuzz(judge, [CONFIG], count, [b"${oc.env:HOME}", b"${seed}", b"${.x}", b"???", b"_target_: os.getcwd"], watch=False)
 
 
-@inputs(60, 6_000)
+@inputs(60)
 def test_words_of_a_command_line(count: int) -> None:
     def judge(data: bytes) -> bool:
         try:
