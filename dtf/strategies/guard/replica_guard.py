@@ -90,7 +90,7 @@ class ReplicaGuard(Guard):
                 self._begin(own, see)
             self._compare_passes(own, lambda: self._passes(rows, ticket, number))
             for copy in self.copies:
-                copy.witness.watch(ticket.step, number)
+                copy.witness.watch(ticket.step, number, bool(self._by_bits))
             output = self.program_step(ticket, batch)
             self._compare_step(owner, own[0], see)
         finally:
@@ -103,7 +103,7 @@ class ReplicaGuard(Guard):
 
         def work(i: int) -> tuple[Seen, int]:
             copy = self.copies[i]
-            copy.witness.watch(ticket.step, number)
+            copy.witness.watch(ticket.step, number, bool(self._by_bits))
             sums = copy.again(rows[i], ticket, number)
             return copy.witness.seen(), fingerprints([sums.detach().double()])[0]
 
@@ -134,7 +134,7 @@ class ReplicaGuard(Guard):
     def _alike(self, one: Sequence[Any], other: Sequence[Any]) -> bool:
         """Whether two replicas, each given by what its ranks have seen, computed the same."""
         if self._by_bits:
-            return list(one) == list(other)
+            return _bits(one) == _bits(other)
         bound = TOLERANCES[self.compute]
         return all(near(_seen(a), _seen(b), bound) for a, b in zip(one, other, strict=True))
 
@@ -161,9 +161,11 @@ class ReplicaGuard(Guard):
         if everyone is not None:
             now, before = (self._by_share([each[kind] for each in everyone])[owner] for kind in (0, 1))
             bound = TOLERANCES[self.compute]
-            found = [now == before, all(near(Seen(*a), Seen(*b), bound) for a, b in zip(now, before, strict=True))]
-        same, close = self.peers.broadcast(found)
-        if same or (close and not self._by_bits):
+            if self._by_bits:
+                found = [Seen(*a).digest for a in now] == [Seen(*b).digest for b in before]
+            else:
+                found = all(near(Seen(*a), Seen(*b), bound) for a, b in zip(now, before, strict=True))
+        if self.peers.broadcast(found):
             return
         self._refuse("in the step a replica had another gradient than before", [self.shares[owner]], [owner])
 
@@ -197,6 +199,11 @@ class ReplicaGuard(Guard):
             return f"replica {ranks[0]}"
         hosts = sorted({self._places[rank] for rank in ranks if self._places})
         return f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}{''.join(hosts)}"
+
+
+def _bits(results: Sequence[Any]) -> list[tuple[int, int]]:
+    """What is compared where passes have the same bits. The first passes have a sketch as well."""
+    return [(_seen(result).digest, result[1]) for result in results]
 
 
 def _seen(result: Sequence[Any]) -> Seen:

@@ -28,14 +28,14 @@ class GradientWitness:
     def __init__(self, parameters: Iterable[Tensor], masks: SeededDropout) -> None:
         masks.begins = self.begin
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._watched, self._active = (-1, -1), False
+        self._watched, self._active, self._by_bits = (-1, -1), False, False
         self._digests: dict[int, Tensor] = {}
         self._sketches: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
 
-    def watch(self, step: int, micro_batch: int) -> None:
-        """Look at this micro-batch from now on. Until `close`."""
-        self._watched, self._active = (step, micro_batch), False
+    def watch(self, step: int, micro_batch: int, by_bits: bool) -> None:
+        """Look at this micro-batch from now on. Until `close`. `by_bits`: bits are compared, and no sketch is made."""
+        self._watched, self._active, self._by_bits = (step, micro_batch), False, by_bits
         self._digests, self._sketches = {}, {}
         if not self._hooks:
             self._hooks = [
@@ -62,6 +62,8 @@ class GradientWitness:
         numbers = iter(found)
         parts = [0 if digest is None else next(numbers) for digest in digests]
         sketches = [self._sketches[number] for number in sorted(self._sketches)]  # sums have one order
+        if self._by_bits:
+            return Seen(seed_of(*parts))
         totals = torch.stack(sketches).sum(0).tolist() if sketches else [0.0] * (1 + _PATTERNS)
         return Seen(seed_of(*parts), (max(totals[0], 0.0) ** 0.5, *totals[1:]))
 
@@ -70,8 +72,9 @@ class GradientWitness:
         if not self._active or gradient is None:
             return
         own = local(gradient.detach())
-        for kept, found in ((self._digests, fingerprint(own)), (self._sketches, _sketch(own))):
-            kept[number] = kept[number] + found if number in kept else found
+        self._digests[number] = self._digests.get(number, 0) + fingerprint(own)
+        if not self._by_bits:
+            self._sketches[number] = self._sketches.get(number, 0) + _sketch(own)
 
 
 class Witness:
@@ -80,10 +83,10 @@ class Witness:
     def __init__(self, parts: Sequence[GradientWitness]) -> None:
         self._parts = parts
 
-    def watch(self, step: int, micro_batch: int) -> None:
+    def watch(self, step: int, micro_batch: int, by_bits: bool) -> None:
         """Look at this micro-batch from now on. Until `close`."""
         for part in self._parts:
-            part.watch(step, micro_batch)
+            part.watch(step, micro_batch, by_bits)
 
     def close(self) -> None:
         """Look at nothing any more."""
@@ -93,8 +96,11 @@ class Witness:
     def seen(self) -> Seen:
         """What was seen. Waits for the device."""
         seen = [part.seen() for part in self._parts]
-        norms, *sums = zip(*(each.sketch for each in seen), strict=True)
-        return Seen(seed_of(*(each.digest for each in seen)), (math.hypot(*norms), *(math.fsum(each) for each in sums)))
+        digest, sketches = seed_of(*(each.digest for each in seen)), [each.sketch for each in seen]
+        if not all(sketches):
+            return Seen(digest)
+        norms, *sums = zip(*sketches, strict=True)
+        return Seen(digest, (math.hypot(*norms), *(math.fsum(each) for each in sums)))
 
 
 def _sketch(tensor: Tensor) -> Tensor:
