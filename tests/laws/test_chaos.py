@@ -37,6 +37,18 @@ def test_faults_of_all_kinds_cost_nothing_but_time(run_dtf: Any, tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_under_other_strategies(run_dtf: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "chaos"
+    strategies = "job.strategies=['ddp processes=2','fsdp processes=3','pserver processes=2 servers=1']"
+    more = ["precision=fp64", "step.micro_batch_rows=5", "job.faults=[hand_over]", "job.trials=6"]
+    done = run_dtf(*SMALL, strategies, *more, folder=folder)
+    assert done.code == 0, done.err + done.out
+    trials = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
+    assert all(trial["equal"] for trial in trials) and any("on under" in str(trial["done"]) for trial in trials)
+    assert len({trial["strategy"] for trial in trials}) == 3
+
+
+@pytest.mark.slow
 def test_a_run_that_loses_rows_is_broken(run_dtf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dtf.jobs.chaos import reference
 

@@ -284,6 +284,15 @@ def test_a_fault_that_cannot_be_rehearsed_is_refused_by_name(run_dtf: Any, monke
     [
         (["job.faults=[kill_ranks]"], "did you mean kill_rank?"),
         (["job.faults=[kill_rank,kill_server]"], "job.faults has 'kill_server', which hits nobody"),
+        (["job.faults=[hand_over]"], "it needs two job.strategies or more; leave it out"),
+        (
+            ["job.faults=[hand_over]", "job.strategies=['ddp processes=2','fsdp processes=2']"],
+            "it needs precision=fp64, in which the numbers of all strategies are alike",
+        ),
+        (
+            ["job.faults=[hand_over]", "job.strategies=['ddp processes=2','fsdp processes=2']", "precision=fp64"],
+            "it needs step.micro_batch_rows",
+        ),
         (["job.strategies=['ddp processes=none']"], "processes=none must be a whole number from 1 on"),
         (["job.strategies=['tensor degree=3 processes=2']"], "job.strategies has 'tensor degree=3 processes=2': "),
         (["launcher=inline"], "launcher=inline has no ranks that job=chaos could disturb; use launcher=local"),

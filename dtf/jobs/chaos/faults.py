@@ -60,6 +60,8 @@ class Fault(ABC):
     needs_network: ClassVar[bool] = False
     recovers: ClassVar[bool] = True
     """Whether the run notices and replaces what was lost, so that it can be timed."""
+    hands_over: ClassVar[bool] = False
+    """Whether the run goes on under other strategies."""
 
     def refused(self) -> str:
         """Why it cannot be rehearsed on this machine; empty where it can."""
@@ -276,6 +278,22 @@ class FlipCheckpoint(Fault):
         target.done.append(f"{newest[-1].name}/{path.name} {how}")
 
 
+@dataclass
+class HandOver(Fault):
+    """The launching process is asked to stop, or killed, and the run goes on under another strategy."""
+
+    whom: str = LAUNCHER
+    codes: frozenset[int] = frozenset({Exit.OK, Exit.PREEMPTED, TOLD_TO_STOP, -signal.SIGTERM, -signal.SIGKILL})
+    recovers = False
+    hands_over = True
+
+    def strike(self, target: Target) -> float:
+        number = target.rng.choice([signal.SIGTERM, signal.SIGKILL])
+        target.signal(target.launcher, number)
+        target.done.append(f"{number.name} to the launcher")
+        return 0.0
+
+
 def _size(pid: int) -> int:
     """Bytes of address space of a process."""
     with contextlib.suppress(OSError, ValueError):
@@ -306,6 +324,7 @@ FAULTS: dict[str, Fault] = {
     "file_limit": Limit(resource=resource.RLIMIT_NOFILE),
     "clock_jump": ClockJump(),
     "flip_checkpoint": FlipCheckpoint(),
+    "hand_over": HandOver(),
 }
 
 

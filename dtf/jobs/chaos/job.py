@@ -58,8 +58,8 @@ class Chaos(Job):
         from dtf.jobs.chaos.reference import add_reference
         from dtf.launch.forkserver_cache import shut_down
 
-        faults = self._faults()
         plans = [self._planned(composed, text) for text in self.strategies or [""]]
+        faults = self._faults(_no_heirs(composed, plans))
         pairs = [
             (name, number) for number, plan in enumerate(plans) for name in faults if fits(FAULTS[name], plan.roles)
         ]
@@ -71,24 +71,36 @@ class Chaos(Job):
         shut_down()  # each trial has its own
         with Stop() as stop:
             subjects = [add_reference(plan, folder, lambda: _stopped(stop)) for plan in plans]
-            return self._rehearse(composed, folder, [(name, subjects[number]) for name, number in pairs], stop)
+            heirs = [subject for subject in subjects if subject.repeats]  # others have no numbers to hand over
+            chosen = [
+                (name, subjects[number])
+                for name, number in pairs
+                if not FAULTS[name].hands_over or (subjects[number].repeats and len(heirs) > 1)
+            ]
+            return self._rehearse(composed, folder, chosen, heirs, stop)
 
     # ------------------------------------------------------------ what is to be done
 
-    def _faults(self) -> list[str]:
-        """The faults to rehearse. ConfigError for one that is unknown, or that was asked for and cannot be."""
+    def _faults(self, no_heirs: str) -> list[str]:
+        """The faults to rehearse. ConfigError for one that is unknown, or that was asked for and cannot be.
+
+        `no_heirs`: why no run can go on under another strategy; empty where it can.
+        """
         from dtf.jobs.chaos.faults import FAULTS
+
+        def refused(name: str) -> str:
+            return FAULTS[name].refused() or (no_heirs if FAULTS[name].hands_over else "")
 
         for name in self.faults:
             if name not in FAULTS:
                 raise ConfigError(f"job.faults has '{name}'; {suggest(name, tuple(FAULTS))}")
-            if why := FAULTS[name].refused():
+            if why := refused(name):
                 raise ConfigError(f"job.faults has '{name}', which cannot be rehearsed: {why}; leave it out")
         chosen = list(dict.fromkeys(self.faults))
-        for name, fault in FAULTS.items() if not chosen else ():
-            if why := fault.refused():
+        for name in FAULTS if not chosen else ():
+            if why := refused(name):
                 print(f"left out: {name}; {why}")
-        return chosen or [name for name, fault in FAULTS.items() if not fault.refused()]
+        return chosen or [name for name in FAULTS if not refused(name)]
 
     def _open(self, composed: Composed, folder: Path) -> None:
         """Make the folder, or go on in it. ConfigError where it holds trials of another run, which would stand in one
@@ -151,7 +163,9 @@ class Chaos(Job):
 
     # ------------------------------------------------------------ doing it
 
-    def _rehearse(self, composed: Composed, folder: Path, pairs: list[tuple[str, Subject]], stop: Stop) -> int:
+    def _rehearse(
+        self, composed: Composed, folder: Path, pairs: list[tuple[str, Subject]], heirs: list[Subject], stop: Stop
+    ) -> int:
         from dtf.jobs.chaos import preload, results
         from dtf.jobs.chaos.faults import FAULTS
         from dtf.jobs.chaos.trial import run_trial
@@ -169,7 +183,8 @@ class Chaos(Job):
             place = folder / f"trial_{self.seed}_{number}"
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(mode=0o700)
-            outcome = run_trial(subject, name, self.seed, number, place, library, lambda: _stopped(stop))
+            others = [heir for heir in heirs if heir is not subject]
+            outcome = run_trial(subject, name, self.seed, number, place, library, lambda: _stopped(stop), others)
             results.append(path, outcome)
             print(_line(outcome), flush=True)
             if not (self.keep and outcome.wrong):
@@ -214,6 +229,17 @@ class Chaos(Job):
             chaos(report, folder / "chaos.png")
             print(folder / "chaos.png")
         return Exit.OK if not broken else Exit.BUG
+
+
+def _no_heirs(composed: Composed, plans: list[Subject]) -> str:
+    """Why a run cannot go on under another strategy with the same numbers. Empty: it can."""
+    if len(plans) < 2:
+        return "it needs two job.strategies or more"
+    if not all(plan.exact for plan in plans):
+        return "it needs precision=fp64, in which the numbers of all strategies are alike"
+    if not composed.config["step"]["micro_batch_rows"]:
+        return "it needs step.micro_batch_rows, so that all strategies have the same micro-batches"
+    return ""
 
 
 def _stopped(stop: Stop) -> None:

@@ -90,9 +90,11 @@ def run_trial(
     folder: Path,
     library: Path | None,
     check: Callable[[], None] = lambda: None,
+    heirs: Sequence[Subject] = (),
 ) -> Outcome:
     """Run one trial in an empty folder. What it draws follows from `seed` and `number`, and from the phases of the
-    reference. `check` is called all the time; what it raises ends the trial and its processes.
+    reference. `check` is called all the time; what it raises ends the trial and its processes. `heirs`: the strategies
+    that a run may go on under.
     """
     rng = random.Random(f"chaos {seed} {number} {subject.strategy} {name}")
     outcome, began = Outcome(seed, number, name, subject.strategy), time.monotonic()
@@ -109,7 +111,7 @@ def run_trial(
         if struck or outcome.wrong:
             break
     outcome.missed = not struck or _met_nothing(fault, control)
-    _finish(subject, fault, target, folder, outcome, check)
+    _finish(heirs if fault.hands_over else [subject], fault, target, folder, outcome, check)
     outcome.done = target.done + ([f"{control.hits} calls"] if control is not None and control.hits else [])
     if struck:
         _measure(run / "events.jsonl", struck, fault, len(target.done) == 1, outcome)
@@ -181,17 +183,20 @@ def _end(command: Command, subject: Subject, codes: frozenset[int], outcome: Out
 
 
 def _finish(
-    subject: Subject, fault: Fault, target: Target, folder: Path, outcome: Outcome, check: Callable[[], None]
+    heirs: Sequence[Subject], fault: Fault, target: Target, folder: Path, outcome: Outcome, check: Callable[[], None]
 ) -> None:
-    """Start the command again, undisturbed, until it has ended well."""
+    """Start the command again, undisturbed, until it has ended well, each time under one of `heirs`."""
     while not outcome.wrong and outcome.codes[-1] != Exit.OK:
         if len(outcome.codes) == STARTS:
             outcome.wrong = f"lost: exit codes {outcome.codes}: {_last_words(folder / 'output.log')}"
             return
         fault.between(target) if len(outcome.codes) == 1 else None
-        command = Command(subject.words(target.folder), folder / "output.log", {}, check=check)
+        heir = target.rng.choice(heirs)
+        if fault.hands_over:
+            target.done.append(f"on under {heir.strategy}")
+        command = Command(heir.words(target.folder), folder / "output.log", {}, check=check)
         try:
-            _end(command, subject, frozenset({Exit.OK, *STARTED_AGAIN}), outcome)
+            _end(command, heir, frozenset({Exit.OK, *STARTED_AGAIN}), outcome)
         finally:
             command.end()
 
