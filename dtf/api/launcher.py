@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dtf.api.schema import KeyProblem, show
-from dtf.core.errors import ConfigError, Exit, disk_failure, error_line
+from dtf.core.errors import ConfigError, Exit, error_line, io_failure
 from dtf.core.types import Failed
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def log_folder(log_dir: str, run_folder: Path) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         refused = ConfigError(f"launcher.log_dir={log_dir}: {folder} cannot be made: {error.strerror}")
-        raise disk_failure(error) or refused from error
+        raise io_failure(error) or refused from error
     return folder
 
 

@@ -82,11 +82,14 @@ def check_weights_path(given: str, key: str) -> None:
 
 def _best(folders: list[Path], given: str) -> Path:
     """The checkpoint with the best objective; of equal ones the earliest."""
-    goals = [
-        (folder, goal)
-        for folder in reversed(folders)
-        if (goal := storage.read_manifest(folder).objective) is not None and math.isfinite(goal.value)
-    ]
+    goals = []
+    for folder in reversed(folders):
+        try:
+            goal = storage.read_manifest(folder).objective
+        except DataError as error:
+            raise DataError(f"{given}: {folder} cannot be judged: {error}; name one checkpoint") from None
+        if goal is not None and math.isfinite(goal.value):
+            goals.append((folder, goal))
     if not goals:
         raise DataError(
             f"{given}: none of these checkpoints was made right after an evaluation, so none is known to be the best; "

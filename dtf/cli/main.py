@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dtf.core.errors import INTERRUPTED, PIPE_CLOSED, ConfigError, DtfError, Exit, disk_failure, error_line
+from dtf.core.errors import INTERRUPTED, PIPE_CLOSED, ConfigError, DtfError, Exit, error_line, io_failure
 from dtf.core.lossy_stream import lossy_stream
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _reported(action: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except Exception as error:  # noqa: BLE001  the last word on anything unexpected
-        if failure := disk_failure(error):
+        if failure := io_failure(error):
             print(error_line(failure.exit, str(failure)), file=sys.stderr)
             return failure.exit
         import traceback

@@ -129,19 +129,23 @@ class NoProgressError(DtfError):
     exit = Exit.NO_PROGRESS
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_FAILING = (errno.EIO, errno.EROFS, errno.ESTALE)
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room"),
+    **dict.fromkeys((errno.EIO, errno.EROFS, errno.ESTALE), "mend the disk"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
+}
 
 
-def disk_failure(error: BaseException) -> SaveError | None:
-    """The SaveError for an OSError that says that a disk or a quota is full, or a disk fails. None for any other."""
-    if not isinstance(error, OSError) or error.errno not in (*_FULL, *_FAILING):
+def io_failure(error: BaseException) -> SaveError | None:
+    """The SaveError for an OSError that says that a disk or a quota is full, that a disk fails, or that no more files
+    may be opened. None for any other error.
+    """
+    if not isinstance(error, OSError) or error.errno not in _REMEDIES:
         return None
     where = f"{error.filename}: " if isinstance(error.filename, str) else ""
-    remedy = "make room" if error.errno in _FULL else "mend the disk"
     return SaveError(
-        f"{where}{error.strerror}; the last complete checkpoint is kept; {remedy}, then start again with the same "
-        "run.dir"
+        f"{where}{error.strerror}; the last complete checkpoint is kept; {_REMEDIES[error.errno]}, then start again "
+        "with the same run.dir"
     )
 
 

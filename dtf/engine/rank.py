@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dtf.config.settings import Settings, parse_settings
-from dtf.core.errors import DtfError, Exit, PeerError, Preempted, disk_failure
+from dtf.core.errors import DtfError, Exit, PeerError, Preempted, io_failure
 from dtf.core.types import Event, Failed, Place
 from dtf.host import heartbeat
 from dtf.host.signals import asked_to_stop
@@ -92,7 +92,7 @@ def run_rank(
             )
         if peer_is_gone(error):
             error = PeerError(f"lost another rank: {_GLOO_ADVICE.sub('', str(error))}")
-        error = memory_error(error) or disk_failure(error) or error
+        error = memory_error(error) or io_failure(error) or error
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         patient = isinstance(error, DtfError) and error.patient
         blamed = error.blames if isinstance(error, DtfError) else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dtf.api.job import Job
 from dtf.api.observer import Observers
 from dtf.api.registry import register
-from dtf.core.errors import BudgetError, ConfigError, DtfError, Exit, disk_failure
+from dtf.core.errors import BudgetError, ConfigError, DtfError, Exit, io_failure
 from dtf.core.types import Ended, Event, Failed, Measured, Note
 from dtf.host.signals import Stop
 from dtf.runs.budget import BudgetMeter, forget_damage, key, limit_s, spent_s
@@ -109,7 +109,7 @@ class TrainJob(Job):
             with meter or nullcontext():
                 exit = Exit(launcher.launch(run, see))
         except (DtfError, OSError) as error:
-            failure = disk_failure(error) or error
+            failure = io_failure(error) or error
             if isinstance(failure, DtfError):
                 exit, cause, raised = failure.exit, str(failure), type(failure).__name__
             raise failure from failure.__cause__

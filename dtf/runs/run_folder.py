@@ -26,7 +26,7 @@ from dtf.checkpoint.resolve_path import run_folder_of
 from dtf.checkpoint.storage import checkpoints
 from dtf.config.limits import read_checked
 from dtf.core.endpoint_file import withdraw
-from dtf.core.errors import BusyError, ConfigError, disk_failure
+from dtf.core.errors import BusyError, ConfigError, io_failure
 from dtf.core.files import flat, replace_text
 from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import lost_effects
@@ -95,7 +95,7 @@ class Run:
                 raise
             return run
         except OSError as error:
-            if error.errno != errno.EROFS and (failure := disk_failure(error)):
+            if error.errno != errno.EROFS and (failure := io_failure(error)):
                 raise failure from error
             key = f"run.dir={settings.run.dir}" if settings.run.dir else f"run.name={name}"
             raise ConfigError(

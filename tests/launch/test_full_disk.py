@@ -13,7 +13,7 @@ import pytest
 
 from dtf.api.options import BudgetOptions
 from dtf.config.compose import compose
-from dtf.core.errors import Exit, disk_failure
+from dtf.core.errors import Exit, io_failure
 from dtf.core.files import replace_text
 from dtf.core.lossy_stream import lossy_stream
 from dtf.core.types import Measured, Note, Place, Started
@@ -110,7 +110,13 @@ def test_a_failed_replacement_keeps_the_old_text(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(errno.ENOSPC, "make room"), (errno.EDQUOT, "make room"), (errno.EIO, "mend the disk")]
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "make room"),
+        (errno.EDQUOT, "make room"),
+        (errno.EIO, "mend the disk"),
+        (errno.EMFILE, "ulimit -n"),
+    ],
 )
 def test_a_disk_that_fails_ends_a_rank_with_the_code_of_disks(number: int, remedy: str) -> None:
     """Whatever it was writing."""
@@ -125,4 +131,4 @@ def test_a_disk_that_fails_ends_a_rank_with_the_code_of_disks(number: int, remed
 
 
 def test_a_reader_that_fails_otherwise_is_no_matter_of_the_disk() -> None:
-    assert disk_failure(OSError(errno.ENOENT, "gone")) is None and disk_failure(ValueError()) is None
+    assert io_failure(OSError(errno.ENOENT, "gone")) is None and io_failure(ValueError()) is None

@@ -14,7 +14,8 @@ import torch
 
 from dtf.checkpoint.manifest import BLOCK_BYTES
 from dtf.checkpoint.options import Every
-from dtf.checkpoint.storage import step_name
+from dtf.checkpoint.resolve_path import resolve_checkpoints
+from dtf.checkpoint.storage import MANIFEST, checkpoints, step_name
 from dtf.config.compose import compose
 from dtf.core.errors import ConfigError, DataError, Exit
 from dtf.core.types import Box, State
@@ -111,6 +112,14 @@ def test_a_path_without_checkpoint_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "step_000001", "/dev/null"):
         with pytest.raises(DataError, match=r"job\.path"):
             job(path=str(path))
+
+
+def test_the_best_is_not_guessed_where_one_cannot_be_read(run_folder: Path) -> None:
+    newest, *_ = checkpoints(run_folder / "checkpoints")
+    assert resolve_checkpoints(run_folder / "best", "job.path")[0].is_dir()
+    (newest / MANIFEST).write_text("{}")
+    with pytest.raises(DataError, match=f"{newest.name} cannot be judged: .*; name one checkpoint"):
+        resolve_checkpoints(run_folder / "best", "job.path")
 
 
 def test_the_option_off_never_saves() -> None:
