@@ -58,7 +58,7 @@ def _train(rank: Rank, enter: Callable[[str], None]) -> None:
         inputs = prepare_task(joined)
     if not joined.trains:
         enter("model")  # the strategy builds one and tries it
-        _run_helper(joined, inputs)
+        _run_helper(joined, inputs, marks | {"built": monotonic()})
         return
     enter("model")
     with name_author_errors():
@@ -88,8 +88,8 @@ def _set_up_process(rank: Rank) -> MemoryMeter:
     return MemoryMeter(kind)
 
 
-def _run_helper(joined: JoinedRank, inputs: TaskInputs) -> None:
-    """What a rank does whose role does not run the engine: the strategy says."""
+def _run_helper(joined: JoinedRank, inputs: TaskInputs, marks: dict[str, float]) -> None:
+    """What a rank does whose role does not run the engine: the strategy says. `marks`: see `Stepped`."""
     rank = joined.rank
 
     def say(text: str) -> None:
@@ -99,7 +99,7 @@ def _run_helper(joined: JoinedRank, inputs: TaskInputs) -> None:
         rank.place,
         inputs.facts,
         inputs.splits.loader,
-        rank.beat,
+        _both(rank.beat, _first_step(rank, marks)) if rank.place.retry else rank.beat,
         rank.stop_requested,
         say,
         rank.folder,
@@ -273,6 +273,20 @@ def _beat(
             joined.see(Stepped(marks | {"stepped": monotonic()}))
 
     return _both(beat, report)
+
+
+def _first_step(rank: Rank, marks: dict[str, float]) -> Callable[[str, int], None]:
+    """What a rank that was started again alone calls in each phase: it reports its first step."""
+    phases: list[str] = []
+
+    def report(phase: str, step: int) -> None:
+        if phase == "step" and not phases:
+            phases.append(phase)
+        elif phases == ["step"]:
+            phases.append(phase)
+            rank.send(Stepped(marks | {"stepped": monotonic()}))
+
+    return report
 
 
 def _both(first: Callable[[str, int], None], second: Callable[[str, int], None]) -> Callable[[str, int], None]:

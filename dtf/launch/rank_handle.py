@@ -13,6 +13,7 @@ from typing import Protocol
 from dtf.core.types import Event, Failed, Note, Place
 from dtf.host.heartbeat import Beat
 from dtf.launch.exit_cause import GroupResult
+from dtf.launch.recovery import Loss
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class RankHandle:
     stopped_since: float = 0.0  # it was found stopped by a signal, and at every check since
     hung_since: float = 0.0  # it was found to hang, and asked for its stacks, to be replaced
     hang: str = ""  # killed for it: what was seen
+    loss: Loss | None = None  # of the process in whose place this one is
     replaced: int = 0  # replacements of this rank since one of its processes finished a step
 
     def printed(self) -> str:

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from dtf.core.errors import PLANNED_EXITS, Exit, PeerError
-from dtf.core.types import Event, Failed, Note, Place, Saved, Started, event_from_json
+from dtf.core.types import Event, Failed, Note, Place, Saved, Started, Stepped, event_from_json
 from dtf.host.heartbeat import Beat, Board
 from dtf.host.signals import Stop
 from dtf.launch.exit_cause import GroupResult, RankExit, group_result, last_frame, preload_error
 from dtf.launch.forkserver import ForkServer
 from dtf.launch.rank_handle import Limits, OtherHosts, RankHandle, open_log
 from dtf.launch.rank_process import MESSAGE_BYTES
-from dtf.launch.recovery import Loss
+from dtf.launch.recovery import Loss, recovered
 from dtf.launch.waits import WaitWatch
 
 _SETTLE_S = 0.5
@@ -302,7 +302,7 @@ class WorkerGroup:
             step = self._board.read(place.rank).step
             self._board.reset(place.rank)
             self._ranks[at] = self._start(replace(place, retry=place.retry + 1), self.pins[at])
-            self._ranks[at].replaced = before + 1
+            self._ranks[at].replaced, self._ranks[at].loss = before + 1, Loss.seen(rank.silent_since)
             retry = f"it alone is started again, {before + 1} of {self.max_restarts}"
             self.see(Note("warning", f"rank {place.rank} ({place.role} {place.number}) at step {step}: {why}; {retry}"))
 
@@ -366,6 +366,8 @@ class WorkerGroup:
                 consequence = event.exit == Exit.PEER and rank.place.role in self.replaceable
                 if event.exit not in PLANNED_EXITS and not consequence and not self._failing_since:
                     self._failing_since = time.monotonic()
+        elif isinstance(event, Stepped) and rank.loss:
+            self.see(Note("info", f"{rank.place.role} {rank.place.number} {recovered(rank.loss, event.marks)}"))
         else:
             self.saved = self.saved or isinstance(event, Saved)
             self.resumed = self.resumed or (isinstance(event, Started) and event.step > 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,6 +95,7 @@ def test_a_killed_trainer_loses_no_sample_in_other_modes(
         *BASE, *servers, f"strategy.mode={mode}", "step.clip_norm=0", f"recipe.marker={tmp_path / 'killed'}"
     )
     assert killed.code == 0, killed.err
+    assert re.search(r"trainer \d recovered in [\d.]+ s: noticed .* stepped", killed.out), killed.out
     assert (tmp_path / "killed").exists() and visits(killed.folder) == THRICE
     assert left(killed.folder) == []
 
