@@ -91,11 +91,11 @@ def test_a_killed_trainer_leaves_sync_bit_for_bit(
 def test_a_killed_trainer_loses_no_sample_in_other_modes(
     mode: str, servers: list[str], run_dtf: Any, tmp_path: Path
 ) -> None:
-    killed = run_dtf(
-        *BASE, *servers, f"strategy.mode={mode}", "step.clip_norm=0", f"recipe.marker={tmp_path / 'killed'}"
-    )
+    more = ["step.clip_norm=0", "observer=[jsonl,events]", f"recipe.marker={tmp_path / 'killed'}"]
+    killed = run_dtf(*BASE, *servers, f"strategy.mode={mode}", *more)
     assert killed.code == 0, killed.err
-    assert re.search(r"trainer \d recovered in [\d.]+ s: noticed .* stepped", killed.out), killed.out
+    events = (killed.folder / "events.jsonl").read_text()
+    assert re.search(r"trainer \d recovered in [\d.]+ s: noticed .* stepped", events), events
     assert (tmp_path / "killed").exists() and visits(killed.folder) == THRICE
     assert left(killed.folder) == []
 
