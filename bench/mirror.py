@@ -47,9 +47,9 @@ class Mirrored(Wide):
                 self.began = self.began or time.process_time()
                 super().save(*rest)
 
-            def finish(self, hurried: bool = False) -> None:
+            def finish(self) -> None:
                 print(json.dumps({"cpu_s": time.process_time() - self.began}), file=sys.stderr, flush=True)
-                super().finish(hurried)
+                super().finish()
 
         saving.Saves = Timed  # type: ignore[misc]
         return self.layers()

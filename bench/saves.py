@@ -132,8 +132,8 @@ def watch_saves() -> None:
             self.cpu_s += time.process_time() - began
             super().save(step, state, *rest)
 
-        def finish(self, hurried: bool = False) -> None:
-            super().finish(hurried)
+        def finish(self) -> None:
+            super().finish()
             found = {"copied_s": self.copied_s, "cpu_s": time.process_time() - self.cpu_s}
             print(json.dumps(found), file=sys.stderr, flush=True)
 

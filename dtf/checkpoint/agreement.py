@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from dtf.core.errors import BusyError, ConfigError, DataError, DtfError, Exit, SaveError
+from dtf.core.errors import BusyError, ConfigError, DataError, DtfError, Exit, Preempted, SaveError
 
 REMEDY = "make room or mend the disk, then start again"
 """The end of a SaveError that ends the run."""
-_ERRORS: dict[int, type[DtfError]] = {cls.exit: cls for cls in (DtfError, ConfigError, DataError, BusyError, SaveError)}
+_ERRORS: dict[int, type[DtfError]] = {
+    cls.exit: cls for cls in (DtfError, ConfigError, DataError, BusyError, SaveError, Preempted)
+}
 
 
 class Peers(Protocol):
@@ -69,14 +71,31 @@ class Agreement:
             text = f"{what}: {text}"
         raise kind(text) from self._cause
 
-    def lead_long(self, work: Callable[[], Any], failure: type[DtfError], what: str, alive: Callable[[], None]) -> Any:
-        """As `lead`, for work that may take long: every rank calls `alive` meanwhile. Collective."""
+    def lead_long(
+        self,
+        work: Callable[[], Any],
+        failure: type[DtfError],
+        what: str,
+        progress: Callable[[], int],
+        alive: Callable[[], None],
+    ) -> Any:
+        """As `lead`, for work that may take long: every rank calls `alive` whenever `progress`, asked on rank 0, is
+        another number. Collective.
+        """
         answers: list[dict[str, Any]] = []
         thread = threading.Thread(target=lambda: answers.append(self.attempt(work)), daemon=True)
+        before, state = -1, None
         if self.world.rank == 0:
             thread.start()
-        while self.world.broadcast(self.world.rank == 0 and not _has_ended(thread, 1.0)):
-            alive()
+        while True:
+            if self.world.rank == 0:
+                waits = not _has_ended(thread, 1.0)
+                state, before = [waits, progress() != before], progress()
+            waits, moves = self.world.broadcast(state)
+            if not waits:
+                break
+            if moves:
+                alive()
         return self.tell(answers[0] if answers else {}, failure, what)
 
 

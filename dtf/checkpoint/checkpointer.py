@@ -6,8 +6,8 @@ Tensors are written and read by `dtf.checkpoint.boxes`. How files become a check
 
 from __future__ import annotations
 
+import math
 import sys
-import time
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
@@ -23,17 +23,13 @@ from dtf.checkpoint.manifest import (
     StoredFile,
     StoredTensor,
 )
-from dtf.checkpoint.mirror import Mirror
 from dtf.checkpoint.options import Every
-from dtf.checkpoint.places import Place, fetch, is_url, open_place, reaching
-from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.checkpoint.retention import Retention, retain
+from dtf.checkpoint.sources import Candidate, Sources
 from dtf.checkpoint.suspects import set_aside
-from dtf.core.errors import BusyError, ConfigError, DataError, DtfError, SaveError
+from dtf.core.errors import DataError, DtfError, Preempted, SaveError
+from dtf.core.text import bytes_text
 from dtf.core.types import State
-
-HURRY_S = 8.0
-"""How long a run that is asked to stop waits for its mirror."""
 
 
 def _warn(text: str) -> None:
@@ -45,8 +41,8 @@ class Checkpointer:
     all.
 
     `objective`: the metric that ranks checkpoints, and `max` or `min`. `strategy`: its name, for people. `note` gets,
-    on rank 0, what a person should know, and `say` what is as it should be. `alive` is called all the time while work
-    takes long. One thread at a time.
+    on rank 0, what a person should know, and `say` what is as it should be. `alive` is called while work that takes
+    long goes on. `left_s`: seconds until this process is killed. One thread at a time.
     """
 
     def __init__(
@@ -60,17 +56,18 @@ class Checkpointer:
         note: Callable[[str], None] = _warn,
         say: Callable[[str], None] = _warn,
         alive: Callable[[], None] = lambda: None,
+        left_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._folder, self._options, self._run_id = folder, options, run_id
         self._ranks = Agreement(world, self._removed)
         self._objective, self._strategy = objective, strategy
-        self._note, self._say, self._alive = note, say, alive
+        self._note, self._say, self._alive, self._left_s = note, say, alive, left_s
         self._damaged: set[Path] = set()  # found at the start; they are left where they are and count for nothing
         self._judge: Callable[[dict[str, Any]], object] = dict
         self._made = False  # the folder is there, as far as this process knows
         self._trusted: int | None = None  # None: nobody compares replicas
-        self._mirror: Mirror | None = None  # of rank 0
-        self._source: Place | None = None  # of rank 0: where checkpoints that are not here are fetched
+        self._sources = Sources(folder, options, run_id, note, say)
+        self._foreign: set[Path] = set()  # fetched from another run
 
     def over(self, world: Peers) -> Checkpointer:
         """The same, whose ranks talk by another channel."""
@@ -146,7 +143,7 @@ class Checkpointer:
 
     def owns(self, path: Path) -> bool:
         """Whether a checkpoint belongs to this run."""
-        return path.parent == self._folder
+        return path.parent == self._folder and path not in self._foreign
 
     def retain(self) -> None:
         """Remove the checkpoints that the options do not keep. Called after each save, and when a run is resumed, since
@@ -157,42 +154,47 @@ class Checkpointer:
         if self._ranks.world.rank:
             return
         rule = Retention(self._options.keep_last, self._options.keep_best, self._objective, self._trusted)
-        sending = self._mirror.sending if self._mirror else None
-        spared = self._damaged | ({sending} if sending else set())
+        mirror = self._sources.mirror
+        sending = {mirror.sending} if mirror and mirror.sending else set()
         try:
-            retain(self._folder, self._run_id, rule, spared)
+            retain(self._folder, self._run_id, rule, self._damaged | sending)
         except OSError as error:
             self._note(f"old checkpoints in {self._folder} could not be removed: {error}")
-        if self._mirror:
-            self._mirror.wake(rule)
+        if mirror:
+            mirror.wake(rule, self._damaged)
 
-    def finish_mirror(self, hurried: bool) -> None:
-        """Wait until the mirror has what is kept here. Collective. SaveError when something is missing there.
+    def finish_mirror(self) -> None:
+        """Wait until the mirror has what is kept here, or the run has to end. Collective.
 
-        `hurried`: the run has to end soon. It waits no longer than HURRY_S, and what is missing is noted.
+        When something is missing there: Preempted if the run was asked to stop, else SaveError.
         """
         if not self._options.mirror:
             return
-        mirror, began, told = self._mirror, time.monotonic(), False
-        while self._ranks.world.broadcast(
-            mirror is not None and not (hurried and time.monotonic() - began > HURRY_S) and not mirror.is_done(1.0)
-        ):
-            self._alive()
-            if mirror is not None and not told:
-                told = True
-                self._say(f"waiting for the mirror {mirror.place.name}")
-        self._ranks.lead(lambda: self._check_mirror(hurried), DataError, "the mirror")
+        mirror, rounds, before = self._sources.mirror, 0, -1
+        while True:
+            state = None
+            if mirror is not None:
+                waits = not mirror.is_done(1.0) and self._left_s() > 0
+                state, before = [waits, mirror.place.moved != before], mirror.place.moved
+            waits, moves = self._ranks.world.broadcast(state)
+            if not waits:
+                break
+            if moves:  # else it may hang
+                self._alive()
+            rounds += 1
+            if mirror is not None and not rounds & (rounds - 1):  # after a second, two, four
+                self._say(f"waiting for the mirror {mirror.place.name}: {bytes_text(before)} sent")
+        self._ranks.lead(self._check_mirror, DataError, "the mirror")
 
-    def _check_mirror(self, hurried: bool) -> None:
+    def _check_mirror(self) -> None:
         """The part of rank 0 in `finish_mirror` when the wait is over."""
-        assert self._mirror is not None
-        name, why = self._mirror.missing()
-        text = f"{name} is in {self._folder} and not in the mirror {self._mirror.place.name}: {why}; start again with "
-        text += "the same command, which sends it"
-        if name and not hurried:
-            raise SaveError(text)
+        mirror = self._sources.mirror
+        assert mirror is not None
+        name, why = mirror.missing()
         if name:
-            self._note(text)
+            text = f"{name} is complete in {self._folder} and not in the mirror {mirror.place.name}: {why}"
+            asked = self._left_s() < math.inf
+            raise (Preempted if asked else SaveError)(f"{text}; start again with the same command, which sends it")
 
     def trust(self, step: int) -> None:
         """Note the last step at which replicas were compared and were alike: a checkpoint from before it is kept."""
@@ -205,7 +207,7 @@ class Checkpointer:
         """
 
         def move() -> tuple[list[str], str]:
-            moved = set_aside(self._folder, after, self._run_id)
+            moved = set_aside(self._folder, after, self._run_id, bool(self._options.mirror))
             left = storage.checkpoints(self._folder)
             return [path.name for path in moved], left[0].name if left else ""
 
@@ -225,25 +227,41 @@ class Checkpointer:
         there are checkpoints but none can be loaded, or when a rank cannot read what others can.
         """
         newest_fault, self._judge = "", judge
-        candidates = self._ranks.lead(lambda: self._candidates(attempt), DataError, "checkpoints")
-        for path, is_here in [(Path(path), is_here) for path, is_here in candidates]:
-            fault = None if is_here else self._fetch(path)
-            fault = fault or self._loading_fault(path)
+        found = self._ranks.lead(lambda: self._sources.candidates(attempt), DataError, "checkpoints")
+        self._made = bool(storage.checkpoints(self._folder))
+        candidates = [Candidate(*fields) for fields in found]
+        for candidate in candidates:
+            path = Path(candidate.path)
+            fault = (None if candidate.is_here else self._fetch(candidate)) or self._loading_fault(path)
             if fault is None:
                 self._damaged.discard(path)
+                if not candidate.is_here and not candidate.is_own:
+                    self._foreign.add(path)
                 return path
             newest_fault = newest_fault or f"{path.name}: {fault}"
             self._damaged.add(path)
             if self._ranks.world.rank == 0:
+                self._sources.reject(candidate)
                 self._note(f"checkpoint {path} is skipped: {fault}")
         if not candidates:
             return None
-        in_run_folder = Path(candidates[0][0]).parent == self._folder
-        where = self._folder if in_run_folder else f"checkpoint.resume={self._options.resume}"
-        cure = "move them away to start anew, or use another run.dir" if in_run_folder else "give another"
+        where, cure = f"checkpoint.resume={self._options.resume}", "give another"
+        if candidates[0].is_own:
+            where = " and ".join(filter(None, (str(self._folder), self._options.mirror)))
+            cure = "move them away to start anew, or use another run.dir"
         raise DataError(
             f"{where} holds no checkpoint that can be loaded ({newest_fault}); `dtf job=checkpoint job.action=verify` "
             f"says more; {cure}"
+        )
+
+    def _fetch(self, candidate: Candidate) -> str | None:
+        """Copy a checkpoint here. Returns why it cannot be loaded; None: it is there. Collective."""
+        return self._ranks.lead_long(
+            lambda: self._sources.fetch(candidate),
+            DataError,
+            f"checkpoint {candidate.path}",
+            lambda: self._sources.moved(candidate),
+            self._alive,
         )
 
     def _loading_fault(self, path: Path) -> str | None:
@@ -259,80 +277,6 @@ class Checkpointer:
 
     def _fault(self, path: Path) -> str | None:
         return loading_fault(path, judge=self._judge)
-
-    def _candidates(self, attempt: int) -> list[tuple[str, bool]]:
-        """The part of rank 0 in `find`: the checkpoints of this run folder and its mirror, or those of the given path
-        if there are none, newest first; and whether they are here or have to be fetched.
-        """
-        try:
-            storage.clean(self._folder)
-        except OSError as error:
-            self._note(f"leftovers in {self._folder} could not be removed: {error}")
-        resume, here = self._options.resume, storage.checkpoints(self._folder)
-        self._made = bool(here)
-        there = self._open_mirror(attempt)
-        existing = [(str(path), True) for path in here] + [(str(self._folder / name), False) for name in there]
-        existing.sort(key=lambda one: (storage.step_of(Path(one[0]).name) or 0, one[1]), reverse=True)
-        if existing and attempt:
-            return existing
-        if not existing and is_url(resume):
-            with reaching(resume, "checkpoint.resume"):
-                self._source = open_place(resume)
-                steps = self._source.steps()
-            if not steps:
-                raise DataError(f"checkpoint.resume={resume} holds no checkpoint; give the checkpoint.mirror of a run")
-            return [(str(self._folder / storage.step_name(step)), False) for step in steps]
-        given = (
-            [] if resume in ("auto", "never") or is_url(resume) else resolve_checkpoints(resume, "checkpoint.resume")
-        )
-        if existing:
-            where, name = (self._folder if here else self._options.mirror), Path(existing[0][0]).name
-            if resume == "never":
-                other = "run.dir" if here else "checkpoint.mirror"
-                raise BusyError(
-                    f"checkpoint.resume=never, but {where} holds {name}; a run folder is one run, and so is its "
-                    f"mirror: use checkpoint.resume=auto to go on, or another {other}"
-                )
-            if given and given[0].resolve() in [path.resolve() for path in here[1:]]:
-                raise BusyError(
-                    f"checkpoint.resume={resume} is older than {name} in the same run folder; "
-                    "a run folder is one run: use another run.dir to start from there"
-                )
-        return existing or [(str(path), True) for path in given]
-
-    def _open_mirror(self, attempt: int) -> list[str]:
-        """The checkpoints of the mirror, if there is one. A restarted run does without one that does not answer."""
-        if not self._options.mirror:
-            return []
-        try:
-            with reaching(self._options.mirror, "checkpoint.mirror"):
-                mirror = Mirror(open_place(self._options.mirror), self._folder, self._run_id, self._note, self._say)
-                names = [storage.step_name(step) for step in mirror.open()]
-        except (SaveError, ConfigError) as error:
-            if not attempt:
-                raise
-            self._note(f"{error}; nothing is mirrored until then")
-            return []
-        self._mirror, self._source = mirror, mirror.place
-        return names
-
-    def _fetch(self, path: Path) -> str | None:
-        """Copy a checkpoint of the mirror to `path`. Returns why it cannot be loaded; None: it is there. Collective."""
-
-        def fetch_it() -> str | None:
-            assert self._source is not None
-            step, began = storage.step_of(path.name) or 0, time.monotonic()
-            self._say(f"fetching {path.name} from {self._source.name}")
-            try:
-                fetch(self._source, step, self._folder, self._run_id)
-            except DataError as error:
-                return str(error)
-            except OSError as error:
-                raise SaveError(f"{path.name} could not be fetched: {error.strerror}; start again") from error
-            self._say(f"fetched {path.name} in {time.monotonic() - began:.1f} s")
-            return None
-
-        return self._ranks.lead_long(fetch_it, DataError, f"checkpoint {path}", self._alive)
 
 
 def _text(path: Path | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import threading
@@ -10,13 +11,26 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from dtf.checkpoint import storage
-from dtf.checkpoint.manifest import Objective
+from dtf.checkpoint.manifest import Manifest, Objective, encode
 from dtf.checkpoint.places import OWNER, Place
 from dtf.checkpoint.retention import Retention
+from dtf.checkpoint.suspects import forget_suspects, suspects_after
 from dtf.core.errors import DataError
 from dtf.core.text import bytes_text
+
+
+class Known(NamedTuple):
+    """What tells a checkpoint from another of the same step, and how good it is."""
+
+    digest: str
+    objective: Objective | None
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Known:
+        return cls(hashlib.sha256(encode(manifest)).hexdigest(), manifest.objective)
 
 
 class Mirror:
@@ -25,17 +39,27 @@ class Mirror:
     A thread sends what the place lacks, the newest first, and removes what the rule does not keep: of the checkpoints
     here and there together. A failure is told and tried again after the next save, and at the end.
 
-    `folder`: the run's `checkpoints`. `warn` and `say` get what people should know, perhaps from the thread.
+    `folder`: the run's `checkpoints`. `attempt`: how many restarts this run has had. `warn` and `say` get what people
+    should know, perhaps from the thread.
     """
 
     def __init__(
-        self, place: Place, folder: Path, run_id: str, warn: Callable[[str], None], say: Callable[[str], None]
+        self,
+        place: Place,
+        folder: Path,
+        run_id: str,
+        attempt: int,
+        warn: Callable[[str], None],
+        say: Callable[[str], None],
     ) -> None:
-        self.place, self._folder, self._run_id, self._warn, self._say = place, folder, run_id, warn, say
+        self.place, self._folder, self._run_id, self._attempt = place, folder, run_id, attempt
+        self._warn, self._say = warn, say
+        self._there: dict[int, Known] = {}  # complete checkpoints of the place
+        self._useless: set[int] = set()  # of the place: nothing can be loaded from them
+        self._spared: Collection[Path] = frozenset()
         self._rule = Retention(1, 0, ("", "min"))
-        self._there: dict[int, Objective | None] = {}  # complete checkpoints of the place
         self._changed = threading.Condition()
-        self._woken = self._idle = False
+        self._woken = self._idle = self._taken = False
         self._thread: threading.Thread | None = None
         self._failed, self._failures = "", 0
         self._lost = ""  # who took the place
@@ -45,27 +69,37 @@ class Mirror:
 
     # ------------------------------------------------------------ at the start
 
-    def open(self) -> list[int]:
-        """Take the place for this run. Returns the steps of the checkpoints there, newest first.
+    def look(self) -> list[int]:
+        """The steps of the checkpoints there that the run may go on from, newest first. Changes none of them.
 
-        Checkpoints that this run has set aside are removed there. OSError when the place fails.
+        OSError when the place fails, or cannot be written to.
         """
-        self.place.write_owner({"run": self._run_id, "host": socket.gethostname(), "process": os.getpid()})
-        self.place.clean()
+        self.place.probe(f"probe-{self._run_id}")
+        self._there = {}
         for step in self.place.steps():
             try:
-                self._there[step] = self.place.read_manifest(step).objective
+                self._there[step] = Known.of(self.place.read_manifest(step))
             except DataError as error:
-                self._warn(f"{storage.step_name(step)} of the mirror {self.place.name} is left alone: {error}")
-        self._remove(self._set_aside())
-        return sorted(self._there, reverse=True)
+                if step not in self._useless:
+                    self._warn(f"{storage.step_name(step)} of the mirror {self.place.name} counts for nothing: {error}")
+                self._useless.add(step)
+        for step in self._useless:
+            self._there.pop(step, None)
+        return sorted(self._there.keys() - self._suspect(), reverse=True)
+
+    def forget(self, step: int) -> None:
+        """Nothing could be loaded from this checkpoint of the place: it is replaced, or removed. Before `wake`."""
+        self._there.pop(step, None)
+        self._useless.add(step)
 
     # ------------------------------------------------------------ in the background
 
-    def wake(self, rule: Retention) -> None:
-        """There may be something to send, or to remove by this rule. Returns at once."""
+    def wake(self, rule: Retention, spared: Collection[Path] = frozenset()) -> None:
+        """There may be something to send, or to remove by this rule. Returns at once. The first time, the run takes the
+        place. `spared`: checkpoints here that count for nothing.
+        """
         with self._changed:
-            self._rule, self._woken, self._idle = rule, True, False
+            self._rule, self._spared, self._woken, self._idle = rule, frozenset(spared), True, False
             self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
@@ -77,8 +111,11 @@ class Mirror:
             return self._changed.wait_for(lambda: self._idle or self._thread is None, timeout_s)
 
     def missing(self) -> tuple[str, str]:
-        """The newest checkpoint that the place should have and lacks, and why. Empty: none. Once all is done."""
-        path = self._next()
+        """The newest checkpoint that the place should have and lacks, and why. Empty: none. Without waiting."""
+        try:
+            path = self._next()
+        except OSError as error:
+            return str(self._folder), error.strerror or str(error)
         return (path.name, self._lost or self._failed or "it was not sent yet") if path else ("", "")
 
     def _work(self) -> None:
@@ -86,94 +123,123 @@ class Mirror:
             with self._changed:
                 self._changed.wait_for(lambda: self._woken)
                 self._woken = False
-            self._bring_up_to_date()
+            try:
+                if not self._lost:
+                    self._bring_up_to_date()
+                    self._failed, self._failures = "", 0
+            except Exception as error:  # noqa: BLE001 - training goes on, and people are told
+                self._tell(error)
             with self._changed:
                 self._idle = not self._woken
                 self._changed.notify_all()
 
+    def _tell(self, error: Exception) -> None:
+        self._failed = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+        self._failures += 1
+        if not self._failures & (self._failures - 1):  # the first time, the second, the fourth
+            self._warn(
+                f"the mirror {self.place.name} cannot be brought up to date: {self._failed}; training goes on, and "
+                f"{'nothing more is sent' if self._lost else 'the next save tries again'}"
+            )
+
     def _bring_up_to_date(self) -> None:
-        if self._lost:
-            return
-        try:
-            self._remove(self._set_aside())
-            while path := self._next():
-                self._send(path)
-            self._remove(self._there.keys() - self._rule.kept(self._there | self._complete()))
-            self._failed, self._failures = "", 0
-        except OSError as error:
-            self._failed = error.strerror or str(error)
-            self._failures += 1
-            if not self._failures & (self._failures - 1):  # the first time, the second, the fourth
-                self._warn(
-                    f"the mirror {self.place.name} cannot be brought up to date: {self._failed}; training goes on, and "
-                    f"{'nothing more is sent' if self._lost else 'the next save tries again'}"
-                )
+        if not self._taken:
+            self._take()
+            self.look()  # another run may have written since
+            self._taken = True
+        self._remove(self._suspect())
+        forget_suspects(self._folder)
+        while path := self._next():
+            self._send(path)
+        self._remove(self._there.keys() - self._rule.kept(self._goals()))
+        self._remove(self._useless)
+
+    def _take(self) -> None:
+        """From now on the place is this run's. A restart does not take it from another run."""
+        owner = self.place.read_owner().get("run", self._run_id)
+        if owner == self._run_id or not self._attempt:
+            self.place.write_owner({"run": self._run_id, "host": socket.gethostname(), "process": os.getpid()})
+        self._check_owner()
+        self.place.clean()
 
     def _send(self, path: Path) -> None:
+        """Send a checkpoint, unless it is damaged or is being removed."""
         started, self.sending = time.perf_counter(), path
         try:
             manifest = storage.read_manifest(path)
-            self.place.send(path, manifest, self._run_id, lambda: self._allow(path))
-        except DataError as error:
+            self.place.send(path, manifest, lambda: self._allow(path))
+        except (DataError, FileNotFoundError) as error:
             if path.exists():  # else it was removed or set aside meanwhile
                 self._damaged.add(path)
                 self._warn(f"checkpoint {path} is not mirrored: {error}")
             return
         finally:
             self.sending = None
-        self._there[manifest.step] = manifest.objective
+        self._there[manifest.step] = Known.of(manifest)
+        self._useless.discard(manifest.step)
         size = sum(file.size for file in manifest.files.values())
         seconds = time.perf_counter() - started
         self._say(f"mirrored {path.name} to {self.place.name}: {bytes_text(size)} in {seconds:.2f} s")
 
     def _allow(self, path: Path) -> None:
         """Raise OSError when another run has taken the place, DataError when the checkpoint has left the run."""
+        self._check_owner()
+        if not path.exists():
+            raise DataError("it was removed")
+
+    def _check_owner(self) -> None:
         owner = self.place.read_owner()
         if owner.get("run") != self._run_id:
-            who = f"run {str(owner['run'])[:64]!r} on host {str(owner.get('host'))[:64]!r} mirrors to it now"
+            who = f"run {str(owner.get('run'))[:64]!r} on host {str(owner.get('host'))[:64]!r} mirrors to it now"
             self._lost = (
                 f"{who if 'run' in owner else f'its {OWNER} was removed'}; give each run a checkpoint.mirror of its own"
             )
             raise OSError(self._lost)
-        if not path.exists():
-            raise DataError("it was removed")
 
     def _remove(self, steps: Collection[int]) -> None:
         """Remove checkpoints from the place."""
-        for step in steps:
-            self._allow(self._folder)
+        for step in list(steps):
+            self._check_owner()
             self.place.remove(step)
-            del self._there[step]
+            self._there.pop(step, None)
+            self._useless.discard(step)
 
-    def _set_aside(self) -> list[int]:
-        """The steps of the place whose checkpoints here were set aside, as they may hold wrong numbers."""
-        return [
+    def _suspect(self) -> set[int]:
+        """The steps of the place that may hold wrong numbers: later ones than the last without a difference, unless the
+        same checkpoint is here.
+        """
+        after, here = suspects_after(self._folder), self._complete()
+        return {
             step
-            for step in self._there
-            if any(self._folder.glob(f"{storage.step_name(step)}.suspect-*")) and not self._here(step).exists()
-        ]
+            for step, known in self._there.items()
+            if after is not None and step > after and here.get(step) != known
+        }
 
     def _next(self) -> Path | None:
         """The newest checkpoint here that the place should have and lacks."""
         here = self._complete()
-        steps = self._rule.kept(self._there | here) & (here.keys() - self._there.keys())
-        return self._here(max(steps)) if steps else None
+        steps = [
+            step for step in self._rule.kept(self._goals()) if step in here and here[step] != self._there.get(step)
+        ]
+        return self._folder / storage.step_name(max(steps)) if steps else None
 
-    def _complete(self) -> dict[int, Objective | None]:
-        """The complete checkpoints here, and how good they are."""
-        found: dict[int, Objective | None] = {}
+    def _goals(self) -> dict[int, Objective | None]:
+        """How good the checkpoints here and there are."""
+        return {step: known.objective for step, known in (self._there | self._complete()).items()}
+
+    def _complete(self) -> dict[int, Known]:
+        """The complete checkpoints here."""
+        found: dict[int, Known] = {}
         for path in storage.checkpoints(self._folder):
+            if path in self._damaged or path in self._spared:
+                continue
             with suppress(DataError, OSError):  # it is being removed, or is for a person to look at
                 status = (path / storage.MANIFEST).stat()
-                if path not in self._damaged:
-                    found[storage.step_of(path.name) or 0] = _objective(path, status.st_ino, status.st_mtime_ns)
+                found[storage.step_of(path.name) or 0] = _known(path, status.st_ino, status.st_mtime_ns)
         return found
-
-    def _here(self, step: int) -> Path:
-        return self._folder / storage.step_name(step)
 
 
 @lru_cache(maxsize=64)
-def _objective(path: Path, inode: int, changed_ns: int) -> Objective | None:
-    """Of a checkpoint. `inode`, `changed_ns`: of its manifest, which need not be read again while it is the same."""
-    return storage.read_manifest(path).objective
+def _known(path: Path, inode: int, changed_ns: int) -> Known:
+    """Of a checkpoint here. `inode`, `changed_ns`: of its manifest, which is read once while it is the same."""
+    return Known.of(storage.read_manifest(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dtf.api.registry import option, register, with_default
 from dtf.api.schema import KeyProblem
-from dtf.checkpoint.places import check_place, is_url
+from dtf.checkpoint.place_names import check_place, is_url
 from dtf.checkpoint.resolve_path import resolve_checkpoints
 
 
@@ -40,7 +40,7 @@ class Every:
     )
 
     def check(self) -> None:
-        """Raise ConfigError for values that make no sense, DataError when there is no checkpoint to resume from.
+        """Raise KeyProblem for values that make no sense, DataError when there is no checkpoint to resume from.
 
         Torch-free.
         """
@@ -58,7 +58,7 @@ class Every:
         check_place(self.mirror, "checkpoint.mirror")
         if is_url(self.resume):
             check_place(self.resume, "checkpoint.resume")
-        elif self.resume not in ("auto", "never"):
+        elif self.resume not in ("auto", "never") and not self.mirror:  # else the mirror may be what is left of it
             resolve_checkpoints(self.resume, "checkpoint.resume")
 
 

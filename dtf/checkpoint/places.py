@@ -11,26 +11,24 @@ import math
 import os
 import re
 import shutil
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from dtf.api.schema import KeyProblem
 from dtf.checkpoint import storage
 from dtf.checkpoint.durable_renames import sync_folder
-from dtf.checkpoint.manifest import BLOCK_BYTES, MAX_BYTES, Manifest, decode, encode
-from dtf.core.errors import ConfigError, DataError, SaveError
+from dtf.checkpoint.manifest import BLOCK_BYTES, MAX_BYTES, Manifest, StoredFile, decode, encode
+from dtf.checkpoint.place_names import allows_http, is_url
+from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import replace_text
 
-SCHEMES = ("s3", "gs")
 OWNER = "mirror.json"
 """Says which run writes here."""
+_WRITER = "mirror"
+"""Ends the names of what is half written or half removed in a folder."""
 _UNDER_WAY = "uploading.json"
 """The manifest of the checkpoint that is being sent: what is there of it need not be sent again."""
 _PIECE_BYTES = 8 * BLOCK_BYTES
@@ -43,40 +41,6 @@ _SHOWN = 200
 Pieces = Iterator[memoryview]
 
 
-def is_url(place: str) -> bool:
-    """Whether a text names a place that is no folder of this machine."""
-    return "://" in place
-
-
-def check_place(place: str, key: str) -> None:
-    """Raise KeyProblem when a place cannot be used, as far as its text says. `key`: that gave it."""
-    if not is_url(place):
-        return
-    try:
-        url = urlsplit(place)
-    except ValueError:
-        url = urlsplit("")
-    if url.scheme not in SCHEMES or not url.hostname or url.query or url.fragment:
-        raise KeyProblem(
-            key, f"{key}={place.partition('?')[0]} is no place; write FOLDER, s3://BUCKET/PATH or gs://BUCKET/PATH"
-        )
-    if url.username is not None:
-        text = "holds a user or a password, and a config is saved; give them to the environment (AWS_ACCESS_KEY_ID)"
-        raise KeyProblem(key, f"{key} {text}")
-    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
-    if url.scheme == "s3" and endpoint.startswith("http:") and not _allows_http():
-        text = f"{key}={place} lies behind AWS_ENDPOINT_URL={endpoint}, which is not encrypted"
-        raise KeyProblem(key, f"{text}; use https, or set AWS_ALLOW_HTTP=true to allow it")
-    if find_spec("obstore") is None:
-        raise KeyProblem(
-            key, f"{key}={place} needs obstore, which is not installed: {sys.executable} -m pip install 'obstore>=0.12'"
-        )
-
-
-def _allows_http() -> bool:
-    return os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
-
-
 class Place(ABC):
     """Checkpoints of one run in one place. One thread at a time. Methods raise OSError when the place fails.
 
@@ -85,6 +49,8 @@ class Place(ABC):
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.moved = 0
+        """Bytes that were sent or fetched."""
 
     @abstractmethod
     def steps(self) -> list[int]:
@@ -95,23 +61,28 @@ class Place(ABC):
         """DataError when it is damaged."""
 
     @abstractmethod
-    def pieces(self, step: int, name: str) -> Pieces:
+    def pieces(self, step: int, name: str, stored: StoredFile) -> Pieces:
         """A file of a checkpoint, piece by piece."""
 
     @abstractmethod
-    def send(self, folder: Path, manifest: Manifest, owner: str, allowed: Callable[[], None]) -> None:
-        """Copy a checkpoint here. DataError when a byte is not as it was written; then nothing of it counts.
+    def send(self, folder: Path, manifest: Manifest, allowed: Callable[[], None]) -> None:
+        """Copy a checkpoint here, in place of one of the same step. DataError when a byte is not as it was written;
+        then nothing of it counts.
 
-        `owner`: id of the run. `allowed`: raises where the checkpoint must not be finished after all.
+        `allowed`: raises where the checkpoint must not be finished after all.
         """
 
     @abstractmethod
     def remove(self, step: int) -> None:
-        """Remove a checkpoint. A crash leaves it whole, or as rubbish for `clean`."""
+        """Remove a checkpoint, or what there is of it. A crash leaves it whole, or as rubbish for `clean`."""
 
     @abstractmethod
     def clean(self) -> None:
         """Remove what crashed runs left, but not what can be of use."""
+
+    @abstractmethod
+    def probe(self, name: str) -> None:
+        """Write something of this name and remove it."""
 
     @abstractmethod
     def read_owner(self) -> dict[str, Any]:
@@ -119,6 +90,16 @@ class Place(ABC):
 
     @abstractmethod
     def write_owner(self, owner: dict[str, Any]) -> None: ...
+
+    def _blocks(self, folder: Path, manifest: Manifest, name: str) -> Pieces:
+        """A file of a checkpoint of this machine, which is about to be sent. DataError when it is damaged."""
+        return self.counted(_read(folder, name, manifest.files[name]))
+
+    def counted(self, pieces: Pieces) -> Pieces:
+        """The same pieces, which count as moved."""
+        for piece in pieces:
+            self.moved += len(piece)
+            yield piece
 
 
 def fetch(place: Place, step: int, parent: Path, run_id: str) -> Path:
@@ -133,22 +114,12 @@ def fetch(place: Place, step: int, parent: Path, run_id: str) -> Path:
     assert draft is not None
     try:
         for name, stored in manifest.files.items():
-            written = storage.write(draft / name, _up_to(place.pieces(step, name), stored.size))
-            if written != stored:
+            if storage.write(draft / name, place.counted(place.pieces(step, name, stored))) != stored:
                 raise DataError(f"{storage.step_name(step)}/{name} is damaged")
         return storage.commit(draft, manifest)
-    except BaseException:
+    except Exception:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-
-
-def _up_to(pieces: Pieces, size: int) -> Pieces:
-    """The same pieces, and none once there were more than `size` bytes."""
-    for piece in pieces:
-        if size < 0:
-            return
-        size -= len(piece)
-        yield piece
 
 
 def open_place(name: str) -> Place:
@@ -156,23 +127,8 @@ def open_place(name: str) -> Place:
     return Bucket(name) if is_url(name) else Folder(name)
 
 
-@contextmanager
-def reaching(name: str, key: str) -> Iterator[None]:
-    """A context in which a place that refuses, or is not there, is a ConfigError, and one that does not answer a
-    SaveError. `key`: that gave it.
-    """
-    try:
-        yield
-    except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{key}={name} cannot be used: {error.strerror}") from error
-    except OSError as error:
-        text = f"{key}={name} does not answer: {error.strerror or error}"
-        raise SaveError(f"{text}; start again when it does, or without {key}") from error
-
-
-def _blocks(folder: Path, manifest: Manifest, name: str) -> Pieces:
+def _read(folder: Path, name: str, stored: StoredFile) -> Pieces:
     """A file of a checkpoint of this machine. DataError when it is damaged."""
-    stored = manifest.files[name]
     blocks = storage.Blocks(folder, name, stored)
     for start in range(0, stored.size, _PIECE_BYTES):
         yield blocks.read(start, min(start + _PIECE_BYTES, stored.size))
@@ -192,36 +148,48 @@ class Folder(Place):
     def read_manifest(self, step: int) -> Manifest:
         return storage.read_manifest(self._path / storage.step_name(step))
 
-    def pieces(self, step: int, name: str) -> Pieces:
-        return _blocks(self._path / storage.step_name(step), self.read_manifest(step), name)
+    def pieces(self, step: int, name: str, stored: StoredFile) -> Pieces:
+        return _read(self._path / storage.step_name(step), name, stored)
 
-    def send(self, folder: Path, manifest: Manifest, owner: str, allowed: Callable[[], None]) -> None:
-        draft = storage.begin(self._path, manifest.step, owner, lambda text: None, lambda folder: "it is another")
+    def send(self, folder: Path, manifest: Manifest, allowed: Callable[[], None]) -> None:
+        if os.path.lexists(self._path / storage.step_name(manifest.step)):
+            self.remove(manifest.step)
+        draft = storage.begin(self._path, manifest.step, _WRITER, lambda text: None)
         assert draft is not None
         try:
             for name in manifest.files:
-                storage.write(draft / name, _blocks(folder, manifest, name))
+                storage.write(draft / name, self._blocks(folder, manifest, name))
             allowed()
             storage.commit(draft, manifest)
-        except BaseException:
+        except Exception:
             shutil.rmtree(draft, ignore_errors=True)
             raise
 
     def remove(self, step: int) -> None:
-        storage.discard(self._path / storage.step_name(step), "mirror")
+        storage.discard(self._path / storage.step_name(step), _WRITER)
 
     def clean(self) -> None:
         storage.clean(self._path)
+
+    def probe(self, name: str) -> None:
+        self._make()
+        storage.write(self._path / name, [])
+        (self._path / name).unlink()
 
     def read_owner(self) -> dict[str, Any]:
         path = self._path / OWNER
         return _owner(path.read_bytes()) if path.is_file() else {}
 
     def write_owner(self, owner: dict[str, Any]) -> None:
+        self._make()
+        replace_text(self._path / OWNER, json.dumps(owner))
+
+    def _make(self) -> None:
+        if self._path.exists() and not self._path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if not self._path.is_dir():
             self._path.mkdir(mode=0o700, parents=True)
             sync_folder(self._path.parent)
-        replace_text(self._path / OWNER, json.dumps(owner))
 
 
 class Bucket(Place):
@@ -240,7 +208,7 @@ class Bucket(Place):
         client = {
             "timeout": timedelta(seconds=120),
             "connect_timeout": timedelta(seconds=5),
-            "allow_http": _allows_http(),
+            "allow_http": allows_http(),
         }
         try:
             self._store = from_url(name, retry_config=retry, client_options=client)  # type: ignore[arg-type]
@@ -303,21 +271,23 @@ class Bucket(Place):
             raise DataError(f"{storage.step_name(step)} was removed")
         return decode(data)
 
-    def pieces(self, step: int, name: str) -> Pieces:
+    def pieces(self, step: int, name: str, stored: StoredFile) -> Pieces:
         import obstore
 
-        with _failing():
-            try:
-                stream = obstore.get(self._store, f"{storage.step_name(step)}/{name}").stream(_PIECE_BYTES)
-            except FileNotFoundError:
-                raise DataError(f"{storage.step_name(step)}/{name} is missing") from None
-            for piece in stream:
-                yield memoryview(piece)
+        path = f"{storage.step_name(step)}/{name}"
+        for start in range(0, stored.size, _PIECE_BYTES):  # a request each, which is tried again where it fails
+            with _failing():
+                try:
+                    end = min(start + _PIECE_BYTES, stored.size)
+                    piece = memoryview(obstore.get_range(self._store, path, start=start, end=end))
+                except FileNotFoundError:
+                    raise DataError(f"{path} is missing") from None
+            yield piece
 
-    def send(self, folder: Path, manifest: Manifest, owner: str, allowed: Callable[[], None]) -> None:
+    def send(self, folder: Path, manifest: Manifest, allowed: Callable[[], None]) -> None:
         data, prefix = encode(manifest), storage.step_name(manifest.step)
         there = self._sizes(manifest.step)
-        if there and self._get(_UNDER_WAY) != data:  # of another history
+        if storage.MANIFEST in there or (there and self._get(_UNDER_WAY) != data):
             self.remove(manifest.step)
             there = {}
         self._put(_UNDER_WAY, data)
@@ -325,7 +295,7 @@ class Bucket(Place):
             if there.get(name) == stored.size:
                 continue
             part = max(_PIECE_BYTES, math.ceil(stored.size / _MOST_PARTS))
-            pieces = _blocks(folder, manifest, name)
+            pieces = self._blocks(folder, manifest, name)
             small = b"".join(pieces) if stored.size <= _PIECE_BYTES else None
             self._put(f"{prefix}/{name}", pieces if small is None else small, part)
         allowed()
@@ -345,6 +315,10 @@ class Bucket(Place):
         for step in self._begun():
             if step != useful and storage.MANIFEST not in self._sizes(step):
                 self.remove(step)
+
+    def probe(self, name: str) -> None:
+        self._put(name, b"-")
+        self._delete([name])
 
     def read_owner(self) -> dict[str, Any]:
         return _owner(self._get(OWNER, 1 << 16) or b"{}")

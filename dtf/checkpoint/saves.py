@@ -89,14 +89,14 @@ class Saves:
 
         self._thread = _Work(write, self._tell_failure)
 
-    def finish(self, hurried: bool = False) -> None:
+    def finish(self) -> None:
         """Wait until the last save is complete and mirrored, see `Checkpointer.finish_mirror`. Raises its error.
         Collective.
         """
         self._end()
         if self._failed:
             raise self._failed
-        self._checkpointer.finish_mirror(hurried)
+        self._checkpointer.finish_mirror()
 
     def trust(self, step: int) -> None:
         """See `Checkpointer.trust`."""

@@ -273,7 +273,7 @@ def _run_trial(composed: Composed, trial: Trial, folder: Path | None) -> int:
         return job.run(composed)
     trial.folder = folder
     if mirror := composed.config["checkpoint"].get("mirror"):  # it belongs to one run, as a run folder does
-        composed.config["checkpoint"]["mirror"] = f"{mirror.rstrip('/')}/{folder.name}"
+        composed.config["checkpoint"]["mirror"] = f"{mirror.rstrip('/')}/{folder.parent.name}/{folder.name}"
     record = finished(folder, composed.config)
     if record is not None:
         trial.before, trial.best = (

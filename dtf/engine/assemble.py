@@ -252,6 +252,7 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
         note=lambda text: joined.see(Note("warning", text)),
         say=lambda text: joined.see(Note("info", text)),
         alive=heartbeat.still_alive,
+        left_s=rank.left_s,
     )
     # The last global batch of an epoch may be a single row, which not every model can compute: find out now.
     last = epochs.batches - 1

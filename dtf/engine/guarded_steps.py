@@ -21,15 +21,17 @@ class Suspects(Protocol):
 
 
 class GuardedSteps:
-    """Every step whose number `every` divides. `start`: where the run starts, 0 or a checkpoint. `saver`: None: nothing
-    is saved. `see`: told what a person should know.
+    """Every step whose number `every` divides. `start`: the last step without a difference as far as the checkpoint
+    says from which the run goes on. `saver`: None: nothing is saved. `see`: told what a person should know.
     """
 
     def __init__(
         self, guard: Guard, every: int, start: int, saver: Suspects | None, see: Callable[[str], None]
     ) -> None:
         self._guard, self._every, self._saver, self._see = guard, every, saver, see
-        self._clean = start
+        self.clean = start
+        """The last step at which nothing differed."""
+
         if saver is not None:
             saver.trust(start)
 
@@ -44,12 +46,12 @@ class GuardedSteps:
             output = self._guard.step(ticket.step // self._every, ticket, batch, self._see)
         except CorruptionError as error:
             raise self._going_back(error) from None
-        self._clean = ticket.step
+        self.clean = ticket.step
         if self._saver is not None:
             self._saver.trust(ticket.step)
         return output
 
-    def compare_state(self, step: int) -> None:
+    def compare_state(self) -> None:
         """Before a save, and at the end: compare what replicas hold. Collective. CorruptionError."""
         try:
             self._guard.compare_state()
@@ -58,10 +60,10 @@ class GuardedSteps:
 
     def _going_back(self, error: CorruptionError) -> CorruptionError:
         """The error with where the run goes on; checkpoints since the last clean step are set aside."""
-        moved, left = self._saver.set_aside(self._clean) if self._saver is not None else ([], "")
+        moved, left = self._saver.set_aside(self.clean) if self._saver is not None else ([], "")
         aside = f"; what was saved since may be wrong and is set aside: {', '.join(moved)}" if moved else ""
-        onwards = f"the run goes on from {left}" if left else "the run starts anew"
-        text = f"{error}; step {self._clean} was the last without a difference{aside}; {onwards}"
+        onwards = f"the run goes on from {left}" if left else "the run starts as it was started first"
+        text = f"{error}; step {self.clean} was the last without a difference{aside}; {onwards}"
         self._see(text)
         return CorruptionError(text, error.blames)
 

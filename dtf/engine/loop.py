@@ -66,8 +66,8 @@ class Saver(Protocol):
         complete checkpoint, how long it took and how long training stood still, perhaps later.
         """
 
-    def finish(self, hurried: bool = False) -> None:
-        """Wait for the last save. `hurried`: the run was asked to stop."""
+    def finish(self) -> None:
+        """Wait for the last save."""
 
 
 class Window:
@@ -260,7 +260,7 @@ class _TicketHandler:
                 loop.saver.ready()
             started = time.perf_counter()
             if loop.guard is not None:
-                loop.guard.compare_state(step)
+                loop.guard.compare_state()
             self.program.sync()
             if loop.compares_replicas and (warning := self.program.check_replicas()):
                 loop.see(Note("warning", warning))
@@ -277,6 +277,7 @@ class _TicketHandler:
                     "clock": self.clock.state(),
                     "window": carried,
                     "updated": self.updated,
+                    "clean": loop.guard.clean if loop.guard else None,
                     "recent": [asdict(measured) for measured in loop.recent],
                 }
                 value = self.evaluated.get(self.clock.objective) if evaluated_here else None
@@ -291,10 +292,10 @@ class _TicketHandler:
     def stop(self, ticket: Stop) -> None:
         """Wait for what is under way. DivergedError when too many updates were skipped, or none was ever made."""
         if self.loop.guard is not None:
-            self.loop.guard.compare_state(ticket.step)
+            self.loop.guard.compare_state()
         if self.loop.saver is not None:
             self.loop.beat("save", ticket.step)
-            self.loop.saver.finish(ticket.reason == "preempted")
+            self.loop.saver.finish()
         self.program.sync()
         _add_rest(self.loop, self.window)
         self._refuse_divergence(ticket.step)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,12 +46,17 @@ class Rank:
     stop_requested: Callable[[], bool]
     """Whether this process was told to stop."""
 
+    left_s: Callable[[], float] = lambda: math.inf
+    """Seconds that are left to this process once it was told to stop: what it does in vain after them is lost."""
+
     @property
     def report(self) -> Callable[[Event], None]:
         """`send` on rank 0; other ranks report nothing."""
         return self.send if self.place.rank == 0 else ignore
 
 
+GRACE_S = 25.0
+"""Between SIGTERM and SIGKILL, where the launcher does not say: schedulers give 30 s."""
 _GLOO_ADVICE = re.compile(r"^\[\S+\] | This is typically caused by a remote worker.*", re.DOTALL)
 """What gloo says beside what happened: a path of the machine that built it, and where to look."""
 
@@ -82,6 +89,7 @@ def run_rank(
                     send,
                     beat,
                     lambda: bool(received),
+                    lambda: _left_s(received, config),
                 )
             )
         return Exit.OK
@@ -114,6 +122,12 @@ def run_rank(
         return exit
 
 
+def _left_s(received: list[float], config: dict[str, Any]) -> float:
+    """Of `launcher.grace_s` after the first of these signals; a fifth of it is for the end of the process."""
+    grace_s = config["launcher"].get("grace_s", GRACE_S)
+    return received[0] + 0.8 * grace_s - time.monotonic() if received else math.inf
+
+
 def _one_at_a_time(send: Callable[[Event], None]) -> Callable[[Event], None]:
     """A thread tells of saves, and observers in this process hear of them at once."""
     lock = threading.RLock()
@@ -133,19 +147,19 @@ def peer_is_gone(error: BaseException) -> bool:
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """The SIGTERM and SIGINT signals received so far, a list that grows.
+def stop_signals() -> Iterator[list[float]]:
+    """When SIGTERM and SIGINT signals were received so far, by time.monotonic(): a list that grows.
 
     After the first the rank stops with the others within a few seconds, its state saved. A second SIGINT raises
     KeyboardInterrupt. A second SIGTERM does not: a scheduler that signals a whole process group reaches a rank twice,
     directly and through its launcher.
     """
-    received: list[int] = []  # no threading.Event: a second signal inside its `set` would wait for the first for ever
+    received: list[float] = []  # no threading.Event: a second signal inside its `set` would wait for the first for ever
 
     def receive(number: int, frame: object) -> None:
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        received.append(number)
+        received.append(time.monotonic())
 
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -153,7 +167,7 @@ def stop_signals() -> Iterator[list[int]]:
     # A launcher that handles Ctrl-C for its ranks makes them ignore it, and sends SIGTERM.
     numbers = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
     if asked_to_stop():  # as this process, which is a rank itself, got here
-        received.append(signal.SIGTERM)
+        received.append(time.monotonic())
     before = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield received

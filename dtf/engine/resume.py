@@ -39,6 +39,9 @@ class Resumed:
     recent: tuple[Measured, ...] = ()
     """The last measurements before the checkpoint."""
 
+    clean: int = 0
+    """The last step at which replicas were compared and alike; of a run that compared none, that of the checkpoint."""
+
     @property
     def step(self) -> int:
         return self.clock["step"] if self.clock else 0
@@ -88,7 +91,10 @@ def position(scalars: dict[str, Any]) -> Resumed:
         check_scalars(scalars["program"])
         recent = tuple(Measured(**fields) for fields in scalars["recent"])
         _refuse_unless("recent", all(map(_is_measured, recent)))
-        return Resumed(clock, window, bool(scalars.get("updated", True)), recent)
+        clean = scalars.get("clean")
+        clean = clock["step"] if clean is None else clean
+        _refuse_unless("clean", type(clean) is int and 0 <= clean <= clock["step"])
+        return Resumed(clock, window, bool(scalars.get("updated", True)), recent, clean)
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"state.json lacks what a run needs to go on: {ascii(str(error))[:_SHOWN]}") from None
 
@@ -129,6 +135,8 @@ def resume(setup: TrainingSetup) -> Resumed:
             f"{key} ends before step {resumed.step}, where the checkpoint is; train on, or go to another run.dir"
         )
     if resumed.clock:
+        if setup.joined.rank.settings.train.guard_every:
+            checkpointer.trust(resumed.clean)
         checkpointer.retain()  # now that this run is known to go on from here
     return resumed
 

@@ -177,7 +177,7 @@ def _run(
         guard=guarded_steps(
             program,
             options.guard_every,
-            resumed.step,
+            resumed.clean,
             saves,
             lambda text: joined.see(Note("warning", text)),
         ),

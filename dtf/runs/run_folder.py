@@ -155,9 +155,9 @@ class Run:
                 f"choose another run.dir{rescue}"
             ) from error
         resume = self.config["checkpoint"].get("resume", "never")
-        if left and resume != "auto" and not again:
+        if left and resume == "never" and not again:
             raise BusyError(
-                f"{self.folder} holds another run and checkpoint.resume={resume}; choose another run.dir or "
+                f"{self.folder} holds another run and checkpoint.resume=never; choose another run.dir or "
                 "checkpoint.resume=auto"
             )
         new = identity(self.config) if left else old

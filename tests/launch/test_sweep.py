@@ -109,7 +109,12 @@ def test_errors_name_the_trial(capsys: Capture, words: list[str], message: str) 
 def test_the_table_of_a_sweep_says_where_each_run_is_and_how_good(capsys: Capture, elsewhere: Path) -> None:
     assert main(["-m", *SMALL, "train.steps=4", "train.eval_every=2", *MIRROR, "seed=1,2,3"]) == Exit.OK
     *lines, total = capsys.readouterr().out.splitlines()[-4:]
-    assert sorted(path.name for path in (elsewhere / "mirror").iterdir()) == ["seed=1", "seed=2", "seed=3"]
+    (mirror,) = (elsewhere / "mirror").iterdir()  # of this sweep
+    assert mirror.name.startswith("sweep-") and sorted(path.name for path in mirror.iterdir()) == [
+        "seed=1",
+        "seed=2",
+        "seed=3",
+    ]
     values = []
     for number, line in enumerate(lines, 1):
         found = re.fullmatch(

@@ -210,3 +210,23 @@ def test_rounding_is_no_difference() -> None:
     assert near(B, C, 1e-6) and not near(A, B, 1e-6) and near(A, A, 0.0)
     infinite, nan = Seen(4, (float("inf"), 1.0)), Seen(5, (float("nan"), 1.0))
     assert near(infinite, nan, 1e-6) and not near(A, nan, 1e-6)
+
+
+def test_a_run_that_goes_on_knows_the_last_step_without_a_difference(run_dtf: Any) -> None:
+    """What was saved after it may be wrong, however often the run is started again."""
+    words = [
+        "recipe=toy",
+        "plugins=[tests.support.toy]",
+        "launcher=inline",
+        "strategy=dp",
+        "strategy.replicas=2",
+        "strategy.reduce=all",
+    ]
+    words += ["step.batch_size=24", "train.eval_every=0", "train.guard_every=4", "checkpoint.every_steps=3"]
+    words += ["checkpoint.keep_last=1", "checkpoint.keep_best=0", "train.steps=20"]
+    first = run_dtf(*words, "train.until=6")
+    assert first.code == 0, first.err
+    again = run_dtf(*words, "train.until=7", folder=first.folder)
+    assert again.code == 0, again.err
+    left = sorted(path.name for path in (first.folder / "checkpoints").glob("step_*"))
+    assert left == ["step_000003", "step_000007"], "step 4 was the last clean one"

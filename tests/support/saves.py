@@ -48,9 +48,9 @@ class Late(Saves):
         self._at_once.save(step, state, scalars, value)
         super().save(step, state, scalars, value, told)
 
-    def finish(self, hurried: bool = False) -> None:
+    def finish(self) -> None:
         self._due.set()
-        super().finish(hurried)
+        super().finish()
 
 
 def saves(

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dtf.checkpoint import places, storage
 from dtf.checkpoint.manifest import Manifest, Objective, StoredBox, StoredTensor
 from dtf.checkpoint.mirror import Mirror
-from dtf.checkpoint.options import Every
 from dtf.checkpoint.places import Bucket, Folder, Place, fetch
 from dtf.checkpoint.retention import Retention, retain
-from dtf.core.errors import BusyError, ConfigError, DataError, SaveError
-from dtf.core.types import State
-from tests.support.checkpoints import GOAL, Together, checkpointer, on_ranks, whole
+from dtf.checkpoint.suspects import set_aside
+from dtf.core.errors import DataError
+from tests.support.checkpoints import GOAL
 from tests.support.launching import HANG_S
 
 RULE = Retention(2, 1, GOAL)
@@ -46,16 +45,24 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return Folder(str(tmp_path / "there")) if request.param == "folder" else Bucket("memory:///there")
 
 
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """Where the run keeps its checkpoints."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    return folder
+
+
 class Mirrored:
     """A mirror whose work is done when `update` returns."""
 
-    def __init__(self, place: Place, folder: Path, run: str = "one") -> None:
+    def __init__(self, place: Place, folder: Path, run: str = "one", attempt: int = 0) -> None:
         self.warnings: list[str] = []
         self.said: list[str] = []
-        self.mirror = Mirror(place, folder, run, self.warnings.append, self.said.append)
+        self.mirror = Mirror(place, folder, run, attempt, self.warnings.append, self.said.append)
 
     def open(self) -> list[int]:
-        return self.mirror.open()
+        return self.mirror.look()
 
     def update(self, rule: Retention = RULE) -> Mirrored:
         self.mirror.wake(rule)
@@ -87,9 +94,7 @@ def test_the_place_has_what_the_run_keeps(place: Place, tmp_path: Path) -> None:
     assert not one.warnings
 
 
-def test_a_run_that_was_lost_goes_on_and_retention_counts_both(place: Place, tmp_path: Path) -> None:
-    here = tmp_path / "checkpoints"
-    here.mkdir()
+def test_a_run_that_was_lost_goes_on_and_retention_counts_both(place: Place, tmp_path: Path, here: Path) -> None:
     one = Mirrored(place, here)
     one.open()
     for step, value in [(1, 0.9), (2, 0.1), (3, 0.2)]:
@@ -106,53 +111,89 @@ def test_a_run_that_was_lost_goes_on_and_retention_counts_both(place: Place, tmp
     assert [path.name for path in storage.checkpoints(here)] == ["step_000004", "step_000003"]
 
 
-class Killed(BaseException):
-    pass
-
-
-def killing(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """The process is killed before call number `at` that changes a place."""
+def killing(patch: pytest.MonkeyPatch, at: int, kill: Callable[[], None]) -> None:
+    """Before call number `at` that changes a place, the process is killed."""
     calls = 0
 
     def counted(work: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             nonlocal calls
+            if calls == at:
+                kill()
             calls += 1
-            if calls > at:
-                raise Killed
             return work(*arguments, **named)
 
         return call
 
-    for owner, name in [(Bucket, "_put"), (Bucket, "_delete"), (storage, "write"), (os, "rename"), (os, "unlink")]:
-        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+    for owner, names in [
+        (Bucket, ["_put", "_delete"]),
+        (os, ["mkdir", "open", "write", "rename", "replace", "unlink"]),
+    ]:
+        for name in names:
+            patch.setattr(owner, name, counted(getattr(owner, name)))
 
 
-@pytest.mark.parametrize("at", range(24))
-def test_no_kill_shows_half_a_checkpoint(
-    place: Place, tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = tmp_path / "checkpoints"
-    here.mkdir()
-    one = Mirrored(place, here)
-    one.open()
-    save(here, 1, 0.5)
-    one.update()
-    save(here, 2)
-    save(here, 3)
-    one.said.clear()
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        killing(patch, at)
-        one.mirror._rule = Retention(1, 0, GOAL)
-        one.mirror._bring_up_to_date()
-        raise Killed  # it was all done before
-    announced = {int(line.split()[1][5:]) for line in one.said}
-    left = whole_in(place, tmp_path)
-    assert left and announced <= {*left, 1}
-    two = Mirrored(place, here, "two")
-    two.open()
-    two.update(Retention(2, 0, GOAL))
-    assert whole_in(place, tmp_path) == [3, 2]
+class Killed(BaseException):
+    pass
+
+
+def stop() -> None:
+    raise Killed
+
+
+def announced_before_a_kill(one: Mirrored, bucket: bool, at: int, told: Path) -> tuple[set[int], bool]:
+    """The steps that are announced until the kill, and whether all was done before it. A folder outlives a process that
+    is killed; a bucket in memory does not, and nothing of ours is done on its way out.
+    """
+
+    def work(kill: Callable[[], None]) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            killing(patch, at, kill)
+            one.mirror._rule = Retention(1, 0, GOAL)
+            one.mirror._bring_up_to_date()
+
+    if bucket:
+        try:
+            work(stop)
+        except Killed:
+            return {int(line.split()[1][5:]) for line in one.said}, False
+        return set(), True
+
+    def say(text: str) -> None:
+        with told.open("a") as file:
+            file.write(f"{text.split()[1][5:]}\n")
+
+    one.mirror._say = say
+    told.write_text("")
+    if not (child := os.fork()):
+        work(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        os._exit(0)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return {int(step) for step in told.read_text().split()}, ended == 0
+
+
+def test_no_kill_shows_half_a_checkpoint(place: Place, tmp_path: Path) -> None:
+    done, at = False, 0
+    while not done:
+        folder, bucket = tmp_path / str(at), isinstance(place, Bucket)
+        here, there = folder / "checkpoints", Bucket("memory:///") if bucket else Folder(str(folder / "there"))
+        here.mkdir(parents=True)
+        one = Mirrored(there, here)
+        one.open()
+        save(here, 1, 0.5)
+        one.update()
+        save(here, 2)
+        save(here, 3)
+        one.said.clear()
+        announced, done = announced_before_a_kill(one, bucket, at, folder / "told")
+        left = whole_in(there, folder)
+        assert left and announced <= {*left, 1}, (at, announced, left)
+        two = Mirrored(there, here, "two")
+        two.open()
+        two.update(Retention(2, 0, GOAL))
+        assert whole_in(there, folder) == [3, 2] and not two.warnings, (at, two.warnings)
+        at += 1
+    assert at > (9 if isinstance(place, Bucket) else 20)
 
 
 def test_what_was_sent_before_a_kill_is_not_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +219,12 @@ def test_what_was_sent_before_a_kill_is_not_sent_again(tmp_path: Path, monkeypat
     sent.clear()
     sent.extend([""] * 6)
     two.update()
-    assert [path for path in sent if path] == ["uploading.json", "step_000001/b.bin", "step_000001/manifest.json"]
+    assert [path for path in sent if path and not path.startswith("probe")] == [
+        "mirror.json",
+        "uploading.json",
+        "step_000001/b.bin",
+        "step_000001/manifest.json",
+    ]
     assert whole_in(place, tmp_path) == [1]
 
 
@@ -194,9 +240,7 @@ def test_half_a_checkpoint_of_another_history_is_sent_anew(tmp_path: Path) -> No
     assert whole_in(place, tmp_path) == [1] and place._begun() == [1]
 
 
-def test_a_damaged_checkpoint_is_not_mirrored(place: Place, tmp_path: Path) -> None:
-    here = tmp_path / "checkpoints"
-    here.mkdir()
+def test_a_damaged_checkpoint_is_not_mirrored(place: Place, tmp_path: Path, here: Path) -> None:
     save(here, 1)
     path = save(here, 2) / "b.bin"
     data = bytearray(path.read_bytes())
@@ -209,40 +253,90 @@ def test_a_damaged_checkpoint_is_not_mirrored(place: Place, tmp_path: Path) -> N
     assert any("step_000002 is not mirrored: b.bin: bytes 0 to 3000 are damaged" in text for text in one.warnings)
 
 
-def test_damage_in_the_place_is_found(place: Place, tmp_path: Path) -> None:
-    here = tmp_path / "checkpoints"
-    here.mkdir()
+def test_damage_in_the_place_is_found(place: Place, tmp_path: Path, here: Path) -> None:
     save(here, 1)
     one = Mirrored(place, here)
     one.open()
     one.update()
-    if isinstance(place, Bucket):
-        place._put("step_000001/b.bin", bytes([2]) * 3000)
-    else:
-        (tmp_path / "there" / "step_000001" / "b.bin").write_bytes(bytes([2]) * 3000)
+    spoil(place, tmp_path, 1)
     (tmp_path / "restored").mkdir()
     with pytest.raises(DataError, match=r"b\.bin.*damaged"):
         fetch(place, 1, tmp_path / "restored", "again")
     assert os.listdir(tmp_path / "restored") == []
 
 
-def test_a_checkpoint_that_was_set_aside_leaves_the_place(place: Place, tmp_path: Path) -> None:
-    here = tmp_path / "checkpoints"
-    here.mkdir()
+def test_checkpoints_that_are_set_aside_leave_the_place(place: Place, tmp_path: Path, here: Path) -> None:
+    one = Mirrored(place, here)
+    one.open()
+    for step in (1, 2, 3):
+        save(here, step)
+        one.update(Retention(9, 0, GOAL))
+    storage.discard(here / "step_000002", "one")  # the place lags behind
+    assert [path.name for path in set_aside(here, 1, "one", mirrored=True)] == ["step_000003.suspect-one"]
+    shutil.rmtree(here / "step_000003.suspect-one")
+    assert Mirrored(place, here, "two").open() == [1], "nothing goes on from there, whatever was removed here"
+    two = Mirrored(place, here, "two")
+    two.open()
+    save(here, 3, run="two")
+    two.update(Retention(9, 0, GOAL))
+    assert place.steps() == [3, 1] and place.read_manifest(3).run_id == "two"
+    save(here, 4, run="two")
+    two.update(Retention(9, 0, GOAL))
+    assert place.steps() == [4, 3, 1]
+
+
+def test_a_damaged_copy_is_replaced_or_removed(place: Place, tmp_path: Path, here: Path) -> None:
     one = Mirrored(place, here)
     one.open()
     for step in (1, 2):
         save(here, step)
         one.update()
-    (here / "step_000002").rename(here / "step_000002.suspect-one")
-    assert Mirrored(place, here, "two").open() == [1], "at the next start"
-    save(here, 3)
     two = Mirrored(place, here, "two")
     two.open()
+    for step in (1, 2):
+        spoil(place, tmp_path, step)
+        two.mirror.forget(step)
+    storage.discard(here / "step_000001", "two")
     two.update()
-    (here / "step_000003").rename(here / "step_000003.suspect-two")
-    two.update()
-    assert place.steps() == [1], "while the run goes on"
+    assert whole_in(place, tmp_path) == [2]
+
+
+def spoil(place: Place, tmp_path: Path, step: int) -> None:
+    """Other bytes, as many."""
+    if isinstance(place, Bucket):
+        place._put(f"step_{step:06d}/b.bin", bytes([9]) * 3000)
+    else:
+        (tmp_path / "there" / f"step_{step:06d}" / "b.bin").write_bytes(bytes([9]) * 3000)
+
+
+def test_another_checkpoint_of_the_same_step_is_replaced(place: Place, tmp_path: Path, here: Path) -> None:
+    save(here, 1, run="older", size=500)
+    one = Mirrored(place, here)
+    one.open()
+    one.update()
+    storage.discard(here / "step_000001", "one")
+    save(here, 1)
+    one.update()
+    assert place.read_manifest(1).run_id == "one" and whole_in(place, tmp_path) == [1]
+
+
+def test_whatever_goes_wrong_is_told_and_ends_the_wait(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    save(here, 1)
+    one = Mirrored(place, here)
+    one.open()
+
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("what nobody thought of")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(place), "send", broken)
+        one.update()
+    assert "what nobody thought of; training goes on" in one.warnings[0]
+    assert one.mirror.missing() == ("step_000001", "what nobody thought of")
+    one.update()
+    assert place.steps() == [1] and one.mirror.missing() == ("", "")
 
 
 def test_a_place_that_another_run_took_is_left_to_it(place: Place, tmp_path: Path) -> None:
@@ -251,91 +345,43 @@ def test_a_place_that_another_run_took_is_left_to_it(place: Place, tmp_path: Pat
     other.mkdir()
     one, two = Mirrored(place, here), Mirrored(place, other, "two")
     one.open()
-    two.open()
     save(here, 1)
+    one.update()
+    two.open()
+    save(here, 2)
+    one.update()
+    assert place.steps() == [2, 1], "looking takes nothing"
     save(other, 5, run="two")
-    one.update()
-    one.update()
-    assert place.steps() == [] and len(one.warnings) == 1
-    assert "run 'two' on host" in one.warnings[0] and "a checkpoint.mirror of its own" in one.mirror.missing()[1]
     two.update()
-    assert place.steps() == [5]
+    save(here, 3)
+    one.update()
+    one.update()
+    assert place.steps() == [5, 2] and len(one.warnings) == 1
+    assert "run 'two' on host" in one.warnings[0] and "a checkpoint.mirror of its own" in one.mirror.missing()[1]
+    again = Mirrored(place, here, "one", attempt=1)
+    again.open()
+    again.update()
+    assert "run 'two' on host" in again.warnings[0], "a restart does not take it back"
 
 
-# ---------------------------------------------------------------- the run
+def test_a_file_is_fetched_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a request with a time limit of its own, and is tried again alone."""
+    import obstore
 
+    here, place, asked = tmp_path / "checkpoints", Bucket("memory:///there"), []
+    here.mkdir()
+    monkeypatch.setattr(places, "_PIECE_BYTES", 1200)
+    save(here, 1)
+    one = Mirrored(place, here)
+    one.open()
+    one.update()
+    get = obstore.get_range
 
-def state(world: Together, step: int) -> State:
-    return State([whole(f"model/{world.rank}", torch.full((3,), float(step)))], {})
+    def recorded(*arguments: Any, **named: Any) -> Any:
+        asked.append((named["start"], named["end"]))
+        return get(*arguments, **named)
 
-
-def test_ranks_go_on_from_the_mirror(tmp_path: Path) -> None:
-    def first(world: Together) -> None:
-        writer = checkpointer(tmp_path / "a", world, mirror=str(tmp_path / "there"))
-        assert writer.find() is None
-        for step in (5, 10):
-            writer.save(step, state(world, step), {"step": step})
-        writer.finish_mirror(False)
-
-    def second(world: Together, folder: str, resume: str = "auto") -> str | None:
-        reader = checkpointer(tmp_path / folder, world, mirror=str(tmp_path / "there"), resume=resume)
-        path = reader.find()
-        return str(path)
-
-    for outcome in on_ranks(2, first):
-        assert outcome is None
-    damaged = tmp_path / "there" / "step_000010" / "state.json"
-    kept = damaged.read_bytes()
-    damaged.write_bytes(b"!" + kept[1:])
-    assert on_ranks(2, lambda world: second(world, "b")) == [str(tmp_path / "b" / "step_000005")] * 2
-    damaged.write_bytes(kept)
-    assert on_ranks(2, lambda world: second(world, "b")) == [str(tmp_path / "b" / "step_000010")] * 2
-    assert all(isinstance(one, BusyError) for one in on_ranks(2, lambda world: second(world, "c", "never")))
-    ours = tmp_path / "b" / "step_000010" / "state.json"
-    ours.write_bytes(b"!" + kept[1:])
-    assert on_ranks(2, lambda world: second(world, "b")) == [str(tmp_path / "b" / "step_000010")] * 2
-    assert ours.read_bytes() == kept, "the copy has mended it"
-
-
-def test_a_run_whose_mirror_lacks_its_end_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    def run(world: Together, hurried: bool) -> None:
-        writer = checkpointer(tmp_path / "a", world, mirror=str(tmp_path / "there"))
-        writer.find()
-        monkeypatch.setattr(Folder, "send", refused)
-        writer.save(5, state(world, 5), {"step": 5})
-        writer.finish_mirror(hurried)
-
-    for error in on_ranks(2, lambda world: run(world, False)):
-        assert isinstance(error, SaveError) and "step_000005 is in" in str(error), error
-        assert "No space left on device; start again with the same command, which sends it" in str(error)
-    assert on_ranks(2, lambda world: run(world, True)) == [None, None], "it was asked to stop"
-
-
-@pytest.mark.parametrize(
-    ("mirror", "expected"),
-    [
-        ("ftp://there/x", "is no place; write FOLDER, s3://BUCKET/PATH or gs://BUCKET/PATH"),
-        ("s3://", "is no place"),
-        ("s3://[", "is no place"),
-        ("s3://key:hidden@bucket/x", "holds a user or a password"),
-        ("s3://bucket/x", "which is not encrypted"),
-        ("gs://bucket/x", "needs obstore, which is not installed"),
-    ],
-)
-def test_a_place_that_cannot_be_used_is_refused_by_its_name(
-    mirror: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(places, "find_spec", lambda name: None)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.example")
-    monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)
-    with pytest.raises(ConfigError, match="checkpoint.mirror") as refusal:
-        Every(mirror=mirror).check()
-    assert expected in str(refusal.value) and "hidden" not in str(refusal.value)
-
-
-def test_nothing_is_mirrored_where_nothing_is_saved() -> None:
-    with pytest.raises(ConfigError, match="nothing to mirror"):
-        Every(every_steps=0, mirror="there").check()
+    monkeypatch.setattr(obstore, "get_range", recorded)
+    place.moved = 0
+    assert whole_in(place, tmp_path) == [1] and place.moved == 6000
+    assert asked == [(0, 1200), (1200, 2400), (2400, 3000)] * 2

@@ -258,12 +258,13 @@ class FlipCheckpoint(Fault):
 
     def strike(self, target: Target) -> float:
         target.signal(target.launcher, signal.SIGKILL)
+        target.done.append("killed the launcher")
         return 0.0
 
     def between(self, target: Target) -> None:
         newest = sorted(target.folder.glob("checkpoints/step_*[0-9]"))
         if len(newest) < 2:  # without an older one the run would say that there is none to load, and end
-            target.done.append("killed before the second checkpoint")
+            target.done.append("before the second checkpoint, so nothing is damaged")
             return
         files = sorted(path for path in newest[-1].rglob("*") if path.is_file())
         path, how = target.rng.choice(files), target.rng.choice(["flipped", "truncated", "removed", "emptied"])

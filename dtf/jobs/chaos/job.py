@@ -17,6 +17,7 @@ from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.config.strategy_spec import read_entry
 from dtf.core.errors import ConfigError, Exit, Preempted
+from dtf.core.files import replace_text
 from dtf.core.text import count_text, suggest
 from dtf.host.signals import Stop
 from dtf.runs.run_folder import unique_id
@@ -77,6 +78,11 @@ class Chaos(Job):
                 for name, number in pairs
                 if not FAULTS[name].hands_over or (subjects[number].repeats and len(heirs) > 1)
             ]
+            if not chosen:
+                raise ConfigError(
+                    "job.faults has only faults that no strategy of job.strategies can have: of these, fewer than two "
+                    "repeat their numbers, and no other can take a run over"
+                )
             return self._rehearse(composed, folder, chosen, heirs, stop)
 
     # ------------------------------------------------------------ what is to be done
@@ -117,7 +123,7 @@ class Chaos(Job):
             )
         if not path.exists() and any(folder.iterdir()):
             raise ConfigError(f"run.dir={folder} is not empty, and holds no trials; choose another folder")
-        path.write_text(digest)
+        replace_text(path, digest)
 
     def _planned(self, composed: Composed, text: str) -> Subject:
         """The runs of a strategy, an entry of job.strategies; empty: the one of this command line."""
@@ -221,6 +227,8 @@ class Chaos(Job):
         for outcome in broken:
             print(f"broken: {_line(outcome)}")
         print(f"{count_text(len(outcomes), 'trial')}, {len(broken)} broken, {missed} met nothing; {folder / REPORT}")
+        if not rows:
+            return Exit.OK
         if importlib.util.find_spec("matplotlib") is None:
             print(f"for the picture: {sys.executable} -m pip install 'matplotlib>=3.8'")
         else:

@@ -6,6 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,19 @@ from dtf.jobs.chaos.trial import BITS, LAW, Outcome
 
 
 def read(path: Path) -> list[Outcome]:
-    """All trials of a file, of one or several commands."""
-    return [Outcome(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    """All trials of a file, of one or several commands. Half a line, of a command that was killed, is none."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            found.append(Outcome(**json.loads(line)))
+    return found
 
 
 def append(path: Path, outcome: Outcome) -> None:
-    """Add one trial. A line is whole or not there."""
+    """Add one trial."""
+    torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
     with path.open("a") as file:
-        file.write(json.dumps(outcome.to_json()) + "\n")
+        file.write("\n" * bool(torn) + json.dumps(outcome.to_json()) + "\n")
 
 
 def bound(failures: int, trials: int, sure: float = 0.95) -> float:

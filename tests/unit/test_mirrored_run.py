@@ -1,0 +1,183 @@
+"""Runs with a mirror: where they go on from, how they end, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtf.checkpoint import place_names, sources
+from dtf.checkpoint.options import Every
+from dtf.checkpoint.places import Folder
+from dtf.core.errors import BusyError, ConfigError, DataError, Preempted, SaveError
+from dtf.core.types import State
+from tests.support.checkpoints import Together, checkpointer, on_ranks, small_checkpoint, whole
+from tests.support.launching import HANG_S
+
+
+def run_folder(tmp_path: Path, name: str) -> Path:
+    """Where the run of this name keeps its checkpoints."""
+    (tmp_path / name).mkdir(exist_ok=True)
+    return tmp_path / name / "checkpoints"
+
+
+def state(world: Together, step: int) -> State:
+    return State([whole(f"model/{world.rank}", torch.full((3,), float(step)))], {})
+
+
+def test_ranks_go_on_from_the_mirror(tmp_path: Path) -> None:
+    def first(world: Together) -> None:
+        writer = checkpointer(run_folder(tmp_path, "a"), world, mirror=str(tmp_path / "there"))
+        assert writer.find() is None
+        for step in (5, 10):
+            writer.save(step, state(world, step), {"step": step})
+        writer.finish_mirror()
+
+    def second(world: Together, folder: str, resume: str = "auto") -> str | None:
+        reader = checkpointer(run_folder(tmp_path, folder), world, mirror=str(tmp_path / "there"), resume=resume)
+        path = reader.find()
+        return str(path)
+
+    for outcome in on_ranks(2, first):
+        assert outcome is None
+    damaged = tmp_path / "there" / "step_000010" / "state.json"
+    kept = damaged.read_bytes()
+    damaged.write_bytes(b"!" + kept[1:])
+    assert on_ranks(2, lambda world: second(world, "b")) == [str(tmp_path / "b" / "checkpoints" / "step_000005")] * 2
+    damaged.write_bytes(kept)
+    assert on_ranks(2, lambda world: second(world, "b")) == [str(tmp_path / "b" / "checkpoints" / "step_000010")] * 2
+    assert all(isinstance(one, BusyError) for one in on_ranks(2, lambda world: second(world, "c", "never")))
+    ours = tmp_path / "b" / "checkpoints" / "step_000010" / "state.json"
+    ours.write_bytes(b"!" + kept[1:])
+    assert on_ranks(2, lambda world: second(world, "b")) == [str(tmp_path / "b" / "checkpoints" / "step_000010")] * 2
+    assert ours.read_bytes() == kept, "the copy has mended it"
+
+
+def test_a_run_whose_mirror_lacks_its_end_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def run(world: Together, left_s: float) -> None:
+        writer = checkpointer(run_folder(tmp_path, "a"), world, mirror=str(tmp_path / "there"))
+        writer._left_s = lambda: left_s
+        if writer.find():
+            writer.retain()
+        monkeypatch.setattr(Folder, "send", refused)
+        writer.save(5, state(world, 5), {"step": 5})
+        writer.finish_mirror()
+
+    for left_s, kind in [(math.inf, SaveError), (3.0, Preempted)]:
+        for error in on_ranks(2, lambda world, left_s=left_s: run(world, left_s)):
+            assert isinstance(error, kind) and "step_000005 is complete in" in str(error), error
+            assert "No space left on device; start again with the same command, which sends it" in str(error)
+
+
+def test_a_run_that_is_asked_to_stop_does_not_wait_longer_than_it_may(tmp_path: Path) -> None:
+    def run(world: Together) -> None:
+        writer = checkpointer(run_folder(tmp_path, "a"), world, mirror=str(tmp_path / "there"))
+        writer.find()
+        gate = threading.Event()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Folder, "send", lambda *arguments: gate.wait())
+            writer._left_s = lambda: -1.0
+            writer.save(5, state(world, 5), {"step": 5})
+            try:
+                writer.finish_mirror()
+            finally:
+                gate.set()
+
+    for error in on_ranks(1, run):
+        assert isinstance(error, Preempted) and "it was not sent yet" in str(error), error
+
+
+def test_a_restart_does_without_a_mirror_that_does_not_answer(tmp_path: Path) -> None:
+    """It is tried again at the next save."""
+    (tmp_path / "there").write_text("no folder")
+    notes: list[str] = []
+
+    def run(world: Together) -> None:
+        writer = checkpointer(run_folder(tmp_path, "a"), world, notes, mirror=str(tmp_path / "there"))
+        assert writer.find(attempt=1) is None
+        writer.save(5, state(world, 5), {"step": 5})
+        mirror = writer._sources.mirror
+        assert mirror is None or mirror.is_done(HANG_S)
+        if world.rank == 0:
+            (tmp_path / "there").unlink()
+        writer.save(6, state(world, 6), {"step": 6})
+        writer.finish_mirror()
+
+    assert on_ranks(2, run) == [None, None]
+    assert Folder(str(tmp_path / "there")).steps() == [6, 5] and any("Not a directory" in note for note in notes), notes
+    for error in on_ranks(2, lambda world: checkpointer(run_folder(tmp_path, "b"), world, mirror=__file__).find()):
+        assert isinstance(error, ConfigError) and "cannot be used: Not a directory" in str(error), error
+
+
+def test_a_mirror_in_the_run_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run", target_is_directory=True)
+    for place in ("run/checkpoints", "run", "run/mirror", "link/x"):
+        for error in on_ranks(2, lambda world, place=place: at(world, tmp_path / "run", tmp_path / place).find()):
+            assert isinstance(error, ConfigError) and "would be lost with it" in str(error), error
+
+
+def at(world: Together, run: Path, mirror: Path) -> Any:
+    return checkpointer(run / "checkpoints", world, mirror=str(mirror))
+
+
+def test_a_path_to_resume_from_may_be_lost_where_there_is_a_mirror(tmp_path: Path) -> None:
+    lost = str(tmp_path / "lost")
+    with pytest.raises(DataError, match="holds no checkpoint"):
+        Every(resume=lost).check()
+    Every(resume=lost, mirror=str(tmp_path / "there")).check()
+
+    def run(world: Together, folder: str) -> Any:
+        one = checkpointer(run_folder(tmp_path, folder), world, mirror=str(tmp_path / "there"), resume=lost)
+        return one, one.find()
+
+    for error in on_ranks(2, lambda world: run(world, "a")):
+        assert isinstance(error, DataError) and "holds no checkpoint" in str(error), error
+    small_checkpoint(tmp_path / "there", 4)
+    for one, path in on_ranks(3, lambda world: run(world, "b")):
+        assert path == tmp_path / "b" / "checkpoints" / "step_000004" and one.owns(path)
+
+
+def test_what_comes_from_another_run_is_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_checkpoint(tmp_path / "there", 4)
+    monkeypatch.setattr(sources, "open_place", lambda name: Folder(str(tmp_path / "there")))
+
+    def run(world: Together) -> Any:
+        one = checkpointer(run_folder(tmp_path, "b"), world, resume="s3://bucket/other")
+        return one, one.find()
+
+    for one, path in on_ranks(3, run):
+        assert path == tmp_path / "b" / "checkpoints" / "step_000004" and not one.owns(path)
+
+
+@pytest.mark.parametrize(
+    ("mirror", "expected"),
+    [
+        ("ftp://there/x", "is no place; write FOLDER, s3://BUCKET/PATH or gs://BUCKET/PATH"),
+        ("s3://", "is no place"),
+        ("s3://[", "is no place"),
+        ("s3://key:hidden@bucket/x", "holds a user or a password"),
+        ("s3://bucket/x", "which is not encrypted"),
+        ("gs://bucket/x", "needs obstore, which is not installed"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_refused_by_its_name(
+    mirror: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place_names, "find_spec", lambda name: None)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.example")
+    monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)
+    with pytest.raises(ConfigError, match="checkpoint.mirror") as refusal:
+        Every(mirror=mirror).check()
+    assert expected in str(refusal.value) and "hidden" not in str(refusal.value)
+
+
+def test_nothing_is_mirrored_where_nothing_is_saved() -> None:
+    with pytest.raises(ConfigError, match="nothing to mirror"):
+        Every(every_steps=0, mirror="there").check()
