@@ -187,6 +187,7 @@ def test_an_evaluation_that_differs_is_a_break(run_dtf: Any) -> None:
     assert row["loss"] <= 1e-10 and row["tensor"] <= 1e-10 < row["evaluation"]
 
 
+@pytest.mark.slow  # by default `wrong_shard_offset` above is found by it
 def test_the_first_module_that_differs_is_named(run_dtf: Any) -> None:
     done = run_dtf("job=verify", *TOYS, "recipe=toy", "job.precisions=[fp64]", "job.strategies=[wrong_module]")
     (row,) = json.loads((done.folder / "verify.json").read_text())["runs"]
