@@ -109,7 +109,7 @@ def resolve_interpolations(config: DictConfig) -> dict[Any, Any]:
         if sum(pending[name][1].count("${") for name in names) > limit:
             what = "interpolations" if names is not unclear else "interpolations whose target is no plain key"
             raise KeyProblem(".".join(names[0]), f"{'.'.join(names[0])}: more than {limit} {what}; write the values")
-    work = OmegaConf.masked_copy(config, [*plain])
+    work = OmegaConf.masked_copy(config, [str(name) for name in plain])
     OmegaConf.set_struct(work, False)
     OmegaConf.set_readonly(work, False)
     nodes_left = MAX_NODES
