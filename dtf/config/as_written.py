@@ -18,8 +18,8 @@ def raw(node: DictConfig) -> dict[Any, Any]:
 
 
 def leave_interpolations(config: DictConfig) -> dict[Any, Any]:
-    """The config as plain values, with UNSET in place of every interpolation, which fits each key."""
-    return _masked(raw(config))
+    """As `resolve_interpolations`, with UNSET in place of every interpolation, which fits each key."""
+    return _masked({key: value for key, value in raw(config).items() if key != "hydra"})
 
 
 def fit_option(group: str, content: dict[Any, Any]) -> dict[str, Any]:

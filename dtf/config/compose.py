@@ -275,7 +275,7 @@ class Composer:
         with _Located(lambda key: self.origin(key, overrides, reads)):
             try:
                 state.set_config(composed)  # for ${hydra:...}
-                plain = resolve(OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"]))
+                plain = resolve(composed)
                 refuse_targets(plain)
                 check_nodes(plain, reads, given.places)
                 check_unset(plain, reads, given.places)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from hydra._internal import defaults_list
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
@@ -12,6 +13,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
+from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 
 if TYPE_CHECKING:
@@ -30,6 +32,21 @@ __all__ = [
     "get_yaml_loader",
     "hydra_app",
 ]
+
+
+_all_choices = defaults_list._create_interpolation_map
+
+
+def _choices(overrides: Any, defaults: list[Any], self_added: bool) -> Any:
+    """The choices that an entry of a defaults list can name, where one does: Hydra makes a config of them for each
+    list, in a sixth of the time of a composition.
+    """
+    if any(entry.is_interpolation() for entry in defaults):
+        return _all_choices(overrides, defaults, self_added)
+    return OmegaConf.create()
+
+
+defaults_list._create_interpolation_map = _choices
 
 
 def hydra_app(loader: ConfigLoaderImpl) -> Hydra:

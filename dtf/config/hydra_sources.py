@@ -7,14 +7,12 @@ file in dtf's conf; a class of a plugin has none, and is read from the registry.
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,8 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import GrammarParseError
+from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from dtf.api.registry import registered
 from dtf.api.schema import option_node, to_plain
@@ -49,14 +47,16 @@ from dtf.config.hydra_internals import (
     FileConfigSource,
     ImportlibResourcesConfigSource,
     SourcesRegistry,
-    get_yaml_loader,
 )
 from dtf.config.limits import check_hydra, one_line, read_checked
 from dtf.config.option_files import SCHEMA, file_of, is_base, option_of
 from dtf.config.settings import EXPERIMENT, GROUPS, Root
+from dtf.config.yaml_text import parse_yaml
 from dtf.core.errors import ConfigError
 
 CONF = Path(__file__).parents[1] / "conf"
+LEFT_IN = "HYDRA_REMOVE_TOP_LEVEL_DEFAULTS"
+"""Hydra's flag of a node that still has its defaults list."""
 HYDRA_GROUPS = ("launcher", "sweeper")
 """The groups of `hydra/` that have a choice here."""
 
@@ -132,7 +132,7 @@ class GuardedFiles(FileConfigSource):
         return super().is_config(self._file_of(config_path))
 
     def load_config(self, config_path: str) -> ConfigResult:
-        file = Path(self.path, self._normalize_file_name(self._file_of(config_path)))
+        file = self.file(config_path)
         ours = Path(self.path) == CONF
         try:
             text = file.read_text("utf-8") if ours else read_checked(file)
@@ -172,6 +172,10 @@ class GuardedFiles(FileConfigSource):
                 refuse_cycle(path, reads)
         return result
 
+    def file(self, config_path: str) -> Path:
+        """What `load_config` reads."""
+        return Path(self.path, self._normalize_file_name(self._file_of(config_path)))
+
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """What a folder offers; the bases are left out, they are for defaults lists."""
         return [name for name in super().list(config_path, results_filter) if name != SCHEMA]
@@ -193,66 +197,25 @@ def _package_source(provider: str, path: str) -> ConfigSource:
     return GuardedFiles(provider, f"file://{folder}") if isinstance(folder, Path) else package
 
 
-_DIGITS, _WHOLE = "[0-9](?:_?[0-9])*", "(?:0|[1-9](?:_?[0-9])*)"
-_NUMBERS = {
-    "int": re.compile(rf"[-+]?{_WHOLE}$"),
-    "float": re.compile(
-        rf"[-+]?(?:(?:{_WHOLE}?\.{_DIGITS}|{_WHOLE}\.)(?:[eE][-+]?{_DIGITS})?|{_WHOLE}[eE][-+]?{_DIGITS}"
-        r"|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
-    ),
-}
-"""Texts that are numbers, those of the command line: 010, 0x10 and 1:30, which YAML 1.1 reads as 8, 16 and 90, are
-not.
-"""
-
-
-@cache
-def _yaml_loader() -> Any:
-    """OmegaConf's loader with the numbers of the command line, on top of libyaml, where that is there: it reads ten
-    times as fast.
-    """
-    import yaml
-
-    slow = get_yaml_loader()
-    slow.yaml_implicit_resolvers = {
-        first: [(tag, _NUMBERS.get(tag.rpartition(":")[2], regexp)) for tag, regexp in pairs]
-        for first, pairs in slow.yaml_implicit_resolvers.items()
-    }
-    if not hasattr(yaml, "CSafeLoader"):
-        return slow
-
-    class Fast(yaml.CSafeLoader):
-        yaml_implicit_resolvers = slow.yaml_implicit_resolvers
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen = set()
-            for key, _ in node.value:
-                if key.tag != yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
-                    continue
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        "while constructing a mapping",
-                        node.start_mark,
-                        f"found duplicate key {key.value}",
-                        key.start_mark,
-                    )
-                seen.add(key.value)
-            return super().construct_mapping(node, deep=deep)
-
-    return Fast
-
-
-def parse_yaml(text: str) -> Any:
-    """The content of a YAML file by the rules of OmegaConf: no dates, 1e3 is a number, no key twice."""
-    loader = _yaml_loader()(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
+_own: dict[tuple[Path, str], tuple[ConfigResult | None, dict[str, YamlFile]]] = {}
+"""By file and path as an option, what Hydra made of dtf's own files: read once, however many configs are composed."""
 
 
 class _Repository(ConfigRepository):
     """Sources in order. Hydra copies it for each config that it composes."""
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        if not isinstance(source, GuardedFiles) or Path(source.path) != CONF:
+            return super().load_config(config_path)
+        key = source.file(config_path), config_path
+        if key not in _own:
+            with record_files() as own:
+                _own[key] = super().load_config(config_path), own
+        result, own = _own[key]
+        if (reads := _reads.get()) is not None:
+            reads |= own
+        return copy(result)
 
     def __deepcopy__(self, memo: object) -> _Repository:
         """With the same sources: nobody changes them. Hydra gives the copy another list where `hydra.searchpath` adds
@@ -303,6 +266,25 @@ class Loader(ConfigLoaderImpl):
         own.config.hydra_logging = own.config.job_logging = {"root": None}
         return parsed, repository
 
+    def _compose_config_from_defaults_list(self, defaults: list[Any], repo: Any) -> DictConfig:
+        """In one merge: after each of Hydra's, which follow each other, OmegaConf walks over all that it has so far."""
+        parts = [self._load_single_config(default, repo).config for default in defaults]
+        config = OmegaConf.create()
+        try:
+            with flag_override(config, "no_deepcopy_set_nodes", True):
+                config.merge_with(*parts)
+        except OmegaConfBaseException:
+            return super()._compose_config_from_defaults_list(defaults, repo)  # it names the part
+        _strip_defaults(config)
+        return config
+
+    @staticmethod
+    def _embed_result_config(ret: ConfigResult, package_override: str | None) -> ConfigResult:
+        """A copy: Hydra merges the nodes themselves of what is in no package."""
+        embedded = copy(ConfigLoaderImpl._embed_result_config(ret, package_override))
+        embedded.config = deepcopy(ret.config) if embedded.config is ret.config else embedded.config
+        return embedded
+
     def get_group_options(
         self,
         group_name: str,
@@ -316,6 +298,18 @@ class Loader(ConfigLoaderImpl):
         if first != "hydra":
             return found
         return [name for name in found if (rest.split("/")[0] or name) in HYDRA_GROUPS]
+
+
+def _strip_defaults(node: Any) -> None:
+    """Take the defaults lists away that Hydra has left in configs of dataclasses."""
+    if not isinstance(node, DictConfig) or node._is_missing() or node._is_none():
+        return
+    if node._get_flag(LEFT_IN):
+        with flag_override(node, ["readonly", "struct"], False):
+            node._set_flag(LEFT_IN, None)
+            node.pop("defaults", None)
+    for _, inner in node.items_ex(resolve=False):
+        _strip_defaults(inner)
 
 
 def make_loader(config_dir: str | None) -> Loader:

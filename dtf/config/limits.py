@@ -91,7 +91,7 @@ def check_hydra(hydra: DictConfig) -> None:
 
 
 def resolve_interpolations(config: DictConfig) -> dict[Any, Any]:
-    """The config as plain values, with every interpolation replaced by its value.
+    """The config as plain values, without Hydra's own node, and with every interpolation replaced by its value.
 
     Each is resolved once, so that a chain of them cannot grow without bound. KeyProblem for what grows too large;
     errors of OmegaConf pass.
@@ -100,6 +100,7 @@ def resolve_interpolations(config: DictConfig) -> dict[Any, Any]:
 
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
+    plain.pop("hydra", None)
     pending = {tuple(map(str, path)): (path, text) for path, text in _interpolations(plain, ())}
     if not pending:
         return plain
@@ -108,7 +109,7 @@ def resolve_interpolations(config: DictConfig) -> dict[Any, Any]:
         if sum(pending[name][1].count("${") for name in names) > limit:
             what = "interpolations" if names is not unclear else "interpolations whose target is no plain key"
             raise KeyProblem(".".join(names[0]), f"{'.'.join(names[0])}: more than {limit} {what}; write the values")
-    work = config.copy()
+    work = OmegaConf.masked_copy(config, [str(name) for name in plain])
     OmegaConf.set_struct(work, False)
     OmegaConf.set_readonly(work, False)
     nodes_left = MAX_NODES

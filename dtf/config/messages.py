@@ -15,8 +15,8 @@ from dtf.api.registry import registered
 from dtf.api.schema import Interpolated, KeyProblem, show, type_text
 from dtf.config import elsewhere
 from dtf.config.dotted_keys import UNSAID, at, leaves, nested, parts_of
-from dtf.config.hydra_sources import parse_yaml
 from dtf.config.meant_keys import known_keys, meant_elsewhere, options_with
+from dtf.config.yaml_text import parse_yaml
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 

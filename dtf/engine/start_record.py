@@ -43,6 +43,8 @@ _LONGEST = 1 << 16
 """Bytes of a record."""
 _GROUPS = ("recipe", "strategy", "precision", "step", "sparse", "plugins")
 """What of the config decides the outcome."""
+_KNOWN = sys.stdlib_module_names | {"torch", "dtf"}
+"""Packages whose version stands for their files."""
 _PACKAGES = re.compile("site-packages|dist-packages")
 
 
@@ -152,7 +154,7 @@ def _code(recipe: Recipe, model: nn.Module) -> dict[str, str] | None:
         name: path
         for name, module in sorted(sys.modules.items())
         if isinstance(path := getattr(module, "__file__", None), str)
-        and name.partition(".")[0] not in ("torch", "dtf", *sys.stdlib_module_names)
+        and name.partition(".")[0] not in _KNOWN
         and not path.startswith(DTF)
     }
     roots = tuple(f"{sysconfig.get_path(key)}{os.sep}" for key in ("stdlib", "platstdlib"))

@@ -129,7 +129,7 @@ class Saver:
         self.saved.append(step)
         told(f"step_{step}", 0.0, 0.0)
 
-    def finish(self) -> None:
+    def finish(self, hurried: bool = False) -> None:
         self.finished = True
 
 

@@ -48,18 +48,24 @@ def verify(run_dtf: Any, tmp_path: Path) -> Any:
     return call
 
 
+USUAL = ("ddp", "tensor", "pipeline")
+"""By default: those of the others that record in a way of their own have segments in the test of job=relay."""
+TOY = [*TOYS, "recipe=toy", "job.precisions=[fp64]"]
+
+
 @pytest.mark.parametrize(
-    "recipe",
+    ("recipe", "some"),
     [
-        [*TOYS, "recipe=toy", "job.precisions=[fp64]"],
-        pytest.param([*SMALL, "job.processes=[2]"], marks=pytest.mark.slow),
+        (TOY, USUAL),
+        pytest.param(TOY, None, marks=pytest.mark.slow),
+        pytest.param([*SMALL, "job.processes=[2]"], None, marks=pytest.mark.slow),
     ],
-    ids=["toy", "shapes"],
+    ids=["toy, some", "toy", "shapes"],
 )
-def test_clean_for_every_strategy_there_is(run_dtf: Any, recipe: list[str]) -> None:
+def test_clean_for_every_strategy_there_is(run_dtf: Any, recipe: list[str], some: tuple[str, ...] | None) -> None:
     load_parts([])
     # other tests register faulty ones
-    own = [name for name, cls in registered("strategy").items() if cls.__module__.startswith("dtf.")]
+    own = some or [name for name, cls in registered("strategy").items() if cls.__module__.startswith("dtf.")]
     done = run_dtf("job=verify", *recipe, f"job.strategies=[{','.join(own)}]")
     report = json.loads((done.folder / "verify.json").read_text())
     assert done.code == 0 and report["ok"], done.out
@@ -187,6 +193,7 @@ def test_an_evaluation_that_differs_is_a_break(run_dtf: Any) -> None:
     assert row["loss"] <= 1e-10 and row["tensor"] <= 1e-10 < row["evaluation"]
 
 
+@pytest.mark.slow  # by default `wrong_shard_offset` above is found by it
 def test_the_first_module_that_differs_is_named(run_dtf: Any) -> None:
     done = run_dtf("job=verify", *TOYS, "recipe=toy", "job.precisions=[fp64]", "job.strategies=[wrong_module]")
     (row,) = json.loads((done.folder / "verify.json").read_text())["runs"]

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from dtf.config import hydra_sources
 from dtf.config.compose import Composer
 from dtf.config.describe import help_text
-from dtf.config.hydra_sources import parse_yaml
 from dtf.config.messages import parse
 from dtf.config.settings import load_parts
+from dtf.config.yaml_text import parse_yaml
 from dtf.core.errors import ConfigError
 
 BASE = "defaults: [schema/ddp@_here_, _self_]\n"
@@ -202,3 +203,46 @@ def test_help_shows_what_the_files_of_the_root_say(tmp_path: Path) -> None:
     }
     said = help_text(with_files(tmp_path, files, "root"), 100)
     assert "  seed=7 " in said and "  step.clip_norm=2.5 " in said and "  step.batch_size=128 " in said
+
+
+def test_own_files_are_read_once_and_those_of_the_user_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    composer = with_files(tmp_path, {"experiment/a.yaml": f"{GLOBAL}seed: 1\n"})
+    first = composer.compose(["experiment=a"])
+    read: list[str] = []
+    monkeypatch.setattr(hydra_sources, "parse_yaml", lambda text: read.append(text) or parse_yaml(text))
+    first.tree.lr.peak = 7.0  # what one run makes of its config is not the next one's
+    (tmp_path / "experiment" / "a.yaml").write_text(f"{GLOBAL}seed: 2\n")
+    again = composer.compose(["experiment=a"])
+    assert again.config == {**first.config, "seed": 2} and again.tree.lr.peak == first.config["lr"]["peak"]
+    assert read == [f"{GLOBAL}seed: 2\n"] and again.reads.keys() == first.reads.keys()
+    assert Composer().compose(["recipe=resnet_shapes", "lr.peak=0.5"]).config["lr"]["peak"] == 0.5
+    assert composer.compose(["experiment=a"]).config == again.config
+
+
+def test_an_entry_of_a_defaults_list_can_name_the_choice_of_another_group(tmp_path: Path) -> None:
+    files = {
+        "lr/fp16.yaml": "defaults: [schema/constant@_here_, _self_]\n",
+        "experiment/a.yaml": f"{GLOBAL}defaults: [{{override /precision: '${{lr}}'}}, _self_]\n",
+    }
+    composed = with_files(tmp_path, files).compose(["experiment=a", "lr=fp16"])
+    assert composed.config["precision"]["name"] == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "hydra: {job: {chdir: [1]}}\n",
+            "ValidationError raised while composing config: Value '[1]' is not a valid bool",
+        ),
+        ("hydra: {jobb: 3}\n", "ConfigKeyError raised while composing config: Key 'jobb' not in 'HydraConf'"),
+        ("1: 3\n", "1=3 is no known key; "),
+    ],
+)
+def test_what_cannot_be_merged_names_its_file(tmp_path: Path, body: str, message: str) -> None:
+    composer = with_files(tmp_path, {"experiment/a.yaml": f"{GLOBAL}seed: 1\n{body}"})
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        composer.compose(["experiment=a"])
+    assert str(tmp_path / "experiment" / "a.yaml") in str(caught.value)

@@ -15,10 +15,11 @@ from dtf.cli.main import main
 from dtf.cli.trials import _lasting
 from dtf.config import hydra_sources
 from dtf.config.compose import Composer
-from dtf.config.hydra_sources import CONF, parse_yaml
+from dtf.config.hydra_sources import CONF
 from dtf.config.inherit import saved_config
 from dtf.config.option_files import files, option_text, root_text
 from dtf.config.settings import GROUPS, Root, load_parts
+from dtf.config.yaml_text import parse_yaml
 from dtf.core.errors import ConfigError
 
 load_parts([])

@@ -244,7 +244,9 @@ def test_names_from_elsewhere_stay_text(tmp_path, run_dtf):
     row = {"split": "eval", "step": 10, "epoch": 1.0} | dict.fromkeys(HOSTILE, 0.5)
     sample = {"time": 1.0, "step": 1, "utilisation": 1.0, "memory": 1}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    lines = [json.dumps(sample | {"device": name[:900]}) for name in HOSTILE]
+    # a device has several charts: one has a bit of each name
+    devices = ["".join(name[:50] for name in HOSTILE), HOSTILE[3], HOSTILE[6][:900]]
+    lines = [json.dumps(sample | {"device": name}) for name in devices]
     (folder / "resources.jsonl").write_text("\n".join(lines))
     run_folder(tmp_path / "runs/b")
     done = run_dtf("job=report", f"job.runs=['{tmp_path}/runs/*']")
@@ -256,6 +258,7 @@ def test_names_from_elsewhere_stay_text(tmp_path, run_dtf):
     assert "eval/loss" in page.texts
     assert {path.parent for path in tmp_path.rglob("*.png")} == {done.folder}
     assert len([*done.folder.glob("metric_*.png")]) == len(HOSTILE) + 2
+    assert len([*done.folder.glob("memory_*.png")]) == len(devices) + 1
 
 
 ODD_LINES = [

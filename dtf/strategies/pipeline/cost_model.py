@@ -25,8 +25,8 @@ from dtf.strategies.pipeline.partition import Cost
 StateBytes = Callable[[nn.Module], int]
 """A part of the model -> bytes of its parameters, their gradients and their optimizer state."""
 
-MOST_ROUNDS = 10
-"""The most rounds of `measure` over the blocks of a small model."""
+LEAST_ROUNDS, MOST_ROUNDS = 2, 10
+"""Of `measure` over the blocks; the most are for a small model."""
 
 Work = Callable[[nn.Module, Callable[[], Any], Callable[[Any], None]], float]
 
@@ -46,8 +46,9 @@ def measure(
     `prepare` does to a block what a run does to its model before the first step, e.g. cast it. `upkeep`: a block that
     has gradients -> what a run does with them, once for so many `passes`; it counts for its part.
 
-    Goes over all blocks again and again, 2 to `MOST_ROUNDS` times, for about `seconds`, and takes the fastest pass of
-    each: a burst of other work on the machine then spoils one time of a block, not all. Never holds more than a block.
+    Goes over all blocks again and again, `LEAST_ROUNDS` to `MOST_ROUNDS` times, for about `seconds`, and takes the
+    fastest pass of each: a burst of other work on the machine then spoils one time of a block, not all. Never holds
+    more than a block.
     """
     device = _device(sample)
     one_thread = device.type == "cpu" and torch.get_num_threads() == 1
@@ -65,7 +66,7 @@ def measure(
         return once + timed(lambda: backward(forward()))
 
     start, rounds = time.monotonic(), []
-    while len(rounds) < 2 or (len(rounds) < MOST_ROUNDS and time.monotonic() - start < seconds):
+    while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.monotonic() - start < seconds):
         rounds.append(list(_costs(split, sample, state_bytes, autocast, prepare, work)))
     return [min(times, key=lambda cost: cost.work) for times in zip(*rounds, strict=True)]
 
