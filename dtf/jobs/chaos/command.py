@@ -100,7 +100,7 @@ class Command:
         """After its end: how long others of its processes lived on, and those that still do after a few seconds. Those
         are killed.
 
-        Where the processors have more to do than they can, this process waits for them as those do: that does not count.
+        Time in which this process itself waited for a processor, as those may have, does not count.
         """
         self._close_switch()
         before, lived_s, kept = time.monotonic(), 0.0, self._before | {os.getpid()}
