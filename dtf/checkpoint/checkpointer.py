@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ class Checkpointer:
         self._made = False  # the folder is there, as far as this process knows
         self._trusted: int | None = None  # None: nobody compares replicas
         self._sources = Sources(folder, options, run_id, note, say)
+        self._fetched: set[Path] = set()
         self._foreign: set[Path] = set()  # fetched from another run
 
     def over(self, world: Peers) -> Checkpointer:
@@ -235,8 +237,9 @@ class Checkpointer:
             fault = (None if candidate.is_here else self._fetch(candidate)) or self._loading_fault(path)
             if fault is None:
                 self._damaged.discard(path)
-                if not candidate.is_here and not candidate.is_own:
-                    self._foreign.add(path)
+                if not candidate.is_here:
+                    self._fetched.add(path)
+                    self._foreign.update(() if candidate.is_own else [path])
                 return path
             newest_fault = newest_fault or f"{path.name}: {fault}"
             self._damaged.add(path)
@@ -270,6 +273,14 @@ class Checkpointer:
         report = self._ranks.attempt(lambda: loading_fault(path, world.rank, world.size, self._judge))
         reports = world.gather(report) or []
         return self._ranks.lead(lambda: _verdict(reports), DataError, f"checkpoint {path}")
+
+    def give_back(self, path: Path) -> None:
+        """The run does not go on from the checkpoint that was found: it is removed, if it was fetched. Acts on rank 0.
+        Not collective.
+        """
+        if path in self._fetched and not self._ranks.world.rank:
+            with suppress(OSError):
+                storage.discard(path, self._run_id)
 
     def load(self, path: Path) -> StoredCheckpoint:
         """Open a checkpoint for reading. Not collective."""

@@ -72,10 +72,13 @@ class Mirror:
     def look(self) -> list[int]:
         """The steps of the checkpoints there that the run may go on from, newest first. Changes none of them.
 
-        OSError when the place fails, or cannot be written to.
+        A restarted run whose place is another run's by now goes on from none. OSError when the place fails, or cannot
+        be written to.
         """
         self.place.probe(f"probe-{self._run_id}")
         self._there = {}
+        if self._attempt and self.place.read_owner().get("run", self._run_id) != self._run_id:
+            return []
         for step in self.place.steps():
             try:
                 self._there[step] = Known.of(self.place.read_manifest(step))
@@ -102,8 +105,13 @@ class Mirror:
             self._rule, self._spared, self._woken, self._idle = rule, frozenset(spared), True, False
             self._changed.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the machine has no more threads now
+                self._tell(error)
+            else:
+                self._thread = thread
 
     def is_done(self, timeout_s: float) -> bool:
         """Wait until everything was sent or has failed, no longer than this; whether it has come."""
@@ -116,6 +124,8 @@ class Mirror:
             path = self._next()
         except OSError as error:
             return str(self._folder), error.strerror or str(error)
+        if path is None and (damaged := sorted(path for path in self._damaged if path.exists())):
+            return damaged[-1].name, "it is damaged here"
         return (path.name, self._lost or self._failed or "it was not sent yet") if path else ("", "")
 
     def _work(self) -> None:
@@ -169,9 +179,12 @@ class Mirror:
             manifest = storage.read_manifest(path)
             self.place.send(path, manifest, lambda: self._allow(path))
         except (DataError, FileNotFoundError) as error:
-            if path.exists():  # else it was removed or set aside meanwhile
-                self._damaged.add(path)
-                self._warn(f"checkpoint {path} is not mirrored: {error}")
+            if not path.exists():  # it was removed or set aside meanwhile
+                return
+            if isinstance(error, FileNotFoundError):  # of the place
+                raise
+            self._damaged.add(path)
+            self._warn(f"checkpoint {path} is not mirrored: {error}")
             return
         finally:
             self.sending = None

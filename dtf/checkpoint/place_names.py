@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from dtf.api.schema import KeyProblem
 from dtf.core.errors import ConfigError, SaveError
 
 SCHEMES = ("s3", "gs")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 def is_url(place: str) -> bool:
@@ -21,8 +25,14 @@ def is_url(place: str) -> bool:
 
 
 def check_place(place: str, key: str) -> None:
-    """Raise KeyProblem when a place cannot be used, as far as its text says. `key`: that gave it."""
+    """Raise KeyProblem when a place cannot be used, as far as its text says. `key`: that gave it. Empty: none."""
     if not is_url(place):
+        if place and (not place.strip() or re.match(r"[a-z0-9]{2,}:/", place)):
+            raise KeyProblem(key, f"{key}='{place}' is no place; write FOLDER, s3://BUCKET/PATH or gs://BUCKET/PATH")
+        try:
+            Path(place).expanduser()
+        except RuntimeError:
+            raise KeyProblem(key, f"{key}={place}: there is no such user; write the path of a folder") from None
         return
     try:
         url = urlsplit(place)
@@ -35,9 +45,9 @@ def check_place(place: str, key: str) -> None:
     if url.username is not None:
         text = "holds a user or a password, and a config is saved; give them to the environment (AWS_ACCESS_KEY_ID)"
         raise KeyProblem(key, f"{key} {text}")
-    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
-    if url.scheme == "s3" and endpoint.startswith("http:") and not allows_http():
-        text = f"{key}={place} lies behind AWS_ENDPOINT_URL={endpoint}, which is not encrypted"
+    variable = next((name for name in _ENDPOINTS if os.environ.get(name)), "")
+    if url.scheme == "s3" and os.environ.get(variable, "").startswith("http:") and not allows_http():
+        text = f"{key}={place} lies behind {variable}={_without_user(os.environ[variable])}, which is not encrypted"
         raise KeyProblem(key, f"{text}; use https, or set AWS_ALLOW_HTTP=true to allow it")
     if find_spec("obstore") is None:
         raise KeyProblem(
@@ -45,8 +55,17 @@ def check_place(place: str, key: str) -> None:
         )
 
 
+def _without_user(endpoint: str) -> str:
+    """An address as it may be shown."""
+    scheme, _, rest = endpoint.partition("//")
+    return f"{scheme}//{rest.rpartition('@')[2]}"
+
+
 def allows_http() -> bool:
     return os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+
+
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EROFS, errno.ELOOP)
 
 
 @contextmanager
@@ -56,8 +75,8 @@ def reaching(name: str, key: str) -> Iterator[None]:
     """
     try:
         yield
-    except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{key}={name} cannot be used: {error.strerror}") from error
     except OSError as error:
+        if error.errno in _REFUSALS:
+            raise ConfigError(f"{key}={name} cannot be used: {error.strerror}") from error
         text = f"{key}={name} does not answer: {error.strerror or error}"
         raise SaveError(f"{text}; start again when it does, or without {key}") from error

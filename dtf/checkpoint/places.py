@@ -169,7 +169,9 @@ class Folder(Place):
         storage.discard(self._path / storage.step_name(step), _WRITER)
 
     def clean(self) -> None:
-        storage.clean(self._path)
+        for path in list(self._path.iterdir()):
+            if storage.is_leftover(path.name) and path.name.endswith(f"-{_WRITER}"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def probe(self, name: str) -> None:
         self._make()
@@ -200,18 +202,15 @@ class Bucket(Place):
         from obstore.store import from_url
 
         super().__init__(name)
-        retry = {
-            "max_retries": 4,
-            "retry_timeout": timedelta(seconds=60),
-            "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5), "base": 2},
-        }
-        client = {
-            "timeout": timedelta(seconds=120),
-            "connect_timeout": timedelta(seconds=5),
-            "allow_http": allows_http(),
-        }
+
+        def store(timeout_s: float, retry_s: float) -> Any:
+            pause: Any = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5), "base": 2}
+            retry: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=retry_s), "backoff": pause}
+            limits: Any = {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=5)}
+            return from_url(name, retry_config=retry, client_options=limits | {"allow_http": allows_http()})
+
         try:
-            self._store = from_url(name, retry_config=retry, client_options=client)  # type: ignore[arg-type]
+            self._store, self._bulk = store(10, 20), store(120, 120)  # small requests, and pieces of files
         except (BaseError, ValueError) as error:
             raise ConfigError(f"{name} cannot be used: {_first(error)}") from None
 
@@ -227,14 +226,14 @@ class Bucket(Place):
             except FileNotFoundError:
                 return None
             if found.meta["size"] > most:
-                raise DataError(f"{self.name}/{path} has {found.meta['size']} bytes; {most} is the limit")
+                raise OSError(errno.EFBIG, f"{path} there has {found.meta['size']} bytes; {most} is the limit")
             return bytes(found.bytes())
 
     def _put(self, path: str, data: Any, chunk_bytes: int = _PIECE_BYTES) -> None:
         import obstore
 
         with _failing():
-            obstore.put(self._store, path, data, chunk_size=chunk_bytes, max_concurrency=_AT_ONCE)
+            obstore.put(self._bulk, path, data, chunk_size=chunk_bytes, max_concurrency=_AT_ONCE)
 
     def _sizes(self, step: int) -> dict[str, int]:
         """Name and bytes of each object below a checkpoint."""
@@ -269,7 +268,11 @@ class Bucket(Place):
         data = self._get(f"{storage.step_name(step)}/{storage.MANIFEST}")
         if data is None:
             raise DataError(f"{storage.step_name(step)} was removed")
-        return decode(data)
+        manifest, sizes = decode(data), self._sizes(step)
+        for name, stored in manifest.files.items():
+            if sizes.get(name) != stored.size:
+                raise DataError(f"{name} has {sizes.get(name, 'no')} bytes instead of {stored.size}")
+        return manifest
 
     def pieces(self, step: int, name: str, stored: StoredFile) -> Pieces:
         import obstore
@@ -279,7 +282,7 @@ class Bucket(Place):
             with _failing():
                 try:
                     end = min(start + _PIECE_BYTES, stored.size)
-                    piece = memoryview(obstore.get_range(self._store, path, start=start, end=end))
+                    piece = memoryview(obstore.get_range(self._bulk, path, start=start, end=end))
                 except FileNotFoundError:
                     raise DataError(f"{path} is missing") from None
             yield piece

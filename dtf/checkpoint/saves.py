@@ -50,7 +50,8 @@ class Saves:
     def reserve(self, boxes: Sequence[Box]) -> None:
         """Take the memory for copies of such boxes, in a thread, so that the first save finds it there."""
         if self._barrier:
-            self._thread = _Work(lambda: self._copies.reserve(boxes))
+            with suppress(RuntimeError):  # no thread now: the first save takes it
+                self._thread = _Work(lambda: self._copies.reserve(boxes))
 
     def ready(self) -> None:
         """Wait until the save before is over. Raises its error, but not the first SaveError: it was told, and the next
@@ -87,7 +88,10 @@ class Saves:
             path = self._checkpointer.save(step, arrive(), scalars, value)
             told(path, time.perf_counter() - started, held)
 
-        self._thread = _Work(write, self._tell_failure)
+        try:
+            self._thread = _Work(write, self._tell_failure)
+        except RuntimeError:  # the machine has no more threads now
+            write()
 
     def finish(self) -> None:
         """Wait until the last save is complete and mirrored, see `Checkpointer.finish_mirror`. Raises its error.

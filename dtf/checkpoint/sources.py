@@ -43,7 +43,8 @@ class Sources:
         self._clean()
         here = storage.checkpoints(self._folder)
         own = [Candidate(str(path), True, True) for path in here]
-        own += [Candidate(str(self._folder / storage.step_name(step)), False, True) for step in self._mirrored(attempt)]
+        there = self._mirrored(attempt, bool(here))
+        own += [Candidate(str(self._folder / storage.step_name(step)), False, True) for step in there]
         own.sort(key=lambda one: (storage.step_of(Path(one.path).name) or 0, one.is_here), reverse=True)
         if own and attempt:
             return own
@@ -109,8 +110,10 @@ class Sources:
         if moved:
             self._note(f"set aside, as they may hold wrong numbers: {', '.join(path.name for path in moved)}")
 
-    def _mirrored(self, attempt: int) -> list[int]:
-        """The steps of the mirror. A restarted run does without one that does not answer, which is then tried later."""
+    def _mirrored(self, attempt: int, has_own: bool) -> list[int]:
+        """The steps of the mirror. A restarted run that has checkpoints does not wait for it; without any it does
+        without one that does not answer. Either is made up for at the next save.
+        """
         name = self._options.mirror
         if not name:
             return []
@@ -118,7 +121,7 @@ class Sources:
         try:
             with reaching(name, "checkpoint.mirror"):
                 self.mirror = Mirror(open_place(name), self._folder, self._run_id, attempt, self._note, self._say)
-                return self.mirror.look()
+                return [] if attempt and has_own else self.mirror.look()
         except (SaveError, ConfigError) as error:
             if not attempt:
                 raise

@@ -318,6 +318,11 @@ def _fill(file: int, data: memoryview, offset: int) -> int:
 # ---------------------------------------------------------------- removing
 
 
+def is_leftover(name: str) -> bool:
+    """Whether something of this name is half written or half removed."""
+    return bool(_LEFTOVER.fullmatch(name))
+
+
 def clean(parent: Path) -> None:
     """Remove what crashed runs left unfinished.
 
@@ -325,7 +330,7 @@ def clean(parent: Path) -> None:
     """
     if parent.is_dir():
         for name in os.listdir(parent):
-            if _LEFTOVER.fullmatch(name):
+            if is_leftover(name):
                 _remove(parent / name)
 
 

@@ -128,12 +128,17 @@ def resume(setup: TrainingSetup) -> Resumed:
     """
     checkpointer, plan = setup.checkpointer, setup.plan
     path = checkpointer.find(setup.joined.rank.place.attempt, position)
-    resumed = _load(setup, path) if path is not None else Resumed()
-    if resumed.step > plan.end:
-        key = f"train.until={plan.until}" if plan.end < plan.total else f"a run of {plan.total} steps"
-        raise ConfigError(
-            f"{key} ends before step {resumed.step}, where the checkpoint is; train on, or go to another run.dir"
-        )
+    try:
+        resumed = _load(setup, path) if path is not None else Resumed()
+        if resumed.step > plan.end:
+            key = f"train.until={plan.until}" if plan.end < plan.total else f"a run of {plan.total} steps"
+            raise ConfigError(
+                f"{key} ends before step {resumed.step}, where the checkpoint is; train on, or go to another run.dir"
+            )
+    except ConfigError:
+        if path is not None:
+            checkpointer.give_back(path)
+        raise
     if resumed.clock:
         if setup.joined.rank.settings.train.guard_every:
             checkpointer.trust(resumed.clean)

@@ -24,6 +24,7 @@ from dtf.jobs.chaos.faults import FAULTS, Limit, Target, fits
 from dtf.jobs.chaos.timeline import BEFORE, Moment, Timeline
 from dtf.jobs.chaos.trial import BITS, LAW, SAMPLES, Outcome, Subject
 from dtf.runs.recorded_run import RecordedRun
+from dtf.runs.run_folder import take_lock
 from tests.support.launching import HANG_S
 
 DOCS = Path(__file__).parents[2] / "docs" / "reliability.md"
@@ -310,3 +311,23 @@ def test_a_folder_of_something_else_is_left_alone(run_dtf: Any, tmp_path: Path) 
     done = run_dtf("job=chaos", folder=tmp_path)
     assert done.code == Exit.CONFIG and "is not empty, and holds no trials" in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_two_commands_do_not_work_in_one_folder(run_dtf: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.sha256").write_text("")
+    lock = take_lock(tmp_path)
+    done = run_dtf("job=chaos", folder=tmp_path)
+    os.close(lock)
+    assert done.code == Exit.BUSY and "is in use by a live run" in done.err, done.err
+
+
+def test_half_a_line_of_a_killed_command_is_no_trial(tmp_path: Path) -> None:
+    path = tmp_path / "trials.jsonl"
+    results.append(path, Outcome(0, 0, "kill_rank", "ddp"))
+    path.write_text(path.read_text() + '{"seed": 0, "numb')
+    results.append(path, Outcome(0, 1, "kill_rank", "ddp"))
+    assert [outcome.number for outcome in results.read(path)] == [0, 1]
+
+
+def test_without_a_trial_that_counts_there_is_a_table_and_no_picture(tmp_path: Path) -> None:
+    assert results.table([]).startswith("fault") and results.rows([]) == []

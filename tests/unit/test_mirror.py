@@ -12,26 +12,12 @@ from typing import Any
 import pytest
 
 from dtf.checkpoint import places, storage
-from dtf.checkpoint.manifest import Manifest, Objective, StoredBox, StoredTensor
-from dtf.checkpoint.mirror import Mirror
 from dtf.checkpoint.places import Bucket, Folder, Place, fetch
 from dtf.checkpoint.retention import Retention, retain
 from dtf.checkpoint.suspects import set_aside
 from dtf.core.errors import DataError
 from tests.support.checkpoints import GOAL
-from tests.support.launching import HANG_S
-
-RULE = Retention(2, 1, GOAL)
-
-
-def save(parent: Path, step: int, value: float | None = None, run: str = "one", size: int = 3000) -> Path:
-    draft = storage.begin(parent, step, run, lambda text: None)
-    assert draft is not None
-    data = bytes([step % 251]) * size
-    files = {name: storage.write(draft / name, [data]) for name in ("a.bin", "b.bin")}
-    tensors = {f"model/{name}": StoredTensor("U8", (size,), (StoredBox(name, "x", (0,), (size,)),)) for name in files}
-    goal = Objective(*GOAL, value) if value is not None else None
-    return storage.commit(draft, Manifest(step, run, "ddp", 1, goal, files, tensors))
+from tests.support.mirrors import RULE, Mirrored, memory_bucket, save, spoil, whole_in
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +28,7 @@ def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["folder", "bucket"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    return Folder(str(tmp_path / "there")) if request.param == "folder" else Bucket("memory:///there")
+    return Folder(str(tmp_path / "there")) if request.param == "folder" else memory_bucket()
 
 
 @pytest.fixture
@@ -51,32 +37,6 @@ def here(tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     return folder
-
-
-class Mirrored:
-    """A mirror whose work is done when `update` returns."""
-
-    def __init__(self, place: Place, folder: Path, run: str = "one", attempt: int = 0) -> None:
-        self.warnings: list[str] = []
-        self.said: list[str] = []
-        self.mirror = Mirror(place, folder, run, attempt, self.warnings.append, self.said.append)
-
-    def open(self) -> list[int]:
-        return self.mirror.look()
-
-    def update(self, rule: Retention = RULE) -> Mirrored:
-        self.mirror.wake(rule)
-        assert self.mirror.is_done(HANG_S)
-        return self
-
-
-def whole_in(place: Place, tmp_path: Path) -> list[int]:
-    """The steps that a run that has lost its folder can go on from, newest first; each is fetched and compared."""
-    for step in place.steps():
-        shutil.rmtree(tmp_path / "restored", ignore_errors=True)
-        (tmp_path / "restored").mkdir()
-        assert storage.first_fault(fetch(place, step, tmp_path / "restored", "again")) is None
-    return place.steps()
 
 
 def test_the_place_has_what_the_run_keeps(place: Place, tmp_path: Path) -> None:
@@ -176,7 +136,7 @@ def test_no_kill_shows_half_a_checkpoint(place: Place, tmp_path: Path) -> None:
     done, at = False, 0
     while not done:
         folder, bucket = tmp_path / str(at), isinstance(place, Bucket)
-        here, there = folder / "checkpoints", Bucket("memory:///") if bucket else Folder(str(folder / "there"))
+        here, there = folder / "checkpoints", memory_bucket() if bucket else Folder(str(folder / "there"))
         here.mkdir(parents=True)
         one = Mirrored(there, here)
         one.open()
@@ -197,7 +157,7 @@ def test_no_kill_shows_half_a_checkpoint(place: Place, tmp_path: Path) -> None:
 
 
 def test_what_was_sent_before_a_kill_is_not_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, place = tmp_path / "checkpoints", Bucket("memory:///there")
+    here, place = tmp_path / "checkpoints", memory_bucket()
     here.mkdir()
     save(here, 1)
     one = Mirrored(place, here)
@@ -229,7 +189,7 @@ def test_what_was_sent_before_a_kill_is_not_sent_again(tmp_path: Path, monkeypat
 
 
 def test_half_a_checkpoint_of_another_history_is_sent_anew(tmp_path: Path) -> None:
-    here, place = tmp_path / "checkpoints", Bucket("memory:///there")
+    here, place = tmp_path / "checkpoints", memory_bucket()
     here.mkdir()
     place._put("step_000001/a.bin", b"?" * 3000)
     place._put("step_000007/a.bin", b"?")
@@ -251,6 +211,7 @@ def test_a_damaged_checkpoint_is_not_mirrored(place: Place, tmp_path: Path, here
     one.update()
     assert place.steps() == [1]
     assert any("step_000002 is not mirrored: b.bin: bytes 0 to 3000 are damaged" in text for text in one.warnings)
+    assert one.mirror.missing() == ("step_000002", "it is damaged here")
 
 
 def test_damage_in_the_place_is_found(place: Place, tmp_path: Path, here: Path) -> None:
@@ -301,14 +262,6 @@ def test_a_damaged_copy_is_replaced_or_removed(place: Place, tmp_path: Path, her
     assert whole_in(place, tmp_path) == [2]
 
 
-def spoil(place: Place, tmp_path: Path, step: int) -> None:
-    """Other bytes, as many."""
-    if isinstance(place, Bucket):
-        place._put(f"step_{step:06d}/b.bin", bytes([9]) * 3000)
-    else:
-        (tmp_path / "there" / f"step_{step:06d}" / "b.bin").write_bytes(bytes([9]) * 3000)
-
-
 def test_another_checkpoint_of_the_same_step_is_replaced(place: Place, tmp_path: Path, here: Path) -> None:
     save(here, 1, run="older", size=500)
     one = Mirrored(place, here)
@@ -337,6 +290,20 @@ def test_whatever_goes_wrong_is_told_and_ends_the_wait(
     assert one.mirror.missing() == ("step_000001", "what nobody thought of")
     one.update()
     assert place.steps() == [1] and one.mirror.missing() == ("", "")
+
+
+def test_a_place_that_is_emptied_is_left_alone(place: Place, here: Path, tmp_path: Path) -> None:
+    one = Mirrored(place, here)
+    one.open()
+    save(here, 1)
+    one.update()
+    if isinstance(place, Bucket):
+        place._delete(["mirror.json"])
+    else:
+        shutil.rmtree(tmp_path / "there")
+    save(here, 2)
+    one.update()
+    assert one.mirror.missing()[0] == "step_000002" and "its mirror.json was removed" in one.warnings[0], one.warnings
 
 
 def test_a_place_that_another_run_took_is_left_to_it(place: Place, tmp_path: Path) -> None:
@@ -368,7 +335,7 @@ def test_a_file_is_fetched_piece_by_piece(tmp_path: Path, monkeypatch: pytest.Mo
     """Each is a request with a time limit of its own, and is tried again alone."""
     import obstore
 
-    here, place, asked = tmp_path / "checkpoints", Bucket("memory:///there"), []
+    here, place, asked = tmp_path / "checkpoints", memory_bucket(), []
     here.mkdir()
     monkeypatch.setattr(places, "_PIECE_BYTES", 1200)
     save(here, 1)

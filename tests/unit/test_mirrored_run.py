@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtf.checkpoint import place_names, sources
+from dtf.checkpoint import place_names, sources, storage
 from dtf.checkpoint.options import Every
 from dtf.checkpoint.places import Folder
 from dtf.core.errors import BusyError, ConfigError, DataError, Preempted, SaveError
@@ -165,6 +166,9 @@ def test_what_comes_from_another_run_is_not_its_own(tmp_path: Path, monkeypatch:
         ("s3://key:hidden@bucket/x", "holds a user or a password"),
         ("s3://bucket/x", "which is not encrypted"),
         ("gs://bucket/x", "needs obstore, which is not installed"),
+        ("s3:/bucket/x", "is no place"),
+        (" ", "is no place"),
+        ("~nosuch/x", "there is no such user"),
     ],
 )
 def test_a_place_that_cannot_be_used_is_refused_by_its_name(
@@ -176,6 +180,41 @@ def test_a_place_that_cannot_be_used_is_refused_by_its_name(
     with pytest.raises(ConfigError, match="checkpoint.mirror") as refusal:
         Every(mirror=mirror).check()
     assert expected in str(refusal.value) and "hidden" not in str(refusal.value)
+
+
+def test_a_restart_with_checkpoints_of_its_own_does_not_wait_for_the_mirror(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_checkpoint(run_folder(tmp_path, "a"), 4)
+    small_checkpoint(tmp_path / "there", 9)
+
+    def run(world: Together, attempt: int) -> Any:
+        one = checkpointer(run_folder(tmp_path, "a"), world, mirror=str(tmp_path / "there"))
+        path = one.find(attempt=attempt)
+        return path.name if path else ""
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "probe", lambda *arguments: 1 / 0)
+        assert on_ranks(3, lambda world: run(world, 1)) == ["step_000004"] * 3
+    (tmp_path / "there" / "mirror.json").write_text('{"run": "another", "host": "x"}')
+    shutil.rmtree(tmp_path / "a")
+    assert on_ranks(3, lambda world: run(world, 1)) == [""] * 3, "of another run by now"
+    assert on_ranks(3, lambda world: run(world, 0)) == ["step_000009"] * 3
+
+
+def test_what_was_fetched_in_vain_is_removed(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "there", 4)
+    small_checkpoint(run_folder(tmp_path, "b"), 4)
+
+    def run(world: Together, folder: str) -> None:
+        one = checkpointer(run_folder(tmp_path, folder), world, mirror=str(tmp_path / "there"))
+        path = one.find()
+        assert path is not None
+        one.give_back(path)
+
+    for folder, left in [("a", []), ("b", ["step_000004"])]:
+        assert on_ranks(3, lambda world, folder=folder: run(world, folder)) == [None] * 3
+        assert [path.name for path in storage.checkpoints(run_folder(tmp_path, folder))] == left
 
 
 def test_nothing_is_mirrored_where_nothing_is_saved() -> None:

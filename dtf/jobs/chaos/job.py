@@ -20,7 +20,7 @@ from dtf.core.errors import ConfigError, Exit, Preempted
 from dtf.core.files import replace_text
 from dtf.core.text import count_text, suggest
 from dtf.host.signals import Stop
-from dtf.runs.run_folder import unique_id
+from dtf.runs.run_folder import take_lock, unique_id
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -68,9 +68,9 @@ class Chaos(Job):
             raise ConfigError(f"job.faults has '{idle[0]}', which hits nobody under these strategies; leave it out")
         run = composed.config["run"]
         folder = Path(run["dir"] or Path("outputs", run["name"] or "chaos", unique_id())).absolute()
-        self._open(composed, folder)
+        lock = self._open(composed, folder)
         shut_down()  # each trial has its own
-        with Stop() as stop:
+        with os.fdopen(lock), Stop() as stop:
             subjects = [add_reference(plan, folder, lambda: _stopped(stop)) for plan in plans]
             heirs = [subject for subject in subjects if subject.repeats]  # others have no numbers to hand over
             chosen = [
@@ -108,22 +108,24 @@ class Chaos(Job):
                 print(f"left out: {name}; {why}")
         return chosen or [name for name in FAULTS if not refused(name)]
 
-    def _open(self, composed: Composed, folder: Path) -> None:
-        """Make the folder, or go on in it. ConfigError where it holds trials of another run, which would stand in one
-        table with these.
+    def _open(self, composed: Composed, folder: Path) -> int:
+        """Make the folder, or go on in it. Returns its lock. ConfigError where it holds trials of another run, which
+        would stand in one table with these. BusyError where another process is at work in it.
         """
         folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+        path = folder / "config.sha256"
+        if not path.exists() and any(folder.iterdir()):
+            raise ConfigError(f"run.dir={folder} is not empty, and holds no trials; choose another folder")
+        lock = take_lock(folder)
         kept = {key: value for key, value in composed.config.items() if key not in ("job", "strategy", "run")}
         kept |= {"job": [self.steps, self.save_every, self.eval_rows]}
         digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
-        path = folder / "config.sha256"
         if path.exists() and path.read_text() != digest:
             raise ConfigError(
                 f"run.dir={folder} holds trials of another config; their numbers would mix; choose another folder"
             )
-        if not path.exists() and any(folder.iterdir()):
-            raise ConfigError(f"run.dir={folder} is not empty, and holds no trials; choose another folder")
         replace_text(path, digest)
+        return lock
 
     def _planned(self, composed: Composed, text: str) -> Subject:
         """The runs of a strategy, an entry of job.strategies; empty: the one of this command line."""

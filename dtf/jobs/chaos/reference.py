@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
+from dtf.core.errors import ConfigError, Exit, Preempted
 from dtf.jobs.chaos.command import Command
 from dtf.jobs.chaos.timeline import Timeline
 from dtf.jobs.chaos.trial import Subject, same_bits
@@ -46,7 +46,7 @@ def add_reference(subject: Subject, folder: Path, check: Callable[[], None]) -> 
     """The same with its reference, which is run twice unless `folder` has it from an earlier command. `check` is called
     all the time.
 
-    DtfError when a run does not end well. ConfigError where the folder has that of other options.
+    ConfigError when a run does not end well, and where the folder has that of other options.
     """
     place = folder / "references" / re.sub(r"[^A-Za-z0-9.-]+", "_", subject.strategy)
     if not (place / _NAME).exists():
@@ -101,7 +101,9 @@ def _make(subject: Subject, place: Path, check: Callable[[], None]) -> None:
             raise Preempted(f"the undisturbed run of {subject.strategy} was asked to stop")
         if code != Exit.OK:
             words = log.read_text(errors="replace").splitlines()[-1:] or ["it said nothing"]
-            raise DtfError(f"the undisturbed run of {subject.strategy} ended with exit code {code}: {words[0]}")
+            raise ConfigError(
+                f"the run fails by itself, undisturbed, under {subject.strategy}, with exit code {code}: {words[0]}"
+            )
     made = {
         "command": _key(subject),
         "seconds": max(took),

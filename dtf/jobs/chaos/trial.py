@@ -110,7 +110,7 @@ def run_trial(
         struck = _disturbed(subject, fault, moment, target, folder, outcome, check)
         if struck or outcome.wrong:
             break
-    outcome.missed = not struck or _met_nothing(fault, control)
+    outcome.missed = not outcome.wrong and (not struck or _met_nothing(fault, control))
     _finish(heirs if fault.hands_over else [subject], fault, target, folder, outcome, check)
     outcome.done = target.done + ([f"{control.hits} calls"] if control is not None and control.hits else [])
     if struck:
