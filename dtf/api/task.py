@@ -57,6 +57,11 @@ class StartCheck:
     fresh: bool = False
     """Whether it was made in this process."""
 
+    plans: dict[str, str] = field(default_factory=dict)
+    """How strategies have divided the model at an earlier start of this run, by what they knew of it: a restart need
+    not measure it again.
+    """
+
     keep: Callable[[StartCheck], None] | None = None
     """To be called once all of it was made, where this process alone makes the check."""
 

@@ -212,12 +212,12 @@ def _recall_start_check(joined: JoinedRank, task: Task, model: nn.Module, data: 
     kind = rank.place.device.partition(":")[0]
     digest = start_digest(rank.config, task.recipe, model, kind, data) if reads else ""
     record = StartRecord(digest, rank.place.slots, rank.folder)
-    found = record.read(rank.settings.checkpoint.resume) if reads else None
+    found, plans = record.read(rank.settings.checkpoint.resume) if reads else (None, {})
     if joined.trains:
-        found = world.broadcast(found)
+        found, plans = world.broadcast([found, plans])
     else:
         task.start_check.keep = record.write
-    task.start_check.found = found
+    task.start_check.found, task.start_check.plans = found, plans
     return record
 
 

@@ -57,20 +57,21 @@ class StartRecord:
     folder: Path
     """Of the run."""
 
-    def read(self, resume: str) -> dict[str, str] | None:
-        """What the check found when it was made before. None: it is to be made. `resume`: `checkpoint.resume`.
+    def read(self, resume: str) -> tuple[dict[str, str] | None, dict[str, str]]:
+        """What the check found when it was made before (None: it is to be made), and the plans of this run, see
+        `StartCheck`. `resume`: `checkpoint.resume`.
 
         A run that goes on does so with any number of processes; others need a record with as many.
         """
         if not self.digest:
-            return None
+            return None, {}
         for folder in (self.folder, run_folder_of(resume)):
             record = _read(folder / NAME, self.digest) if folder is not None else None
             if record is not None:
-                return record["found"]
+                return record["found"], record.get("plans", {})
         cache = cache_folder()
         record = _read(cache / self._name, self.digest) if cache is not None else None
-        return record["found"] if record is not None and record["processes"] == self.processes else None
+        return record["found"] if record is not None and record["processes"] == self.processes else None, {}
 
     def write(self, check: StartCheck) -> None:
         """Remember what the check has found, for those who go on with this run; in the cache if it is news.
@@ -78,11 +79,11 @@ class StartRecord:
         What cannot be written is not remembered, and the next start makes the check again.
         """
         found = check.found
-        if not self.digest or found is None:
+        if not self.digest or (found is None and not check.plans):
             return
         record = {"format": FORMAT, "digest": self.digest, "processes": self.processes, "found": found}
         with suppress(OSError):
-            _write(self.folder / NAME, record)
+            _write(self.folder / NAME, record | {"plans": check.plans})
         cache = cache_folder()
         if cache is None or not check.fresh:
             return
@@ -250,9 +251,9 @@ def _read(path: Path, digest: str) -> dict[str, Any] | None:
         return None
     if seal != _seal(record) or record.get("format") != FORMAT or record.get("digest") != digest:
         return None
-    found = record.get("found")
-    if not isinstance(found, dict) or not all(isinstance(text, str) for pair in found.items() for text in pair):
-        return None
+    for texts in (record.get("found") or {}, record.get("plans", {})):
+        if not isinstance(texts, dict) or not all(isinstance(text, str) for pair in texts.items() for text in pair):
+            return None
     return record
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dtf.api.options import Remat, StepOptions
 from dtf.api.precision import Precision
 from dtf.api.recipe import Recipe
 from dtf.api.registry import register
-from dtf.api.task import Task
+from dtf.api.task import StartCheck, Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
@@ -185,6 +186,16 @@ def counted(task: Task, memory_bytes: int = 0) -> tuple[int, list[str]]:
     wish = PipelineSpec(2, 1, 8, 0.1, 16, [2, 1], [], False, memory_bytes)
     split, _, table = broadcast_plan(construct(task.recipe), wish, task, World(Place()))
     return len(split), table.splitlines()
+
+
+def test_a_run_that_goes_on_has_the_plan_of_its_first_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = resnet()
+    first = counted(task)
+    again = replace(task, start_check=StartCheck(plans=json.loads(json.dumps(task.start_check.plans))))
+    monkeypatch.setattr("dtf.strategies.pipeline.planner._plan", lambda *arguments: 1 / 0)
+    assert counted(again) == first
+    with pytest.raises(ZeroDivisionError):
+        counted(again, memory_bytes=10**9)  # another wish
 
 
 @pytest.mark.parametrize(("inside", "fine"), [(0.0, True), (0.04, False), (0.2, False)])

@@ -35,27 +35,33 @@ def record(tmp_path: Path) -> StartRecord:
     return StartRecord("a" * 64, 2, tmp_path / "run")
 
 
+def test_plans_are_those_of_the_run(record: StartRecord, tmp_path: Path) -> None:
+    record.write(StartCheck(FOUND, fresh=True, plans={"pipeline": "[0, 3]"}))
+    assert record.read("auto")[1] == {"pipeline": "[0, 3]"}
+    assert StartRecord(record.digest, 2, tmp_path).read("auto")[1] == {}, "another run measures for itself"
+
+
 def test_what_was_written_is_read(record: StartRecord, cache: Path, tmp_path: Path) -> None:
-    assert record.read("auto") is None
+    assert record.read("auto")[0] is None
     record.write(StartCheck(FOUND, fresh=True))
-    assert record.read("auto") == FOUND
+    assert record.read("auto")[0] == FOUND
     other = StartRecord(record.digest, 2, tmp_path)  # another run folder
-    assert other.read("auto") == FOUND
-    assert StartRecord(record.digest, 3, tmp_path).read("auto") is None  # another number of processes
-    assert StartRecord("b" * 64, 2, record.folder).read("auto") is None  # other code
-    assert StartRecord("", 2, record.folder).read("auto") is None
+    assert other.read("auto")[0] == FOUND
+    assert StartRecord(record.digest, 3, tmp_path).read("auto")[0] is None  # another number of processes
+    assert StartRecord("b" * 64, 2, record.folder).read("auto")[0] is None  # other code
+    assert StartRecord("", 2, record.folder).read("auto")[0] is None
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert [path.name for path in cache.iterdir()] == [f"{'a' * 32}-2.json"]  # nothing half written
 
 
 def test_a_run_that_goes_on_takes_any_number_of_processes(record: StartRecord) -> None:
     record.write(StartCheck(FOUND, fresh=True))
-    assert StartRecord(record.digest, 5, record.folder).read("auto") == FOUND
+    assert StartRecord(record.digest, 5, record.folder).read("auto")[0] == FOUND
 
 
 def test_what_was_read_is_handed_on_and_not_cached_again(record: StartRecord, cache: Path) -> None:
     record.write(StartCheck(FOUND))
-    assert record.read("auto") == FOUND and not cache.exists()
+    assert record.read("auto")[0] == FOUND and not cache.exists()
 
 
 def _each_byte(data: bytes) -> list[bytes]:
@@ -71,7 +77,7 @@ def test_a_damaged_record_counts_for_nothing(record: StartRecord, cache: Path) -
     broken = [*_each_byte(whole), *(whole[:length] for length in range(len(whole))), b"[]", b"null", b"{" * 9999]
     for data in broken:
         path.write_bytes(data)
-        found = record.read("auto")
+        found, _ = record.read("auto")
         assert found is None or json.loads(data) == meant  # spaces between values do not count
 
 
@@ -79,15 +85,15 @@ def test_a_record_that_others_may_write_counts_for_nothing(record: StartRecord, 
     record.write(StartCheck(FOUND))
     path = record.folder / NAME
     path.chmod(0o666)
-    assert record.read("auto") is None
+    assert record.read("auto")[0] is None
     path.chmod(0o600)
-    assert record.read("auto") == FOUND
+    assert record.read("auto")[0] == FOUND
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert record.read("auto") is None
+    assert record.read("auto")[0] is None
     path.unlink()
     os.mkfifo(path)  # reading one would wait
-    assert record.read("auto") is None
+    assert record.read("auto")[0] is None
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(record: StartRecord, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +101,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(record: StartRecord, monkey
     StartRecord(record.digest, 2, Path("/dev/null/none")).write(StartCheck(FOUND, fresh=True))
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert record.read("auto") is None
+    assert record.read("auto")[0] is None
 
 
 def test_old_records_are_removed(record: StartRecord, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any, NamedTuple
 
@@ -45,18 +46,21 @@ class PipelineSpec(NamedTuple):
 def broadcast_plan(model: nn.Module, spec: PipelineSpec, task: Task, world: World) -> tuple[GraphSplit, list[int], str]:
     """The model (on meta) split into units, the bounds of its stages in them, and a table of the stages as text.
 
-    Collective. ConfigError on all ranks for a model that cannot be cut as `spec` says.
+    A run that goes on has the plan of its first start. Collective. ConfigError on all ranks for a model that cannot be
+    cut as `spec` says.
     """
     blocks = layout_of(task.recipe, model).blocks
     plan: dict[str, Any] = {}
+    known, key = task.start_check.plans, f"pipeline: {spec}"
     if world.rank == 0:
         try:
-            plan = _plan(model, blocks, spec, task, world)
+            plan = json.loads(known[key]) if key in known else _plan(model, blocks, spec, task, world)
         except ConfigError as error:
             plan = {"refused": str(error), "layout": isinstance(error, LayoutError)}
     plan = world.broadcast(plan)
     if "refused" in plan:
         raise (LayoutError if plan["layout"] else ConfigError)(plan["refused"])
+    known[key] = json.dumps(plan)
     return GraphSplit(model, blocks, plan["fine"]), plan["bounds"], plan["table"]
 
 
