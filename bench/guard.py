@@ -13,13 +13,15 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from overhead import LR, Case
 
-from bench.overhead import LR, Case
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.task import Task
@@ -90,6 +92,7 @@ def report(name: str, times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.support.ranks import ranks
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

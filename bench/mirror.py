@@ -71,7 +71,7 @@ def run(width: int, environment: dict[str, str]) -> Measured:
             *("strategy=ddp", "launcher.processes=2", "optimizer=adamw", f"run.dir={folder}/run"),
             *(f"step.batch_size={ROWS}", f"train.steps={STEPS}", "train.eval_every=0", "observer=[console]"),
             *(f"checkpoint.every_steps={EVERY}", "checkpoint.keep_last=1", "checkpoint.keep_best=0"),
-            *(["checkpoint.mirror=s3://bucket/bench"] if environment else []),
+            *([f"checkpoint.mirror=s3://bucket/{Path(folder).name}"] if environment else []),
         ]
         variables = os.environ | environment | {"PYTHONPATH": str(Path(__file__).parent)}
         done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
