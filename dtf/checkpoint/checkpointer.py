@@ -244,7 +244,6 @@ class Checkpointer:
             newest_fault = newest_fault or f"{path.name}: {fault}"
             self._damaged.add(path)
             if self._ranks.world.rank == 0:
-                self._sources.reject(candidate)
                 self._note(f"checkpoint {path} is skipped: {fault}")
         if not candidates:
             return None

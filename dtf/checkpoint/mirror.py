@@ -91,7 +91,7 @@ class Mirror:
         return sorted(self._there.keys() - self._suspect(), reverse=True)
 
     def forget(self, step: int) -> None:
-        """Nothing could be loaded from this checkpoint of the place: it is replaced, or removed. Before `wake`."""
+        """This checkpoint of the place is damaged there: it is replaced, or removed. Before `wake`."""
         self._there.pop(step, None)
         self._useless.add(step)
 

@@ -79,6 +79,8 @@ class Sources:
         try:
             fetch(place, step, self._folder, self._run_id)
         except DataError as error:
+            if candidate.is_own and self.mirror is not None:
+                self.mirror.forget(step)
             return str(error)
         except OSError as error:
             text = f"{storage.step_name(step)} could not be fetched from {place.name}: {error.strerror or error}"
@@ -89,11 +91,6 @@ class Sources:
     def moved(self, candidate: Candidate) -> int:
         """Bytes that came from its place so far."""
         return self._place(candidate).moved
-
-    def reject(self, candidate: Candidate) -> None:
-        """Nothing can be loaded from it."""
-        if candidate.is_own and not candidate.is_here and self.mirror is not None:
-            self.mirror.forget(storage.step_of(Path(candidate.path).name) or 0)
 
     def _place(self, candidate: Candidate) -> Place:
         place = self.mirror.place if candidate.is_own and self.mirror else self._foreign
@@ -118,9 +115,9 @@ class Sources:
         if not name:
             return []
         self._refuse_own_folder(name)
+        self.mirror = Mirror(open_place(name), self._folder, self._run_id, attempt, self._note, self._say)
         try:
             with reaching(name, "checkpoint.mirror"):
-                self.mirror = Mirror(open_place(name), self._folder, self._run_id, attempt, self._note, self._say)
                 return [] if attempt and has_own else self.mirror.look()
         except (SaveError, ConfigError) as error:
             if not attempt:

@@ -202,6 +202,23 @@ def test_a_restart_with_checkpoints_of_its_own_does_not_wait_for_the_mirror(
     assert on_ranks(3, lambda world: run(world, 0)) == ["step_000009"] * 3
 
 
+def test_a_checkpoint_that_is_whole_there_stays_whatever_happens_here(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "there", 4)
+
+    def refuse(scalars: dict[str, Any]) -> None:
+        raise DataError("read wrongly")
+
+    def run(world: Together) -> None:
+        one = checkpointer(run_folder(tmp_path, "a"), world, mirror=str(tmp_path / "there"))
+        with pytest.raises(DataError, match="read wrongly"):
+            one.find(judge=refuse)
+        one.retain()
+        assert world.rank or one._sources.mirror.is_done(HANG_S)  # type: ignore[union-attr]
+
+    assert on_ranks(3, run) == [None] * 3
+    assert Folder(str(tmp_path / "there")).steps() == [4]
+
+
 def test_what_was_fetched_in_vain_is_removed(tmp_path: Path) -> None:
     small_checkpoint(tmp_path / "there", 4)
     small_checkpoint(run_folder(tmp_path, "b"), 4)
