@@ -23,6 +23,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -198,12 +199,14 @@ def main() -> None:
             wall, cpu = min(one.wall_s for one in runs), min(one.cpu_s for one in runs)
             text = f"  {way:<14} wall {wall:6.1f} s, CPU {cpu:6.1f} s"
             held, written, copied = (
-                1e3 * min([seconds for one in runs for seconds in getattr(one, key)] or [0.0])
+                [1e3 * seconds for one in runs for seconds in getattr(one, key)]
                 for key in ("held_s", "written_s", "copied_s")
             )
             if held:
-                text += f", memcpy {copied:4.0f} ms, held {held:5.0f} ms = {held / copied:.2f} x"
-                text += f", written {written:5.0f} ms"
+                ratios = sorted(a / b for a, b in zip(held, copied, strict=True))
+                text += f", memcpy {median(copied):3.0f} ms, held {median(held):3.0f} ms = {median(ratios):.2f} x"
+                text += f" ({ratios[0]:.2f} to {ratios[-1]:.2f}), least {min(held) / min(copied):.2f} x"
+                text += f", written {median(written):4.0f} ms"
             print(text, flush=True)
 
 

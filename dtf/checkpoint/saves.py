@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,14 +37,18 @@ class Saves:
 
     `checkpointer`: nobody else saves with it. `note` gets what people should know, perhaps from another thread.
     `barrier`: waits until all ranks are there, so that none changes what another one still copies. None: no thread
-    writes.
+    writes. `copiers`: see `Copies`.
     """
 
     def __init__(
-        self, checkpointer: Checkpointer, note: Callable[[str], None], barrier: Callable[[], None] | None = None
+        self,
+        checkpointer: Checkpointer,
+        note: Callable[[str], None],
+        barrier: Callable[[], None] | None = None,
+        copiers: int = 1,
     ) -> None:
         self._checkpointer, self._note, self._barrier = checkpointer, note, barrier
-        self._copies = Copies()
+        self._copies = Copies(copiers)
         self._thread: _Work | None = None
         self._step = self._late = 0
         self._failed: SaveError | None = None  # of the last save
@@ -143,10 +149,11 @@ class Copies:
     """Memory of this host that holds the boxes of a save, the same from save to save.
 
     Tensors of a GPU are copied on a stream beside that of the steps, into pages that the GPU can write to. The host
-    does not wait for them; the next step on the GPU does.
+    does not wait for them; the next step on the GPU does. Those of the host are copied by so many threads, `copiers`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copiers: int = 1) -> None:
+        self._threads = ThreadPoolExecutor(copiers, "copies") if copiers > 1 else None
         self._held: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # one axis each
         self._streams: dict[Any, Any] = {}  # by device
 
@@ -185,15 +192,20 @@ class Copies:
         for device in {box.tensor.device for box in boxes if box.tensor.device.type == "cuda"}:
             stream = self._streams[device] = self._streams.get(device) or torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))  # what has changed the state comes before
-        copied: list[Box] = []
-        with torch.no_grad():
-            for box in boxes:
-                room, stream = self._room(box), self._streams.get(box.tensor.device)
-                with torch.cuda.stream(stream) if stream else nullcontext():
-                    room.copy_(box.tensor, non_blocking=stream is not None)
-                if stream:
-                    box.tensor.record_stream(stream)  # its memory may be given to others after the copy
-                copied.append(box._replace(tensor=room))
+        copied = [box._replace(tensor=self._room(box)) for box in boxes]
+
+        @torch.no_grad()
+        def copy(number: int) -> None:
+            tensor, room = boxes[number].tensor, copied[number].tensor
+            stream = self._streams.get(tensor.device)
+            with torch.cuda.stream(stream) if stream else nullcontext():
+                room.copy_(tensor, non_blocking=stream is not None)
+            if stream:
+                tensor.record_stream(stream)  # its memory may be given to others after the copy
+
+        largest_first = sorted(range(len(boxes)), key=lambda number: -boxes[number].tensor.nbytes)
+        apply = self._threads.map if self._threads and not self._streams else map  # streams are those of this thread
+        deque(apply(copy, largest_first), maxlen=0)
         events = []
         for device, stream in self._streams.items():
             events.append(stream.record_event())

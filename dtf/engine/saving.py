@@ -14,6 +14,10 @@ SHARE = 0.8
 """Of the memory that a host has left, what the copies of its ranks may take together with what they still need."""
 
 
+MOST_COPIERS = 8
+"""Threads that copy in one process: more get no more out of the memory of a host."""
+
+
 class Saving(NamedTuple):
     """The saves of this run, and what the start-up table says of them."""
 
@@ -39,10 +43,12 @@ def open_saves(setup: TrainingSetup) -> Saving:
     size = sum(box.tensor.nbytes for box in boxes)
     # optimizers have their state by now; gradients and activations are still to come
     coming = needs.gradients + needs.activations + needs.exchange if needs and world.device.type == "cpu" else 0
-    why = "ranks of MPI have no second channel" if channel is None else _too_large(setup, size, coming)
+    why, copiers = "ranks of MPI have no second channel", 1
+    if channel is not None:
+        why, copiers = _planned(setup, size, coming)
     if channel is None or why:
         return Saving(Saves(checkpointer, note), needs, row | {"saves": f"training waits for the disk, as {why}"})
-    saves = Saves(checkpointer.over(channel), note, world.barrier)
+    saves = Saves(checkpointer.over(channel), note, world.barrier, copiers)
     saves.reserve(boxes)
     if world.device.type == "cpu":
         return Saving(saves, needs and needs._replace(copies=size), row)
@@ -50,14 +56,20 @@ def open_saves(setup: TrainingSetup) -> Saving:
     return Saving(saves, needs, row | {"saves": f"{bytes_text(largest)} a process of the host's memory for a copy"})
 
 
-def _too_large(setup: TrainingSetup, size: int, coming: int) -> str:
-    """Why a host has no room for copies of `size` bytes on this rank; empty: all have. Collective."""
+def _planned(setup: TrainingSetup, size: int, coming: int) -> tuple[str, int]:
+    """Why a host has no room for copies of `size` bytes on this rank; empty: all have. And by how many threads this
+    rank copies: as many as ranks of its host would have as much each, since those that copy less wait for it.
+    Collective.
+    """
     world, place = setup.joined.world, setup.joined.rank.place
     everyone = world.gather([place.rank - place.local_rank, size, coming, memory.available_bytes()])
-    why = ""
+    why, copiers = "", dict[int, int]()
     for host in sorted({one[0] for one in everyone or ()}):
         ranks = [one for one in everyone or () if one[0] == host]
         copies, rest = sum(one[1] for one in ranks), sum(one[2] for one in ranks)
+        for rank, one in enumerate(everyone or ()):
+            if one[0] == host:
+                copiers[rank] = max(1, min(MOST_COPIERS, round(len(ranks) * one[1] / max(1, copies))))
         left = min((one[3] for one in ranks if one[3] is not None), default=None)
         if left is not None and copies + rest > SHARE * left:
             why = (
@@ -65,4 +77,5 @@ def _too_large(setup: TrainingSetup, size: int, coming: int) -> str:
                 f"the {bytes_text(left)} that a host has left"
             )
             break
-    return world.broadcast(why)
+    why, counts = world.broadcast([why, [copiers[rank] for rank in sorted(copiers)]])
+    return why, counts[world.rank] if not why else 1

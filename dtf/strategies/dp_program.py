@@ -203,7 +203,7 @@ class DataParallelProgram(Program):
         parts = [[part_of(r, "model", dict(r.model.named_parameters()), recipe)] for r in self._replicas]
         passes = [replica.passes(self._part(self._few, 0, 4, i)) for i, replica in enumerate(self._replicas)]
         compute, instead = self._task.precision.compute, self._replicas[0].instead
-        compare_replicas(parts, ALONE, lambda: differing_module(passes, compute, ALONE), instead)
+        compare_replicas(parts, ["model"], self._world, lambda: differing_module(passes, compute, ALONE), instead)
 
     def state(self) -> State:
         state = self._updates[0].state()

@@ -5,9 +5,11 @@ a model may keep what it makes of the rows of one rank.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from dtf.core.consistency import Peers
@@ -39,26 +41,30 @@ _Digests = dict[str, tuple[dict[str, int], dict[str, str]]]
 """Name of a part -> digests of its tensors and attributes, by name."""
 
 
+class Summing(Peers, Protocol):
+    """Peers that sum too. See `dtf.World`."""
+
+    def reduce(self, sums: Tensor) -> Tensor: ...
+
+
 def compare_replicas(
     replicas: Sequence[Sequence[Part]],
-    peers: Peers,
+    shared: Sequence[str],
+    peers: Summing,
     judge: Callable[[], str | None],
     instead: str,
     suspect: str = "",
 ) -> None:
-    """Raise ConfigError on all ranks where replicas differ. `replicas`: the parts of those of this process. Collective.
+    """Raise ConfigError on all ranks where replicas differ. `replicas`: the parts of those of this process. `shared`:
+    the names of those to compare, see `shared_parts`. Collective: one small sum, where they are alike.
 
     Tensors are compared bit by bit. A plain attribute may differ, such as a clock or what a layer keeps to be looked
     at: then `judge` has all replicas compute the same rows, and says which module gives other numbers, or None; see
     `differing_module`. `instead`: what to use for a model that cannot be divided. `suspect`: what to look at first
     where a tensor differs; see `exchange_of`.
     """
-    own = [_digests(parts) for parts in replicas]
-    everyone = peers.gather([{name: _crc(found) for name, found in one.items()} for one in own])
-    unequal = None
-    if everyone is not None:
-        unequal = sorted(_unequal([one for own in everyone for one in own]))
-    unequal = peers.broadcast(unequal)
+    own = [_digests([part for part in parts if part.name in shared]) for parts in replicas]
+    unequal = _unequal(own, shared, peers)
     if not unequal:
         return
     details = peers.gather([{name: one[name] for name in unequal if name in one} for one in own])
@@ -117,6 +123,15 @@ def whole_and_slices(held: Mapping[str, Tensor]) -> list[Part]:
     return [Part(f"{kind} {_crc(sorted(part))}", part) for kind, part in (("whole", whole), ("slices", slices))]
 
 
+def shared_parts(replicas: Sequence[Sequence[Part]], peers: Peers) -> list[str]:
+    """Names of the parts that more than one replica holds. `replicas`: the parts of those of this process.
+    Collective.
+    """
+    everyone = peers.gather([[part.name for part in parts] for parts in replicas])
+    held = Counter(name for own in everyone or () for names in own for name in names)
+    return peers.broadcast(sorted(name for name, holders in held.items() if holders > 1))
+
+
 def _digests(parts: Sequence[Part]) -> _Digests:
     names = [(part.name, name) for part in parts for name in part.tensors]
     numbers = iter(fingerprints(tensor for part in parts for tensor in part.tensors.values()))
@@ -140,10 +155,24 @@ def _labelled(everyone: Sequence[Sequence[Any]]) -> list[tuple[str, Any]]:
     return [(f"rank {rank}", one) for rank, own in enumerate(everyone) for one in own]
 
 
-def _unequal(replicas: Sequence[Mapping[str, int]]) -> set[str]:
-    """Names of parts that some replicas do not have alike."""
-    first: dict[str, int] = {}
-    return {name for one in replicas for name, digest in one.items() if first.setdefault(name, digest) != digest}
+def _unequal(own: Sequence[_Digests], shared: Sequence[str], peers: Summing) -> list[str]:
+    """Names of the parts that some replicas do not have alike. Collective.
+
+    Numbers are all alike where the square of their sum is as large as the sum of their squares times their number.
+    Halves of 16 bits keep these sums exact in fp64, for up to 2**21 replicas.
+    """
+    sums = torch.zeros(len(shared), 5, dtype=torch.float64)
+    for one in own:
+        for number, name in enumerate(shared):
+            if name in one:
+                high, low = divmod(_crc(one[name]), 1 << 16)
+                sums[number] += torch.tensor([1, high, high**2, low, low**2], dtype=torch.float64)
+    found = []
+    for name, row in zip(shared, peers.reduce(sums).tolist(), strict=True):
+        holders, high, high_squares, low, low_squares = map(int, row)
+        if holders * high_squares != high**2 or holders * low_squares != low**2:
+            found.append(name)
+    return found
 
 
 def _differences(everyone: Sequence[Sequence[Any]], parts: list[str], kind: int) -> list[list[str]]:

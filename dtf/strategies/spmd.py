@@ -37,7 +37,7 @@ from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.guard.spmd_guard import spmd_guard
 from dtf.strategies.replica import Replica
-from dtf.strategies.replica_digests import compare_replicas, exchange_of, part_of, whole_and_slices
+from dtf.strategies.replica_digests import compare_replicas, exchange_of, part_of, shared_parts, whole_and_slices
 from dtf.strategies.sharding_check import check_sharding
 from dtf.strategies.start_check import Collectives, check_evaluation, differing_module
 from dtf.strategies.start_padding import pads
@@ -89,6 +89,7 @@ class Spmd(Program):
         self._synced, self._exchange = True, exchange
         self._few: Batch | None = None  # for passes of all replicas over the same rows
         self._unsaved: Unsaved | None = None
+        self._compared: list[str] | None = None  # names of parts that several replicas hold
         replica.divided = self.shares > 1
         bounds = micro_batch_bounds(task.step.batch_size, self.micro_batch_rows)
         replica.pads = pads(len(bounds) - 1, self.shares, replica.equal_passes)
@@ -224,10 +225,13 @@ class Spmd(Program):
         place = f"part {self._dims.axis_rank}" if self._dims else "model"
         parts = [*whole_and_slices(self._update.held()), part_of(self._replica, place, {}, self._task.recipe)]
         compute, peers = self._task.precision.compute, self._world
+        if self._compared is None:
+            self._compared = shared_parts([parts], peers)
         passes, firsts = [self._replica.passes(self._few)], Collectives(self._gather_firsts, self._world.broadcast)
         suspect = exchange_of(self.plugin, self._sharding) if self.plugin else ""
+        instead = self._replica.instead
         compare_replicas(
-            [parts], peers, lambda: differing_module(passes, compute, firsts), self._replica.instead, suspect
+            [parts], self._compared, peers, lambda: differing_module(passes, compute, firsts), instead, suspect
         )
         return None
 

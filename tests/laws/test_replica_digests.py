@@ -86,10 +86,12 @@ def test_what_begins_late_is_found_before_the_next_save(
         run(strategy, options, processes, "late", folder=str(tmp_path))
     text = str(refused.value)
     assert "8 is the first module whose output differs" in text
-    assert re.search("(rank|replica) [0-3] does not have the attributes of (rank|replica) [0-3]: .*8.kept", text)
+    assert re.search(
+        "(rank|replica) [0-3] does not have the attributes of (rank|replica) [0-3]: .*8.(kept|walked)", text
+    )
     assert "the last checkpoint is kept" in text and "Layout.buffers" in text
-    kept = saved(tmp_path)
-    assert kept and kept == [f"step_{step + 1:06d}" for step in range(len(kept))] and len(kept) < 4
+    steps = [int(name.removeprefix("step_")) for name in saved(tmp_path)]
+    assert steps and steps == list(range(steps[0], steps[-1] + 1)) and steps[-1] < HOARDING["steps"]
 
 
 @pytest.mark.parametrize(("kind", "strategy", "options", "processes"), begin_later())

@@ -93,3 +93,13 @@ def test_ranks_of_mpi_and_runs_that_do_not_want_it_wait_for_the_disk(
     monkeypatch.setattr(Ranks, "mpi", True)
     for one in on_ranks(2, lambda world: opened(world, tmp_path)):
         assert not background(one) and "MPI" in one.row["saves"]
+
+
+def test_a_rank_that_copies_for_others_uses_their_cores(tmp_path: Any) -> None:
+    first, second = on_ranks(2, lambda world: opened(world, tmp_path))
+    assert copiers(first) == 2 and copiers(second) == 1
+
+
+def copiers(one: saving.Saving) -> int:
+    threads = one.saves._copies._threads
+    return threads._max_workers if threads else 1

@@ -46,7 +46,7 @@ from dtf.strategies.pipeline.shared_tensors import CopiedBuffers, RenamedSource,
 from dtf.strategies.pipeline.stage import Held, Stage
 from dtf.strategies.pipeline.stage_guard import stage_guard
 from dtf.strategies.pipeline.trials import INSTEAD, StartTrials
-from dtf.strategies.replica_digests import compare_replicas, part_of
+from dtf.strategies.replica_digests import compare_replicas, part_of, shared_parts
 from dtf.strategies.spmd import microbatch_load
 from dtf.strategies.start_check import check_evaluation, differing_module
 from dtf.strategies.trial_numbers import trial
@@ -101,6 +101,7 @@ class PipelineProgram(Program):
         self._trials: list[tuple[int, Footprint]] = []
         self._again: tuple[StartTrials, Callable[[], Batch]] | None = None  # for passes of all pipelines over one batch
         self._unsaved: Unsaved | None = None
+        self._compared: list[str] | None = None  # names of parts that several replicas hold
         self._row_bytes = 0.0  # of messages that wait in memory
         dtype = loss_dtype(task)
         self._one = torch.ones((), device=world.device, dtype=dtype)
@@ -357,7 +358,10 @@ class PipelineProgram(Program):
         ]
         (trials, rows), compute = self._again, self._task.precision.compute
         peers, pipelines = self._world, trials.peers(self._world)
-        compare_replicas([parts], peers, lambda: differing_module([trials.passes(rows)], compute, pipelines), INSTEAD)
+        if self._compared is None:
+            self._compared = shared_parts([parts], peers)
+        passes, names = [trials.passes(rows)], self._compared
+        compare_replicas([parts], names, peers, lambda: differing_module(passes, compute, pipelines), INSTEAD)
         return None
 
     def state(self) -> State:
