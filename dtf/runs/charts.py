@@ -294,7 +294,7 @@ def chaos(report: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    cells = [row for row in report["rows"] if row["strategy"]]
+    cells = [row for row in report["rows"] if "all" not in (row["fault"], row["strategy"])]
     faults, strategies = (list(dict.fromkeys(row[key] for row in cells)) for key in ("fault", "strategy"))
     with rc_context(_style(_LIGHT)):
         size = (4.5 + 1.3 * len(strategies) + 4.0, 1.6 + 0.32 * max(len(faults), 4))

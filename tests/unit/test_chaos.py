@@ -227,6 +227,22 @@ def test_the_table_counts_by_fault_and_strategy(tmp_path: Path) -> None:
     assert results.table(rows, markdown=True).count("|\n") == 4
 
 
+def test_several_faults_and_strategies_have_totals() -> None:
+    pairs = [("kill_rank", "ddp"), ("kill_rank", "fsdp"), ("term", "ddp"), ("term", "ddp")]
+    outcomes = [
+        Outcome(0, n, fault, strategy, codes=[0], equal=BITS, recovered_s=float(n))
+        for n, (fault, strategy) in enumerate(pairs)
+    ]
+    rows = results.rows(outcomes)
+    assert [(row["fault"], row["strategy"], row["trials"], row["recovered_s"][1]) for row in rows[3:]] == [
+        ("kill_rank", "all", 2, 1.0),
+        ("term", "all", 2, 3.0),
+        ("all", "ddp", 3, None),
+        ("all", "fsdp", 1, None),
+        ("all", "all", 4, None),
+    ]
+
+
 # ---------------------------------------------------------------- faults
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -50,20 +50,35 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
+ALL = "all"
+
+
 def rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
-    """One row for each fault and strategy, and one for all."""
-    cells: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    """One row for each fault and strategy; then one for each fault and one for each strategy, where there are several
+    of both; and one for all.
+    """
+    counted = [outcome for outcome in outcomes if outcome.wrong or not outcome.missed]
+    cells = _grouped(counted, lambda outcome: (outcome.fault, outcome.strategy))
+    faults = _grouped(counted, lambda outcome: (outcome.fault, ALL))
+    strategies = _grouped(counted, lambda outcome: (ALL, outcome.strategy))
+    several = [faults, strategies] if len(faults) > 1 and len(strategies) > 1 else []
+    every = [{(ALL, ALL): counted}] if counted else []
+    return [_row(*key, cell) for part in [cells, *several, *every] for key, cell in part.items()]
+
+
+def _grouped(
+    outcomes: Iterable[Outcome], key: Callable[[Outcome], tuple[str, str]]
+) -> dict[tuple[str, str], list[Outcome]]:
+    found: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
-        if outcome.missed and not outcome.wrong:
-            continue
-        cells[outcome.fault, outcome.strategy].append(outcome)
-    every = [outcome for cell in cells.values() for outcome in cell]
-    return [*(_row(*key, cells[key]) for key in sorted(cells)), *([_row("all", "", every)] if every else [])]
+        found[key(outcome)].append(outcome)
+    return dict(sorted(found.items()))
 
 
 def _row(fault: str, strategy: str, cell: Sequence[Outcome]) -> dict[str, Any]:
-    noticed = [outcome.noticed_s for outcome in cell if outcome.noticed_s is not None]
-    recovered = [outcome.recovered_s for outcome in cell if outcome.recovered_s is not None]
+    timed = cell if fault != ALL else []  # times of several faults are no one thing
+    noticed = [outcome.noticed_s for outcome in timed if outcome.noticed_s is not None]
+    recovered = [outcome.recovered_s for outcome in timed if outcome.recovered_s is not None]
     broken = sum(bool(outcome.wrong) for outcome in cell)
     return {
         "fault": fault,
