@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dtf.config.settings import load_parts
-from dtf.model.fingerprint import fingerprints
+from dtf.model.fingerprint import _column_sums, fingerprints
 from tests.support.arrays import seldom
 from tests.support.harness import spread
 
@@ -161,6 +161,13 @@ def test_a_fingerprint_differs_with_each_number_and_its_place(shape: tuple[int, 
         others = [other.to(memory_format=torch.channels_last) for other in others]
     first, same, *rest = fingerprints([tensor, moved, *others])
     assert first == same and first not in rest
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+def test_the_sums_of_a_host_wrap_as_those_of_a_device(dtype: torch.dtype) -> None:
+    bits = torch.randint(-(2**62), 2**62, (300, 5)).to(dtype)
+    sums = _column_sums(bits)
+    assert sums.dtype is dtype and torch.equal(sums, bits.sum(0, dtype=dtype))
 
 
 def test_all_kinds_of_tensors_have_a_fingerprint() -> None:
