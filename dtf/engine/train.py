@@ -148,7 +148,7 @@ def _run(
     record = None
     if options.record:
         watched = program.watch_outputs() if not resumed.step else []
-        record = Record(rank.folder, world.rank, resumed.step, watched, program.shard is not None)
+        record = Record(rank.folder, world.rank, world.size, resumed.step, watched, program.shard is not None)
     if options.perturb:
         _perturb(setup, resumed)
     probes = _probes(rank.settings, rank.place, rank.folder, rank.send)

@@ -36,11 +36,8 @@ class RecordedRun:
         """From a run folder. DataError when something is missing."""
         try:
             lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            records = [
-                [json.loads(line) for line in path.read_text().splitlines()]
-                for path in sorted(
-                    folder.glob("record_rank_*.jsonl"), key=lambda path: int(path.stem.rpartition("_")[2])
-                )
+            recorded = [
+                [json.loads(line) for line in path.read_text().splitlines()] for path in records(folder).values()
             ]
         except OSError as error:
             raise DataError(
@@ -48,11 +45,11 @@ class RecordedRun:
                 "observer=[jsonl]"
             ) from None
         ids: dict[int, list[list[int]]] = {}
-        for record in records:
+        for record in recorded:
             for line in record:
                 if "ids" in line:  # none for ranks that read nothing
                     ids.setdefault(line["step"], []).append(line["ids"])
-        held = [line for record in records for line in record if "held" in line]
+        held = [line for record in recorded for line in record if "held" in line]
         last = max((line["after"] for line in held), default=0)
         return cls(
             metrics={
@@ -64,13 +61,19 @@ class RecordedRun:
             # a run that went on with fewer ranks has some of earlier ones
             held=[line["held"] for line in held if line["after"] == last],
             tensors=checkpoint_tensors(resolve_checkpoints(folder, "run folder")[0]),
-            outputs=[(line["reads"], line["outputs"]) for record in records for line in record if "outputs" in line],
+            outputs=[(line["reads"], line["outputs"]) for record in recorded for line in record if "outputs" in line],
             evaluated={
                 line["step"]: {name: _number(value) for name, value in line.items() if name not in _HEAD}
                 for line in lines
                 if line["split"] == "eval"
             },
         )
+
+
+def records(folder: Path) -> dict[int, Path]:
+    """Rank -> its record, in order of ranks. See `dtf.runs.record`."""
+    found = {int(path.stem.rpartition("_")[2]): path for path in folder.glob("record_rank_*.jsonl")}
+    return dict(sorted(found.items()))
 
 
 def checkpoint_tensors(checkpoint: Path) -> dict[str, np.ndarray]:

@@ -17,6 +17,7 @@ from dtf.checkpoint.manifest import Objective
 from dtf.checkpoint.storage import read_manifest
 from dtf.runs.compare import RecordedRun, compare
 from dtf.runs.record import Record
+from dtf.runs.recorded_run import records
 from tests.conftest import Result
 
 RUN = [
@@ -161,11 +162,25 @@ def test_a_loss_scale_that_never_finds_its_value_fails_the_run(run_dtf: Any) -> 
 
 
 def test_a_rank_killed_before_its_first_step_leaves_the_evidence_of_earlier_ones(tmp_path: Path) -> None:
-    first = Record(tmp_path, 1, 0)
+    first = Record(tmp_path, 1, 2, 0)
     for step in (0, 1, 2):
         first.write(step, np.arange(4))
-    Record(tmp_path, 1, 2)  # goes on from step 2, and is killed
+    Record(tmp_path, 1, 2, 2)  # goes on from step 2, and is killed
     assert [json.loads(line)["step"] for line in (tmp_path / "record_rank_1.jsonl").read_text().splitlines()] == [0, 1]
+
+
+def test_steps_that_are_done_again_without_a_rank_leave_its_evidence(tmp_path: Path) -> None:
+    """Its samples of these steps were others' in the attempt that counts, under a strategy with fewer readers."""
+    written = [Record(tmp_path, rank, 3, 0) for rank in range(3)]
+    for step in (0, 1, 2):
+        for rank, record in enumerate(written):
+            record.write(step, np.arange(4) + 4 * rank)
+    Record(tmp_path, 0, 2, 1).write(1, np.arange(12))  # goes on from step 1; rank 1 has not begun
+    steps = {
+        rank: [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        for rank, path in records(tmp_path).items()
+    }
+    assert steps == {0: [0, 1], 1: [0, 1, 2], 2: [0]}
 
 
 def test_evidence_of_ranks_that_are_no_more_says_nothing_of_those_that_went_on(run_dtf: Any) -> None:
