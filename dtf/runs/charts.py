@@ -297,14 +297,17 @@ def chaos(report: Mapping[str, Any], path: Path) -> None:
     cells = [row for row in report["rows"] if "all" not in (row["fault"], row["strategy"])]
     faults, strategies = (list(dict.fromkeys(row[key] for row in cells)) for key in ("fault", "strategy"))
     with rc_context(_style(_LIGHT)):
-        size = (4.5 + 1.3 * len(strategies) + 4.0, 1.6 + 0.32 * max(len(faults), 4))
+        timed = [row for row in cells if row["recovered_s"][0] is not None]
+        size = (4.5 + 1.3 * len(strategies) + 4.0 * bool(timed), 1.6 + 0.32 * max(len(faults), 4))
         figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06))
-        grid, times = figure.subplots(1, 2, sharey=True, width_ratios=[1.3 * len(strategies) + 1, 4])
+        widths = [1.3 * len(strategies) + 1, 4] if timed else [1]
+        grid, *places = figure.subplots(1, len(widths), sharey=True, width_ratios=widths, squeeze=False)[0]
         _draw_trials(grid, cells, faults, strategies)
-        _draw_recoveries(times, cells, faults, strategies)
+        if timed:
+            _draw_recoveries(places[0], timed, faults, strategies)
         total = report["rows"][-1]
         title = f"{total['trials']:,} disturbed runs, {total['broken']} lost, hung or different"
-        bound = f"95 % sure: fewer than {total['bound']:.2%}"
+        bound = f"95 % sure: fewer than {total['bound']:.{1 if total['bound'] < 0.1 else 0}%}"
         figure.suptitle(f"{title}; {bound}", x=0.01, ha="left", weight="bold", fontsize=10.5)
         figure.savefig(path, dpi=180, facecolor="white")
 
@@ -316,7 +319,8 @@ def _draw_trials(
         x, y = strategies.index(row["strategy"]), faults.index(row["fault"])
         colour = _STRUCK if row["broken"] else "#2b8a3e"
         place.add_patch(_rectangle(x, y, colour, 0.9 if row["broken"] else 0.15))
-        text = f"{row['trials'] - row['broken']} of {row['trials']}"
+        alone = " (samples)" if row["samples"] else ""
+        text = f"{row['trials'] - row['broken']} of {row['trials']}{alone}"
         place.text(x, y, text, ha="center", va="center", color="white" if row["broken"] else _LIGHT["ink"], fontsize=8)
     place.set_xlim(-0.5, len(strategies) - 0.5)
     place.set_ylim(len(faults) - 0.5, -0.5)
@@ -334,10 +338,9 @@ def _rectangle(x: int, y: int, colour: str, alpha: float) -> Any:
 
 
 def _draw_recoveries(
-    place: Any, cells: Sequence[Mapping[str, Any]], faults: Sequence[str], strategies: Sequence[str]
+    place: Any, timed: Sequence[Mapping[str, Any]], faults: Sequence[str], strategies: Sequence[str]
 ) -> None:
     """Lines from the median to the 95th percentile."""
-    timed = [row for row in cells if row["recovered_s"][0] is not None]
     for row in timed:
         number = strategies.index(row["strategy"])
         y = faults.index(row["fault"]) + (number + 0.5) / len(strategies) * 0.8 - 0.4
@@ -349,9 +352,8 @@ def _draw_recoveries(
         if any(row["strategy"] == name for row in timed):
             place.plot([], [], "-o", color=PALETTE[number % len(PALETTE)], markersize=3.5, linewidth=1.2, label=name)
     place.set_title("seconds to the next new step: median to 95th percentile", fontsize=9, loc="left")
-    if timed:
-        place.set_xlim(left=0.0)
-        place.legend(fontsize=7, frameon=False)
+    place.set_xlim(left=0.0)
+    place.legend(fontsize=7, frameon=False)
     place.tick_params(length=0)
 
 

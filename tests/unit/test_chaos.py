@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtf.core.errors import ConfigError, Exit, Preempted
+from dtf.core.errors import BusyError, ConfigError, Exit, Preempted
+from dtf.core.files import open_private
 from dtf.host.heartbeat import Beat
 from dtf.jobs.chaos import processes, reference, results, trial
 from dtf.jobs.chaos.command import Command
 from dtf.jobs.chaos.faults import FAULTS, Limit, Target, fits
+from dtf.jobs.chaos.folder import trials_folder
 from dtf.jobs.chaos.timeline import BEFORE, Moment, Timeline
 from dtf.jobs.chaos.trial import BITS, LAW, SAMPLES, Outcome, Subject
 from dtf.runs.recorded_run import RecordedRun
@@ -220,11 +222,11 @@ def test_the_table_counts_by_fault_and_strategy(tmp_path: Path) -> None:
         ("all", 22, 20, 1, 1),
     ]
     assert (
-        rows[0]["recovered_s"] == pytest.approx([0.59, 0.68]) and rows[0]["lost_steps"] == 3 and rows[0]["timed"] == 20
+        rows[0]["recovered_s"] == pytest.approx([0.595, 0.68]) and rows[0]["lost_steps"] == 3 and rows[0]["timed"] == 20
     )
     text = results.table(rows)
     assert len({len(line) for line in text.splitlines()}) == 1, "the columns are as wide as their heads"
-    assert results.table(rows, markdown=True).count("|\n") == 4
+    assert results.markdown(rows).count("|\n") == 4
 
 
 def test_several_faults_and_strategies_have_totals() -> None:
@@ -241,6 +243,19 @@ def test_several_faults_and_strategies_have_totals() -> None:
         ("all", "fsdp", 1, None),
         ("all", "all", 4, None),
     ]
+    assert [line.split()[0] for line in results.table(rows).splitlines()[1:]] == [
+        *("kill_rank", "term", "ddp", "fsdp", "all")
+    ]
+
+
+def test_the_median_lies_between_two() -> None:
+    assert results.percentile([2.77, 1.0], 0.5) == pytest.approx(1.885)
+    assert results.percentile([], 0.5) is None
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.002, "0.2 %"), (0.099, "9.9 %"), (0.5271, "53 %"), (1.0, "100 %")])
+def test_a_bound_has_the_digits_that_it_is_worth(share: float, text: str) -> None:
+    assert results.rate(share) == text
 
 
 # ---------------------------------------------------------------- faults
@@ -312,6 +327,7 @@ def test_a_fault_that_cannot_be_rehearsed_is_refused_by_name(run_dtf: Any, monke
         ),
         (["job.strategies=['ddp processes=none']"], "processes=none must be a whole number from 1 on"),
         (["job.strategies=['tensor degree=3 processes=2']"], "job.strategies has 'tensor degree=3 processes=2': "),
+        (["checkpoint=off"], "checkpoint.every_steps=0 saves nothing, and job=chaos is about going on"),
         (["launcher=inline"], "launcher=inline has no ranks that job=chaos could disturb; use launcher=local"),
     ],
 )
@@ -330,11 +346,42 @@ def test_a_folder_of_something_else_is_left_alone(run_dtf: Any, tmp_path: Path) 
 
 
 def test_two_commands_do_not_work_in_one_folder(run_dtf: Any, tmp_path: Path) -> None:
-    (tmp_path / "config.sha256").write_text("")
+    (tmp_path / "config.json").write_text("")
     lock = take_lock(tmp_path)
     done = run_dtf("job=chaos", folder=tmp_path)
     os.close(lock)
     assert done.code == Exit.BUSY and "is in use by a live run" in done.err, done.err
+
+
+def test_a_config_can_be_corrected_until_there_is_a_trial(tmp_path: Path) -> None:
+    place, lengths = tmp_path / "chaos", {"steps": 8}
+    with trials_folder(place, {"lr": {"peak": 1}, "job": {"name": "chaos"}}, lengths):
+        (place / "references").mkdir()
+        open_private(place / "made", "w").close()
+    with trials_folder(place, {"lr": {"peak": 2}, "job": {"name": "chaos"}}, lengths):
+        assert not (place / "references").exists(), "of the config before"
+        results.append(place / "trials.jsonl", Outcome(0, 0, "kill_rank", "ddp"))
+        (place / "plain").write_text("")
+    assert {path.stat().st_mode & 0o077 for path in [place, *place.iterdir()]} == {0}
+    with trials_folder(place, {"lr": {"peak": 2}, "job": {}, "run": {"dir": "x"}}, lengths):
+        pass
+    named = re.escape("lr.peak=1, that of the trials there has 2")
+    with pytest.raises(BusyError, match=named), trials_folder(place, {"lr": {"peak": 1}}, lengths):
+        pass
+    with pytest.raises(BusyError, match="job.steps=9"), trials_folder(place, {"lr": {"peak": 2}}, {"steps": 9}):
+        pass
+
+
+def test_a_broken_off_save_is_no_checkpoint_to_damage(tmp_path: Path) -> None:
+    for name in ("step_000005", "step_000010", "step_000015.tmp-20251125-1", "step_000020.suspect-9"):
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+    for seed in range(20):
+        target = Target(0, tmp_path, random.Random(seed))
+        FAULTS["flip_checkpoint"].between(target)
+        assert target.done[0].startswith(("step_000010/manifest.json", "before the second")), target.done
+        (tmp_path / "checkpoints" / "step_000010" / "manifest.json").write_text("{}")
 
 
 def test_half_a_line_of_a_killed_command_is_no_trial(tmp_path: Path) -> None:
@@ -346,4 +393,4 @@ def test_half_a_line_of_a_killed_command_is_no_trial(tmp_path: Path) -> None:
 
 
 def test_without_a_trial_that_counts_there_is_a_table_and_no_picture(tmp_path: Path) -> None:
-    assert results.table([]).startswith("fault") and results.rows([]) == []
+    assert results.table([]) == "no trial counts yet" and results.rows([]) == []

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from dtf.checkpoint.storage import checkpoints
 from dtf.core.errors import Exit
 from dtf.jobs.chaos import network, preload, processes
 
@@ -262,7 +263,7 @@ class FlipCheckpoint(Fault):
         return 0.0
 
     def between(self, target: Target) -> None:
-        newest = sorted(target.folder.glob("checkpoints/step_*[0-9]"))
+        newest = checkpoints(target.folder / "checkpoints")[::-1]  # whole ones: a broken-off save is none
         if len(newest) < 2:  # without an older one the run would say that there is none to load, and end
             target.done.append("before the second checkpoint, so nothing is damaged")
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -11,6 +10,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING
 
 from dtf.api.job import Job
@@ -20,13 +20,14 @@ from dtf.core.errors import ConfigError, Exit, Preempted
 from dtf.core.files import replace_text
 from dtf.core.text import count_text, suggest
 from dtf.host.signals import Stop
-from dtf.runs.run_folder import take_lock, unique_id
+from dtf.jobs.chaos.folder import TRIALS, trials_folder
+from dtf.runs.run_folder import unique_id
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
     from dtf.jobs.chaos.trial import Outcome, Subject
 
-TRIALS, REPORT = "trials.jsonl", "chaos.json"
+REPORT = "chaos.json"
 
 
 @register("job", "chaos")
@@ -68,10 +69,10 @@ class Chaos(Job):
             raise ConfigError(f"job.faults has '{idle[0]}', which hits nobody under these strategies; leave it out")
         run = composed.config["run"]
         folder = Path(run["dir"] or Path("outputs", run["name"] or "chaos", unique_id())).absolute()
-        lock = self._open(composed, folder)
         shut_down()  # each trial has its own
-        with os.fdopen(lock), Stop() as stop:
-            subjects = [add_reference(plan, folder, lambda: _stopped(stop)) for plan in plans]
+        with trials_folder(folder, composed.config, self._lengths()), Stop() as stop:
+            print(f"run.dir={folder}\n{self._told_lengths()}", flush=True)
+            subjects = [add_reference(plan, folder, lambda: _stopped(stop, folder)) for plan in plans]
             heirs = [subject for subject in subjects if subject.repeats]  # others have no numbers to hand over
             chosen = [
                 (name, subjects[number])
@@ -108,24 +109,13 @@ class Chaos(Job):
                 print(f"left out: {name}; {why}")
         return chosen or [name for name in FAULTS if not refused(name)]
 
-    def _open(self, composed: Composed, folder: Path) -> int:
-        """Make the folder, or go on in it. Returns its lock. ConfigError where it holds trials of another run, which
-        would stand in one table with these. BusyError where another process is at work in it.
-        """
-        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-        path = folder / "config.sha256"
-        if not path.exists() and any(folder.iterdir()):
-            raise ConfigError(f"run.dir={folder} is not empty, and holds no trials; choose another folder")
-        lock = take_lock(folder)
-        kept = {key: value for key, value in composed.config.items() if key not in ("job", "strategy", "run")}
-        kept |= {"job": [self.steps, self.save_every, self.eval_rows]}
-        digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
-        if path.exists() and path.read_text() != digest:
-            raise ConfigError(
-                f"run.dir={folder} holds trials of another config; their numbers would mix; choose another folder"
-            )
-        replace_text(path, digest)
-        return lock
+    def _lengths(self) -> dict[str, int]:
+        """What all trials of a folder have in common."""
+        return {"steps": self.steps, "save_every": self.save_every, "eval_rows": self.eval_rows}
+
+    def _told_lengths(self) -> str:
+        evaluated = f"evaluated every {self.save_every + 2} on {self.eval_rows} rows (job.eval_rows)"
+        return f"each run: {self.steps} steps (job.steps), saved every {self.save_every} (job.save_every), {evaluated}"
 
     def _planned(self, composed: Composed, text: str) -> Subject:
         """The runs of a strategy, an entry of job.strategies; empty: the one of this command line."""
@@ -137,6 +127,14 @@ class Chaos(Job):
                 "launcher=local"
             )
         elsewhere = {"launcher.processes": "write processes=N"}
+        if (
+            not composed.config["checkpoint"]["every_steps"]
+            and composed.config["checkpoint"]["every_steps"] is not None
+        ):
+            raise ConfigError(
+                "checkpoint.every_steps=0 saves nothing, and job=chaos is about going on from what was saved, every "
+                "job.save_every steps; leave it out"
+            )
         entry = read_entry(composed, "job.strategies", text, ("processes",), elsewhere) if text else None
         processes = entry.list_options.get("processes") if entry else None
         if processes is not None and not (processes.isdecimal() and int(processes)):
@@ -178,6 +176,9 @@ class Chaos(Job):
         from dtf.jobs.chaos.faults import FAULTS
         from dtf.jobs.chaos.trial import run_trial
 
+        def check() -> None:
+            _stopped(stop, folder)
+
         library = preload.build(folder) if any(FAULTS[name].needs_control for name, _ in pairs) else None
         path, began = folder / TRIALS, time.monotonic()
         known = {(o.seed, o.number, o.fault, o.strategy) for o in results.read(path)}
@@ -187,17 +188,19 @@ class Chaos(Job):
                 continue
             if self.minutes and time.monotonic() - began > self.minutes * 60:
                 break
-            _stopped(stop)
+            check()
             place = folder / f"trial_{self.seed}_{number}"
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(mode=0o700)
             others = [heir for heir in heirs if heir is not subject]
-            outcome = run_trial(subject, name, self.seed, number, place, library, lambda: _stopped(stop), others)
+            outcome = run_trial(
+                subject, name, self.seed, number, place, library, lambda: _stopped(stop, folder), others
+            )
             results.append(path, outcome)
             print(_line(outcome), flush=True)
             if not (self.keep and outcome.wrong):
                 shutil.rmtree(place, ignore_errors=True)
-        return self._report(composed, folder, results.read(path))
+        return self._report(composed, folder, results.read(path), {subject.strategy for subject in heirs})
 
     def _dealt(self, pairs: list[tuple[str, Subject]], number: int) -> tuple[str, Subject]:
         """Each pair of a fault and a strategy in turn, in another order each time round."""
@@ -206,7 +209,8 @@ class Chaos(Job):
         random.Random(f"chaos order {self.seed} {round}").shuffle(order)
         return pairs[order[at]]
 
-    def _report(self, composed: Composed, folder: Path, outcomes: list[Outcome]) -> int:
+    def _report(self, composed: Composed, folder: Path, outcomes: list[Outcome], repeating: set[str]) -> int:
+        """`repeating`: strategies under which two undisturbed runs are equal."""
         from dtf.jobs.chaos import results
 
         rows = results.rows(outcomes)
@@ -223,12 +227,18 @@ class Chaos(Job):
             "rows": rows,
             "broken": [outcome.to_json() for outcome in broken],
         }
-        (folder / REPORT).write_text(json.dumps(report, indent=1))
-        (folder / "chaos.md").write_text(results.table(rows, markdown=True) + "\n")
-        print(results.table(rows))
+        apart = sorted({outcome.strategy for outcome in outcomes} - repeating)
+        notes = [f"{strategy}: two undisturbed runs differ, so samples alone are compared" for strategy in apart]
+        replace_text(folder / REPORT, json.dumps(report, indent=1))
+        replace_text(folder / "chaos.md", "\n".join([results.markdown(rows), "", *(f"- {note}" for note in notes), ""]))
+        print("\n".join([results.table(rows), *([results.LEGEND] if rows else []), *notes]))
         for outcome in broken:
             print(f"broken: {_line(outcome)}")
-        print(f"{count_text(len(outcomes), 'trial')}, {len(broken)} broken, {missed} met nothing; {folder / REPORT}")
+        done = sum(outcome.seed == self.seed for outcome in outcomes)
+        rest = f"; {done} of {self.trials} of job.seed={self.seed}: start again to go on" if done < self.trials else ""
+        most = f" (95 % sure: fewer than {results.rate(rows[-1]['bound'])})" if rows else ""
+        print(f"{count_text(len(outcomes), 'trial')}, {len(broken)} broken{most}, {missed} met nothing{rest}")
+        print("\n".join(str(folder / name) for name in (TRIALS, REPORT, "chaos.md")))
         if not rows:
             return Exit.OK
         if importlib.util.find_spec("matplotlib") is None:
@@ -252,9 +262,9 @@ def _no_heirs(composed: Composed, plans: list[Subject]) -> str:
     return ""
 
 
-def _stopped(stop: Stop) -> None:
+def _stopped(stop: Stop, folder: Path) -> None:
     if stop.count:
-        raise Preempted("asked to stop; the trials that are done are kept, start again with the same run.dir to go on")
+        raise Preempted(f"asked to stop; the trials that are done are kept, start again with run.dir={folder} to go on")
 
 
 def _line(outcome: Outcome) -> str:
@@ -263,6 +273,6 @@ def _line(outcome: Outcome) -> str:
     did += " (does not count: it met nothing)" if outcome.missed else ""
     what = f"seed={outcome.seed} {outcome.number}: {outcome.strategy}, {where}: {did}"
     end = outcome.wrong and f"BROKEN: {outcome.wrong}"
-    codes = ", ".join(map(str, outcome.codes))
+    codes = ", ".join(str(code) if code >= 0 else Signals(-code).name for code in outcome.codes)
     timed = f", recovered in {outcome.recovered_s:.2f} s" if outcome.recovered_s is not None else ""
     return f"{what}: {end or f'exit {codes}, {outcome.lost_steps} steps again, {outcome.equal}{timed}'}"

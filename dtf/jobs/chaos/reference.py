@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dtf.core.errors import ConfigError, Exit, Preempted
 from dtf.jobs.chaos.command import Command
+from dtf.jobs.chaos.folder import REFERENCES
 from dtf.jobs.chaos.timeline import Timeline
 from dtf.jobs.chaos.trial import Subject, same_bits
 from dtf.runs.recorded_run import RecordedRun
@@ -48,7 +49,7 @@ def add_reference(subject: Subject, folder: Path, check: Callable[[], None]) -> 
 
     ConfigError when a run does not end well, and where the folder has that of other options.
     """
-    place = folder / "references" / re.sub(r"[^A-Za-z0-9.-]+", "_", subject.strategy)
+    place = folder / REFERENCES / re.sub(r"[^A-Za-z0-9.-]+", "_", subject.strategy)
     if not (place / _NAME).exists():
         _make(subject, place, check)
     made = json.loads((place / _NAME).read_text())
@@ -110,5 +111,7 @@ def _make(subject: Subject, place: Path, check: Callable[[], None]) -> None:
         "repeats": same_bits(RecordedRun.read(place / "first"), RecordedRun.read(place / "second")),
         "timeline": timeline.to_json(),
     }
+    how = "equal bit for bit" if made["repeats"] else "their numbers differ, so trials compare samples alone"
+    print(f"{subject.strategy}: {made['seconds']:.1f} s, {how}", flush=True)
     shutil.rmtree(place / "second")
     (place / _NAME).write_text(json.dumps(made))

@@ -8,9 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from dtf.jobs.chaos.trial import BITS, LAW, Outcome
+from dtf.core.files import open_private
+from dtf.jobs.chaos.trial import BITS, LAW, SAMPLES, Outcome
 
 
 def read(path: Path) -> list[Outcome]:
@@ -25,7 +27,7 @@ def read(path: Path) -> list[Outcome]:
 def append(path: Path, outcome: Outcome) -> None:
     """Add one trial."""
     torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
-    with path.open("a") as file:
+    with open_private(path, "a") as file:
         file.write("\n" * bool(torn) + json.dumps(outcome.to_json()) + "\n")
 
 
@@ -45,7 +47,9 @@ def bound(failures: int, trials: int, sure: float = 0.95) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The value that `share` of them do not exceed; None without values."""
+    """The value that `share` of them do not exceed, for a half the median; None without values."""
+    if values and share == 0.5:
+        return median(values)
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
@@ -89,6 +93,7 @@ def _row(fault: str, strategy: str, cell: Sequence[Outcome]) -> dict[str, Any]:
         "broken": broken,
         "bits": sum(outcome.equal == BITS for outcome in cell),
         "law": sum(outcome.equal == LAW for outcome in cell),
+        "samples": sum(outcome.equal == SAMPLES for outcome in cell),
         "lost_steps": max(outcome.lost_steps for outcome in cell),
         "noticed_s": [percentile(noticed, 0.5), percentile(noticed, 0.95)],
         "recovered_s": [percentile(recovered, 0.5), percentile(recovered, 0.95)],
@@ -97,36 +102,57 @@ def _row(fault: str, strategy: str, cell: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-_HEAD = (
-    f"{'fault':<17} {'strategy':<26} {'trials':>6} {'went on':>7} {'again':>6} {'broken':>6} {'bits':>5} {'law':>4} "
-    f"{'steps':>5} {'noticed s':>11} {'recovered s':>11} {'bound':>6}"
+LEGEND = (
+    "went on: the disturbed command itself ended well; again: it was started again. bits, law, rows: equal to the\n"
+    "undisturbed run bit for bit, within the bounds of job=verify, in its samples. steps: the most that were done\n"
+    "again. p50, p95: seconds until the first new step, where the command noticed and went on."
 )
 
 
-def table(found: Sequence[dict[str, Any]], markdown: bool = False) -> str:
-    """The table as text. `steps`: the most that one trial did again. Times: the median and the 95th percentile."""
-    if markdown:
-        head = "| fault | strategy | trials | went on | started again | broken | equal in bits | within the law | "
-        head += "most steps lost | noticed, s | recovered, s | bound |\n|" + " --- |" * 12
-        return "\n".join([head, *("| " + " | ".join(_cells(row)) + " |" for row in found)])
-    widths = (17, 26, 6, 7, 6, 6, 5, 4, 5, 11, 11, 6)
-    lines = [_HEAD]
-    for row in found:
-        cells = _cells(row)
-        lines.append(
-            " ".join(
-                f"{cell:<{w}}" if at < 2 else f"{cell:>{w}}"
-                for at, (cell, w) in enumerate(zip(cells, widths, strict=True))
-            )
-        )
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """The table for a terminal: a row for each fault and each strategy, where there are several of both."""
+    if not found:
+        return "no trial counts yet"
+    totals = [row for row in found if ALL in (row["fault"], row["strategy"])]
+    shown = totals if len(totals) > 1 else found
+    names = [_name(row) for row in shown]
+    width = max(map(len, names))
+    heads = ("trials", "went on", "again", "broken", "bits", "law", "rows", "steps", " p50", " p95")
+    lines = [" ".join([" " * width, *heads])]
+    for name, row in zip(names, shown, strict=True):
+        cells = zip([*_counts(row), *_times(row["recovered_s"])], heads, strict=True)
+        lines.append(" ".join([f"{name:<{width}}", *(f"{cell:>{len(head)}}" for cell, head in cells)]))
     return "\n".join(lines)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    return [
-        row["fault"],
-        row["strategy"],
-        *(str(row[key]) for key in ("trials", "recovered", "again", "broken", "bits", "law", "lost_steps")),
-        *(" ".join(f"{value:.2f}" for value in row[key] if value is not None) for key in ("noticed_s", "recovered_s")),
-        f"{row['bound']:.1%}",
+def _name(row: dict[str, Any]) -> str:
+    names = [row[key] for key in ("fault", "strategy") if row[key] != ALL]
+    return ", ".join(names) or ALL
+
+
+def markdown(found: Sequence[dict[str, Any]]) -> str:
+    """All rows."""
+    heads = [
+        *("fault", "strategy", "trials", "went on", "started again", "broken", "equal in bits", "within the law"),
+        *("in its samples", "most steps lost", "noticed after, median, s", "95th percentile"),
+        *("recovered after, median, s", "95th percentile", "broken, 95 % sure"),
     ]
+    lines = [heads, ["---"] * len(heads)]
+    for row in found:
+        times = [*_times(row["noticed_s"]), *_times(row["recovered_s"])]
+        lines.append([row["fault"], row["strategy"], *_counts(row), *times, f"< {rate(row['bound'])}"])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _counts(row: dict[str, Any]) -> list[str]:
+    keys = ("trials", "recovered", "again", "broken", "bits", "law", "samples", "lost_steps")
+    return [str(row[key]) for key in keys]
+
+
+def _times(found: Sequence[float | None]) -> list[str]:
+    return ["" if value is None else f"{value:.2f}" for value in found]
+
+
+def rate(share: float) -> str:
+    """`0.2 %`, `53 %`."""
+    return f"{share:.{1 if share < 0.1 else 0}%}".replace("%", " %")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dtf.core.errors import STARTED_AGAIN, DtfError, Exit
-from dtf.core.text import quoted
+from dtf.core.text import count_text, quoted
 from dtf.jobs.chaos.command import OUTLIVE_S, Command
 from dtf.jobs.chaos.faults import ANY, FAULTS, FORK_SERVER, LAUNCHER, RUN, Disk, Fault, Target
 from dtf.jobs.chaos.preload import Control
@@ -112,7 +112,7 @@ def run_trial(
             break
     outcome.missed = not outcome.wrong and (not struck or _met_nothing(fault, control))
     _finish(heirs if fault.hands_over else [subject], fault, target, folder, outcome, check)
-    outcome.done = target.done + ([f"{control.hits} calls"] if control is not None and control.hits else [])
+    outcome.done = target.done + ([count_text(control.hits, "call")] if control is not None and control.hits else [])
     if struck:
         _measure(run / "events.jsonl", struck, fault, len(target.done) == 1, outcome)
     if not outcome.wrong:

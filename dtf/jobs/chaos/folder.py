@@ -1,0 +1,68 @@
+"""The folder in which trials add up: made, or gone on with, by one command at a time and for one config."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dtf.core.consistency import config_facts, differences
+from dtf.core.errors import BusyError, ConfigError
+from dtf.core.files import replace_text
+from dtf.runs.run_folder import take_lock
+
+TRIALS, REFERENCES, _CONFIG = "trials.jsonl", "references", "config.json"
+
+
+@contextmanager
+def trials_folder(folder: Path, config: dict[str, Any], lengths: dict[str, Any]) -> Iterator[None]:
+    """A context in which this process alone works in `folder`, and what it writes is its user's alone.
+
+    `lengths`: options of the job that trials have in common. ConfigError for a folder that holds something else.
+    BusyError where another process works in it, or where it holds trials of another config, which would stand in one
+    table with these.
+    """
+    before = os.umask(0o077)
+    try:
+        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+        path = folder / _CONFIG
+        if not path.exists() and any(folder.iterdir()):
+            raise ConfigError(f"run.dir={folder} is not empty, and holds no trials; choose another folder")
+        with os.fdopen(take_lock(folder)):
+            _keep_config(folder, _facts(config, lengths))
+            yield
+    finally:
+        os.umask(before)
+
+
+def _facts(config: dict[str, Any], lengths: dict[str, Any]) -> dict[str, Any]:
+    shared = {key: value for key, value in config.items() if key not in ("job", "strategy", "run")}
+    return json.loads(json.dumps(config_facts(shared) | {"job": lengths}, default=str))
+
+
+def _keep_config(folder: Path, facts: dict[str, Any]) -> None:
+    """Write the config down, or compare it with that of the trials there. Without a trial there is nothing to mix."""
+    path, trials = folder / _CONFIG, folder / TRIALS
+    known = _read(path)
+    if known == facts:
+        return
+    if trials.exists() and trials.stat().st_size:
+        how = "; ".join(differences(known, facts, "that of the trials there")) or "it cannot be read"
+        raise BusyError(
+            f"run.dir={folder} holds trials of another config, whose numbers would mix with these: {how}; use the "
+            "same options, or another run.dir"
+        )
+    shutil.rmtree(folder / REFERENCES, ignore_errors=True)
+    replace_text(path, json.dumps(facts))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
