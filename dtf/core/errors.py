@@ -47,8 +47,6 @@ class DtfError(Exception):
     """Whether the process has already waited for what it misses, so that a restart at once is of no use."""
     by_author = False
     """Whether code of a recipe or a model raised it: its author wants the traceback."""
-    blames: int | None = None
-    """The rank that failed, where it is not the one that raised it."""
 
 
 class ConfigError(DtfError):
@@ -78,7 +76,10 @@ class PeerError(DtfError):
 
 
 class CorruptionError(DtfError):
-    """Replicas differ that compute alike: a machine changed bits. Requeue the job without the machine that it names."""
+    """Replicas differ that compute alike: a machine changed bits. Requeue the job without the machine that it names.
+
+    `blames`: the rank that is wrong; None: no single one is known to be. Who raised it says nothing, all ranks do.
+    """
 
     exit = Exit.HARDWARE
 
