@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from enum import IntEnum
+from pathlib import Path
 
 LONGEST = 2000
 """Characters of an error line; messages may quote what others wrote."""
@@ -137,17 +138,25 @@ _REMEDIES = {
 }
 
 
-def io_failure(error: BaseException) -> SaveError | None:
+def io_failure(error: BaseException, folder: str | Path = "") -> SaveError | None:
     """The SaveError for an OSError that says that a disk or a quota is full, that a disk fails, or that no more files
-    may be opened. None for any other error.
+    may be opened. None for any other error. `folder`: of the run, where there is one.
     """
     if not isinstance(error, OSError) or error.errno not in _REMEDIES:
         return None
-    where = f"{error.filename}: " if isinstance(error.filename, str) else ""
+    where = error.filename if isinstance(error.filename, str) else folder
+    kept = "; the last complete checkpoint is kept" if folder and _has_checkpoint(Path(folder)) else ""
     return SaveError(
-        f"{where}{error.strerror}; the last complete checkpoint is kept; {_REMEDIES[error.errno]}, then start again "
-        "with the same run.dir"
+        f"{f'{where}: ' if where else ''}{error.strerror}{kept}; {_REMEDIES[error.errno]}, then start again with the "
+        "same run.dir"
     )
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    try:
+        return (folder / "checkpoints" / "latest").is_file()
+    except OSError:  # the disk fails
+        return False
 
 
 def code_name(exit: Exit) -> str:

@@ -100,7 +100,7 @@ def run_rank(
             )
         if peer_is_gone(error):
             error = PeerError(f"lost another rank: {_GLOO_ADVICE.sub('', str(error))}")
-        error = memory_error(error) or io_failure(error) or error
+        error = memory_error(error) or io_failure(error, folder) or error
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         patient = isinstance(error, DtfError) and error.patient
         blamed = error.blames if isinstance(error, CorruptionError) else place.rank
