@@ -96,7 +96,7 @@ class BusyError(DtfError):
 
 
 class SaveError(DtfError):
-    """A checkpoint, or what a run records, could not be written; the last good checkpoint is kept. Requeue the job."""
+    """A checkpoint, or what a run records, could not be written; complete checkpoints are kept. Requeue the job."""
 
     exit = Exit.IO
 
