@@ -183,7 +183,7 @@ def coerce(hint: Any, value: Any, key: str) -> Any:
         return float(value)
     if hint is str and type(value) is int:
         return str(value)  # run.name=7: the command line makes a number of it
-    raise KeyProblem(key, f"{key}={show(value)} is not of type {type_text(hint)}{_in_a_list(hint, value, key)}")
+    raise _unfit(hint, value, key)
 
 
 def build(hint: Any, value: Any) -> Any:
@@ -327,21 +327,18 @@ def _fit_union(hint: Any, arms: tuple[Any, ...], value: Any, key: str) -> Any:
         except KeyProblem as problem:
             problems.append(problem)
     inner = [problem for problem in problems if problem.key != key]  # the arm fitted, something inside it did not
-    raise (
-        inner[0]
-        if inner
-        else KeyProblem(key, f"{key}={show(value)} is not of type {type_text(hint)}{_in_a_list(hint, value, key)}")
-    )
+    raise inner[0] if inner else _unfit(hint, value, key)
 
 
-def _in_a_list(hint: Any, value: Any, key: str) -> str:
-    """What to write where a list is wanted, and the value could be an entry of it."""
+def _unfit(hint: Any, value: Any, key: str) -> KeyProblem:
+    """Says what to write where a list is wanted, and the value could be an entry of it."""
+    said = f"{key}={show(value)} is not of type {type_text(hint)}"
     for arm in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
         if (get_origin(arm) or arm) in (list, tuple) and not isinstance(value, dict | list | None):
             with contextlib.suppress(KeyProblem):
                 coerce(next(iter(get_args(arm)), Any), value, key)
-                return f"; write [{show(value)}]"
-    return ""
+                return KeyProblem(key, f"{said}; write [{show(value)}]")
+    return KeyProblem(key, said)
 
 
 def _describable(hint: Any) -> bool:

@@ -171,21 +171,6 @@ def test_command_line(composer: Composer, line: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("line", "end"),
-    [
-        ("job=chaos job.faults=kill_rank", "job.faults=kill_rank is not of type list of text; write [kill_rank]"),
-        ("job=verify job.processes=2", "job.processes=2 is not of type list of int; write [2]"),
-        ("job=verify job.processes=two", "job.processes=two is not of type list of int"),
-        ("job=export job.forms=pt2", "write [pt2]"),
-    ],
-)
-def test_one_entry_where_a_list_is_wanted(composer: Composer, line: str, end: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        composer.compose(line.split())
-    assert without_key(str(caught.value)).endswith(end + HERE)
-
-
 def test_threads_of_one_process_are_counted_together(composer: Composer) -> None:
     assert composer.compose(["launcher=inline", "launcher.threads=1024"]).settings
     with pytest.raises(ConfigError, match=r"strategy.threads=512 must be at most 256 for 4 replicas"):
