@@ -175,19 +175,15 @@ def coerce(hint: Any, value: Any, key: str) -> Any:
                 inner, f"{inner} is no known key; choices: none, as {key} is one of {', '.join(sorted(_members(hint)))}"
             )
         raise KeyProblem(key, f"{key}={show(value)} is no choice; {suggest(show(value), _spellings(hint))}")
-    if hint is type(None) and value is None:
-        return None
     if hint is str and type(value) is str:
         return _text(_at_home(value), key)
-    if hint in (bool, int) and type(value) is hint:
-        return value
-    if hint is float and type(value) is float:
+    if hint in (bool, int, float, type(None)) and type(value) is hint:
         return value
     if hint is float and type(value) is int and abs(value) <= _EXACT:
         return float(value)
     if hint is str and type(value) is int:
         return str(value)  # run.name=7: the command line makes a number of it
-    raise KeyProblem(key, f"{key}={show(value)} is not of type {type_text(hint)}")
+    raise _unfit(hint, value, key)
 
 
 def build(hint: Any, value: Any) -> Any:
@@ -331,7 +327,18 @@ def _fit_union(hint: Any, arms: tuple[Any, ...], value: Any, key: str) -> Any:
         except KeyProblem as problem:
             problems.append(problem)
     inner = [problem for problem in problems if problem.key != key]  # the arm fitted, something inside it did not
-    raise inner[0] if inner else KeyProblem(key, f"{key}={show(value)} is not of type {type_text(hint)}")
+    raise inner[0] if inner else _unfit(hint, value, key)
+
+
+def _unfit(hint: Any, value: Any, key: str) -> KeyProblem:
+    """Says what to write where a list is wanted, and the value could be an entry of it."""
+    said = f"{key}={show(value)} is not of type {type_text(hint)}"
+    for arm in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
+        if (get_origin(arm) or arm) in (list, tuple) and not isinstance(value, dict | list | None):
+            with contextlib.suppress(KeyProblem):
+                coerce(next(iter(get_args(arm)), Any), value, key)
+                return KeyProblem(key, f"{said}; write [{show(value)}]")
+    return KeyProblem(key, said)
 
 
 def _describable(hint: Any) -> bool:

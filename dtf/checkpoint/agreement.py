@@ -27,10 +27,14 @@ class Peers(Protocol):
 
 
 class Agreement:
-    """What the ranks of `world` do together. `removed`: says on rank 0 which folder of the run is gone."""
+    """What the ranks of `world` do together.
 
-    def __init__(self, world: Peers, removed: Callable[[], str]) -> None:
-        self.world, self._removed = world, removed
+    On rank 0 `removed` says which folder of the run is gone, and `kept` which folder holds its checkpoints, and the
+    name of the newest; empty where there is none.
+    """
+
+    def __init__(self, world: Peers, removed: Callable[[], str], kept: Callable[[], tuple[str, str]]) -> None:
+        self.world, self._removed, self._kept = world, removed, kept
         self._cause: Exception | None = None
 
     def attempt(self, work: Callable[[], Any]) -> dict[str, Any]:
@@ -56,17 +60,19 @@ class Agreement:
     def tell(self, answer: dict[str, Any], failure: type[DtfError], what: str) -> Any:
         """The result in rank 0's answer on every rank, see `lead`. Collective."""
         if "error" in answer:
-            answer["removed"] = self._removed()
+            answer |= {"removed": self._removed(), "kept": self._kept()}
         answer = self.world.broadcast(answer)
         if "error" not in answer:
             return answer["result"]
         kind = failure if answer["exit"] is None else _ERRORS.get(answer["exit"], DtfError)
         text = answer["error"]
         if kind is failure is SaveError:
-            rest = f"the last complete one is kept; {REMEDY}"
+            folder, newest = answer["kept"]
             if answer["removed"]:
-                text, rest = answer["removed"], "its checkpoints are gone; start again, or with another run.dir"
-            text = f"{what} could not be written: {text}; {rest}"
+                rest = f": {answer['removed']}; its checkpoints are gone; start again, or with another run.dir"
+            else:
+                rest = f" to {folder}: {text}; {f'{newest} is kept; ' if newest else ''}{REMEDY}"
+            text = f"{what} could not be written{rest}"
         elif kind is DtfError or answer["exit"] is None:
             text = f"{what}: {text}"
         raise kind(text) from self._cause

@@ -60,7 +60,7 @@ class Checkpointer:
         left_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._folder, self._options, self._run_id = folder, options, run_id
-        self._ranks = Agreement(world, self._removed)
+        self._ranks = Agreement(world, self._removed, self._kept)
         self._objective, self._strategy = objective, strategy
         self._note, self._say, self._alive, self._left_s = note, say, alive, left_s
         self._damaged: set[Path] = set()  # found at the start; they are left where they are and count for nothing
@@ -74,27 +74,39 @@ class Checkpointer:
     def over(self, world: Peers) -> Checkpointer:
         """The same, whose ranks talk by another channel."""
         other = copy(self)
-        other._ranks = Agreement(world, other._removed)
+        other._ranks = Agreement(world, other._removed, other._kept)
         return other
 
     # ------------------------------------------------------------ save
 
-    def save(self, step: int, state: State, scalars: dict[str, Any], value: float | None = None) -> str:
+    def save(
+        self,
+        step: int,
+        state: State,
+        scalars: dict[str, Any],
+        value: float | None = None,
+        told: Callable[[str], None] = lambda path: None,
+    ) -> str:
         """Write the boxes of all ranks, and the `scalars` (JSON) of rank 0, as the checkpoint of `step`. Returns its
         folder. Collective.
 
         `value`: the objective, if it was evaluated at this step. SaveError on all ranks when any of them could not
-        write; only the unfinished checkpoint is lost then. A complete checkpoint of this step is left as it is.
+        write; only the unfinished checkpoint is lost then. A complete checkpoint of this step is left as it is. `told`
+        is called with its folder once it is complete, and before the mirror hears of it.
         """
         name = storage.step_name(step)
         begun = self._ranks.lead(lambda: _text(self._begin(step)), SaveError, f"checkpoint {name}")
         if begun is None:
+            told(str(self._folder / name))
             return str(self._folder / name)
         draft = Path(begun)
         parts = self._ranks.world.gather(self._ranks.attempt(lambda: self._write(draft, state)))
-        return self._ranks.lead(
+        path = self._ranks.lead(
             lambda: self._finish(draft, step, parts or [], scalars, value), SaveError, f"checkpoint {name}"
         )
+        told(path)
+        self._wake_mirror()
+        return path
 
     def _begin(self, step: int) -> Path | None:
         """The part of rank 0 in `save` before anything is written, see `storage.begin`."""
@@ -110,6 +122,13 @@ class Checkpointer:
         """Which folder of the run is gone, though it was there. Empty: none."""
         there = [self._folder.parent, self._folder] if self._made else [self._folder.parent]
         return next((f"{folder} was removed while the run went on" for folder in there if not folder.is_dir()), "")
+
+    def _kept(self) -> tuple[str, str]:
+        """The folder of the checkpoints, and the name of the newest that is not known to be damaged."""
+        there: list[Path] = []
+        with suppress(OSError):  # the disk fails
+            there = storage.checkpoints(self._folder)
+        return str(self._folder), next((path.name for path in there if path not in self._damaged), "")
 
     def _write(self, draft: Path, state: State) -> list[dict[str, Any]]:
         """What this rank wrote, and what other processes wrote for it."""
@@ -140,7 +159,7 @@ class Checkpointer:
                 self._note(f"{draft} is left behind: {error.strerror}; the next start removes it")
             raise
         self._damaged.discard(final)  # moved aside: the name is that of a good one again
-        self.retain()
+        self._remove_old()
         return str(final)
 
     def owns(self, path: Path) -> bool:
@@ -148,22 +167,29 @@ class Checkpointer:
         return path.parent == self._folder and path not in self._foreign
 
     def retain(self) -> None:
-        """Remove the checkpoints that the options do not keep. Called after each save, and when a run is resumed, since
-        it may have crashed in between. Acts on rank 0. Not collective.
-
-        A failure costs disk space only.
+        """Remove the checkpoints that the options do not keep, here and in the mirror. Called when a run is resumed,
+        since it may have crashed between a save and this. Acts on rank 0. Not collective.
         """
-        if self._ranks.world.rank:
-            return
-        rule = Retention(self._options.keep_last, self._options.keep_best, self._objective, self._trusted)
+        if not self._ranks.world.rank:
+            self._remove_old()
+            self._wake_mirror()
+
+    def _remove_old(self) -> None:
+        """The part of `retain` here. A failure costs disk space only."""
         mirror = self._sources.mirror
         sending = {mirror.sending} if mirror and mirror.sending else set()
         try:
-            retain(self._folder, self._run_id, rule, self._damaged | sending)
+            retain(self._folder, self._run_id, self._rule(), self._damaged | sending)
         except OSError as error:
             self._note(f"old checkpoints in {self._folder} could not be removed: {error}")
-        if mirror:
-            mirror.wake(rule, self._damaged)
+
+    def _wake_mirror(self) -> None:
+        """The part of `retain` in the mirror, which rank 0 has. Returns at once."""
+        if self._sources.mirror:
+            self._sources.mirror.wake(self._rule(), self._damaged)
+
+    def _rule(self) -> Retention:
+        return Retention(self._options.keep_last, self._options.keep_best, self._objective, self._trusted)
 
     def finish_mirror(self) -> None:
         """Wait until the mirror has what is kept here, or the run has to end. Collective.

@@ -81,18 +81,23 @@ class Saves:
         started = time.perf_counter()
         self._step = step
         if not self._barrier or self._failed:
-            path = self._checkpointer.save(step, state, scalars, value)
+
+            def tell(path: str) -> None:
+                seconds = time.perf_counter() - started
+                told(path, seconds, seconds)
+
+            self._checkpointer.save(step, state, scalars, value, tell)
             self._failed = None
-            seconds = time.perf_counter() - started
-            told(path, seconds, seconds)
             return
         arrive = self._copies.take(state)
         self._barrier()
         held = time.perf_counter() - started
 
-        def write() -> None:
-            path = self._checkpointer.save(step, arrive(), scalars, value)
+        def tell_late(path: str) -> None:
             told(path, time.perf_counter() - started, held)
+
+        def write() -> None:
+            self._checkpointer.save(step, arrive(), scalars, value, tell_late)
 
         try:
             self._thread = _Work(write, self._tell_failure)

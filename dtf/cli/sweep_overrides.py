@@ -9,7 +9,7 @@ from hydra.core.override_parser.types import IntervalSweep
 
 from dtf.api.schema import show
 from dtf.config.hydra_internals import BasicSweeper
-from dtf.config.messages import COMMAND_LINE
+from dtf.config.messages import typed
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,9 +24,8 @@ def combinations(overrides: Sequence[Override]) -> tuple[list[list[str]], bool]:
     """
     for override in overrides:
         if override.is_sweep_override() and override.is_hydra_override():
-            raise ConfigError(
-                f"{show(override.input_line)} sweeps over a setting of Hydra; give it one value; set {COMMAND_LINE}"
-            )
+            text = f"{show(override.input_line)} sweeps over a setting of Hydra; give it one value"
+            raise ConfigError(typed(text, override.key_or_group))
     fixed = [override for override in overrides if not override.is_sweep_override() or override.is_discrete_sweep()]
     ends = [
         f"{override.get_key_element()}={value.start}"

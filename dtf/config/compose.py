@@ -36,7 +36,7 @@ from dtf.config.environment import refuse_variables
 from dtf.config.hydra_errors import translated
 from dtf.config.hydra_sources import make_loader, read_option, record_files
 from dtf.config.limits import resolve_interpolations
-from dtf.config.messages import is_set_by, parse, with_suggestions
+from dtf.config.messages import COMMAND_LINE, is_set_by, located, parse, with_suggestions
 from dtf.config.node_names import check_nodes, set_true_names
 from dtf.config.override_checks import check_override, node_at, refuse_address, refuse_shadows, refuse_targets
 from dtf.config.plugin_names import plugins_in, plugins_in_overrides
@@ -192,8 +192,9 @@ class Composer:
     def compose(self, overrides: Sequence[str], resolve: Resolve = resolve_interpolations) -> Composed:
         """See `compose`; `overrides` are those of one run, not of a sweep. `resolve`: how a config becomes plain."""
         given = list(overrides)
-        for override in parse(given, self.loader):
-            check_override(override, self.loader)
+        with _Located(lambda key: COMMAND_LINE):
+            for override in parse(given, self.loader):
+                check_override(override, self.loader)
         config, reads = self.load(given)
         return self.finish(config, given, reads, resolve)
 
@@ -367,8 +368,9 @@ class _Located:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, KeyProblem):
-            where = self._where(error.key)
-            raise ConfigError(f"{error}; set {where}" if where else str(error)) from error
+            lacks_name = str(error).startswith(f"{error.key}=null names no registered class")
+            key = error.key.removesuffix(".name") if lacks_name else error.key
+            raise ConfigError(located(str(error), key, self._where(error.key))) from error
 
 
 def _uses_model(job: Any) -> bool:

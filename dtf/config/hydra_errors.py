@@ -12,7 +12,7 @@ from dtf.api.registry import registered
 from dtf.api.schema import show
 from dtf.config.defaults_lists import ROOT, YamlFile, choices_in, named_by
 from dtf.config.limits import one_line
-from dtf.config.messages import COMMAND_LINE, display_path, meant_option, no_override, parse
+from dtf.config.messages import COMMAND_LINE, display_path, located, meant_option, no_override, parse, typed
 from dtf.config.option_files import SCHEMA
 from dtf.config.settings import GROUPS
 from dtf.core.errors import ConfigError
@@ -43,7 +43,7 @@ def translated(error: Exception, overrides: Sequence[str], loader: Loader, reads
             "hydra.searchpath must be a list of folders and packages: hydra.searchpath=[file:///folder,pkg://package]"
         )
     if unfit := re.match(r"Error merging override (.*)", text, re.DOTALL):
-        return ConfigError(f"{show(unfit[1])} does not fit its key; see dtf --cfg hydra; set {COMMAND_LINE}")
+        return ConfigError(typed(f"{show(unfit[1])} does not fit its key; see dtf --cfg hydra", unfit[1]))
     if path := re.match(r"provider=.*?, path=(.*) is not available", text):
         return ConfigError(f"hydra.searchpath={path[1]} is no folder or package that can be found")
     if isinstance(error.__cause__, OmegaConfBaseException) and text in ("", "None"):
@@ -71,8 +71,8 @@ def _of_command_line(text: str) -> str:
     ):
         said = f"~{other[1]}={show(other[3])} has nothing to take away: {other[1]}={show(other[2])}; write ~{other[1]}"
     elif re.match(r"BasicSweeper does not support sweep type", text):
-        said = "an interval has no list of values to run; list them, or let Optuna choose: hydra/sweeper=optuna"
-    return said and f"{said}; set {COMMAND_LINE}"
+        return "an interval has no list of values to run; list them, or let Optuna choose: hydra/sweeper=optuna"
+    return said and typed(said, said.split()[0])
 
 
 def _of_second_choice(text: str, reads: dict[str, YamlFile]) -> str:
@@ -108,7 +108,7 @@ def _of_file(text: str, reads: dict[str, YamlFile]) -> str:
     path, _, package = unused[1].partition("@")
     folder, _, group = path.rpartition("/")
     if "hydra" in folder.split("/"):
-        return f"hydra/{group} is not used here; leave it out; set in {place}"
+        return located(f"hydra/{group} is not used here; leave it out", f"hydra/{group}", f"in {place}")
     head = f"{place}: override /{group} in its defaults list"
     if group not in GROUPS:
         return f"{place}: override /{path} in its defaults list names no group; {suggest(path, GROUPS)}"
@@ -141,8 +141,8 @@ def _no_option(path: str, overrides: Sequence[str], loader: Loader, reads: dict[
         choices, what = loader.repository.get_group_options(group), f"{group}={show(name)} is no option"
     files = [read.file for place, read in reads.items() if path in named_by(place, reads, overrides=True)]
     values = [override.value() for override in parse(overrides, loader) if override.key_or_group == group]
-    typed = any(name in value if isinstance(value, list) else name == value for value in values)
-    where = f"set {COMMAND_LINE}" if typed else f"set in {display_path(files[-1])}" if files else ""
+    is_typed = any(name in value if isinstance(value, list) else name == value for value in values)
+    where = COMMAND_LINE if is_typed else f"in {display_path(files[-1])}" if files else ""
     meant = meant_option(group, name)
     near = near or (f"{meant}{suggest('', choices)}" if meant else suggest(name, choices))
-    return ConfigError("; ".join(filter(None, (what, near, where))))
+    return ConfigError(located("; ".join(filter(None, (what, near))), group, where))

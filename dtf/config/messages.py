@@ -38,6 +38,24 @@ _NOT_DECIMAL = re.compile(r"[-+]?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|0[oO][0-7]+|0[0
 _SEARCH = " a search for the best value needs -m and hydra/sweeper=optuna"
 
 
+def located(text: str, key: str, where: str) -> str:
+    """A message with where the key got its value; apart from the remedy, so that nobody takes it for a part of it.
+
+    `where`: `on the command line`, `in FILE`; empty: it is a default, and nothing is said.
+    """
+    return f"{text} ({show(key)} was set {where})" if where else text
+
+
+def typed(text: str, override: str) -> str:
+    """`located`, for an override, or a key, of the command line."""
+    return located(text, override.partition("=")[0], COMMAND_LINE)
+
+
+def without_place(text: str) -> str:
+    """What `typed` was given, where the command line is not that of the user."""
+    return text.rpartition(" (")[0] if text.endswith(f" was set {COMMAND_LINE})") else text
+
+
 def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Override]:
     """Overrides as Hydra parses them. ConfigError for one that cannot be parsed."""
     parser = OverridesParser.create(config_loader=loader)
@@ -49,11 +67,9 @@ def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Overri
             raise ConfigError(no_override(text)) from error
         except RecursionError:
             key = text.partition("=")[0][:_KEY_SHOWN]
-            raise ConfigError(
-                f"{key} has brackets within brackets, more than can be read; set {COMMAND_LINE}"
-            ) from None
+            raise ConfigError(typed(f"{key} has brackets within brackets, more than can be read", key)) from None
         except ValueError as error:
-            raise ConfigError(f"{show(text)} has more digits than a number can have; set {COMMAND_LINE}") from error
+            raise ConfigError(typed(f"{show(text)} has more digits than a number can have", text)) from error
     return parsed
 
 
@@ -175,9 +191,9 @@ def no_override(text: str) -> str:
     space = _SPACE.fullmatch(text)
     if space and space[2].lower() in elsewhere.SPACES:
         there = elsewhere.SPACES[space[2].lower()].format(space[3].strip(), space[4].strip())
-        return f"{show(text)} cannot be read; did you mean '{space[1]}={there}'?{_SEARCH}; set {COMMAND_LINE}"
+        return typed(f"{show(text)} cannot be read; did you mean '{space[1]}={there}'?{_SEARCH}", text)
     example = '["a, b"]' if text.partition("=")[2].startswith("[") else '"a, b"'
-    return f"{show(text)} cannot be read; quote a value with special characters: 'key={example}'; set {COMMAND_LINE}"
+    return typed(f"{show(text)} cannot be read; quote a value with special characters: 'key={example}'", text)
 
 
 def _meant_word(text: str) -> str:

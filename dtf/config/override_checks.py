@@ -43,43 +43,40 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def check_override(override: Override, loader: Loader) -> None:
-    """Raise ConfigError for an override of a single run that chooses no option, or sets what must not be set."""
+    """Raise KeyProblem for an override of a single run that chooses no option, or sets what must not be set."""
     name = override.key_or_group
     group = name.partition(".")[0]
+    typed = f"~{name}" if override.is_delete() else name
     if not group:
         raise ConfigError(f"{show(override.input_line)} is no override; write key=value")
     if override.is_delete() and (name == "hydra" or name.startswith(("hydra.", "hydra/"))):
-        raise ConfigError(
-            f"{show(override.input_line)} takes away settings of Hydra that dtf needs; leave it out; "
-            "set on the command line"
+        raise KeyProblem(
+            typed, f"{show(override.input_line)} takes away settings of Hydra that dtf needs; leave it out"
         )
     for unused, instead in _HYDRA_ELSEWHERE.items():
         if name == unused or name.startswith(f"{unused}."):
-            raise ConfigError(f"{show(override.input_line)} is not used here; {instead}; set on the command line")
+            raise KeyProblem(typed, f"{show(override.input_line)} is not used here; {instead}")
     if name == "hydra":
-        raise ConfigError(f"{show(override.input_line)} is no override; write hydra.KEY=value; set on the command line")
+        raise KeyProblem(typed, f"{show(override.input_line)} is no override; write hydra.KEY=value")
     if group == "hydra" and name.split(".")[1] not in HydraConf.__dataclass_fields__ and override.is_add():
-        raise ConfigError(f"{show(override.input_line)} has no effect here; leave it out; set on the command line")
+        raise KeyProblem(typed, f"{show(override.input_line)} has no effect here; leave it out")
     if name == "hydra/launcher" and override.value() != BASIC:
-        raise ConfigError(f"{show(override.input_line)} {ONE_BY_ONE}; set on the command line")
+        raise KeyProblem(typed, f"{show(override.input_line)} {ONE_BY_ONE}")
     _check_place(override, group)
     if override.is_delete() and name in GROUPS:
-        raise ConfigError(f"{show(override.input_line)} {_instead_of_deletion(group, loader)}; set on the command line")
+        raise KeyProblem(typed, f"{show(override.input_line)} {_instead_of_deletion(group, loader)}")
     chooses = loader.repository.group_exists(name) and not override.is_delete() and not override.is_sweep_override()
     if chooses and not _may_choose(override.value()):
         drop = f", or ~{group} for none" if group == EXPERIMENT else ""
         choices = meant_option(name, override.value()) + suggest("", loader.get_group_options(name))
-        raise ConfigError(f"{show(override.input_line)} is no option; {choices}{drop}; set on the command line")
+        raise KeyProblem(typed, f"{show(override.input_line)} is no option; {choices}{drop}")
     if RESERVED in name:
-        raise ConfigError(
-            f"{name} is refused, a config names no code; register a class and choose it by name; "
-            "set on the command line"
-        )
+        raise KeyProblem(typed, f"{name} is refused, a config names no code; register a class and choose it by name")
     _check_name(override, loader)
 
 
 def _check_name(override: Override, loader: Loader) -> None:
-    """Raise ConfigError for the name in the node of an option. Other nodes of observers need one."""
+    """Raise KeyProblem for the name in the node of an option. Other nodes of observers need one."""
     group = override.key_or_group.partition(".")[0]
     if group not in GROUPS:
         return
@@ -88,28 +85,25 @@ def _check_name(override: Override, loader: Loader) -> None:
     for key, _ in leaves(value, override.key_or_group):
         if key.removesuffix(".name") in nodes and key.endswith(".name"):
             choice = "observer=[NAME,...]" if group == "observer" else f"{group}=NAME"
-            raise ConfigError(
-                f"{key} says which class the other keys belong to; choose with {choice}; set on the command line"
-            )
+            raise KeyProblem(key, f"{key} says which class the other keys belong to; choose with {choice}")
 
 
 def _check_place(override: Override, group: str) -> None:
-    """Raise ConfigError for a second place of a group that has one."""
+    """Raise KeyProblem for a second place of a group that has one."""
     what, name = show(override.input_line), override.key_or_group
     if override.package is not None and group in GROUPS and group != "observer":
-        raise ConfigError(
+        raise KeyProblem(
+            name,
             f"{what}: a group has one place in a config of dtf; choose with {group}=NAME, and mix options in a file: "
-            "defaults: [schema/NAME@_here_]; set on the command line"
+            "defaults: [schema/NAME@_here_]",
         )
     several = name == "observer" or name not in (*GROUPS, EXPERIMENT)
     value = override.value()
     if not several and isinstance(value, list) and all(isinstance(option, str) for option in value):
         last = value[-1] if value else "NAME"
-        raise ConfigError(f"{what}: {name} takes one option; write {name}={last}; set on the command line")
+        raise KeyProblem(name, f"{what}: {name} takes one option; write {name}={last}")
     if override.is_add() and not several and isinstance(override.value(), str):
-        raise ConfigError(
-            f"{what}: {name} takes one option; write {name}={override.value()} without +; set on the command line"
-        )
+        raise KeyProblem(name, f"{what}: {name} takes one option; write {name}={override.value()} without +")
 
 
 def refuse_targets(value: Any, key: str = "") -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dtf.config.messages import without_place
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 
@@ -73,5 +74,5 @@ def read_entry(
     try:
         composed.recompose(["job=train", *(f"{key}={value}" for key, value in entry.overrides.items())])
     except ConfigError as error:
-        raise ConfigError(f"{has}: {str(error).removesuffix('; set on the command line')}") from error
+        raise ConfigError(f"{has}: {without_place(str(error))}") from error
     return entry

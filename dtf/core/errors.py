@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from enum import IntEnum
+from pathlib import Path
 
 LONGEST = 2000
 """Characters of an error line; messages may quote what others wrote."""
@@ -47,8 +48,6 @@ class DtfError(Exception):
     """Whether the process has already waited for what it misses, so that a restart at once is of no use."""
     by_author = False
     """Whether code of a recipe or a model raised it: its author wants the traceback."""
-    blames: int | None = None
-    """The rank that failed, where it is not the one that raised it."""
 
 
 class ConfigError(DtfError):
@@ -78,7 +77,10 @@ class PeerError(DtfError):
 
 
 class CorruptionError(DtfError):
-    """Replicas differ that compute alike: a machine changed bits. Requeue the job without the machine that it names."""
+    """Replicas differ that compute alike: a machine changed bits. Requeue the job without the machine that it names.
+
+    `blames`: the rank that is wrong; None: no single one is known to be. Who raised it says nothing, all ranks do.
+    """
 
     exit = Exit.HARDWARE
 
@@ -94,7 +96,7 @@ class BusyError(DtfError):
 
 
 class SaveError(DtfError):
-    """A checkpoint, or what a run records, could not be written; the last good checkpoint is kept. Requeue the job."""
+    """A checkpoint, or what a run records, could not be written; complete checkpoints are kept. Requeue the job."""
 
     exit = Exit.IO
 
@@ -136,17 +138,25 @@ _REMEDIES = {
 }
 
 
-def io_failure(error: BaseException) -> SaveError | None:
+def io_failure(error: BaseException, folder: str | Path = "") -> SaveError | None:
     """The SaveError for an OSError that says that a disk or a quota is full, that a disk fails, or that no more files
-    may be opened. None for any other error.
+    may be opened. None for any other error. `folder`: of the run, where there is one.
     """
     if not isinstance(error, OSError) or error.errno not in _REMEDIES:
         return None
-    where = f"{error.filename}: " if isinstance(error.filename, str) else ""
+    where = error.filename if isinstance(error.filename, str) else folder
+    kept = "; the last complete checkpoint is kept" if folder and _has_checkpoint(Path(folder)) else ""
     return SaveError(
-        f"{where}{error.strerror}; the last complete checkpoint is kept; {_REMEDIES[error.errno]}, then start again "
-        "with the same run.dir"
+        f"{f'{where}: ' if where else ''}{error.strerror}{kept}; {_REMEDIES[error.errno]}, then start again with the "
+        "same run.dir"
     )
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    try:
+        return (folder / "checkpoints" / "latest").is_file()
+    except OSError:  # the disk fails
+        return False
 
 
 def code_name(exit: Exit) -> str:

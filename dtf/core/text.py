@@ -113,6 +113,11 @@ def memory_text(memory: Mapping[str, int]) -> str:
     return f"{', '.join(sizes)} at the peak of rank {memory['rank']}"
 
 
+def guard_text(steps: int) -> str:
+    """For `Ended.guarded`."""
+    return f"{count_text(steps, 'guarded step')}, nothing differed"
+
+
 def time_text(seconds: float | None) -> str:
     """`00:12`, `1:02:03`, `2d 03:04`; `--:--` when unknown."""
     if seconds is None or not math.isfinite(seconds):

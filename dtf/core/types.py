@@ -200,9 +200,9 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A rank failed. `exit`: its exit code."""
+    """A rank failed. `exit`: its exit code. `rank`: None where no single rank is known to be at fault."""
 
-    rank: int
+    rank: int | None
     step: int
     exit: int
     message: str
@@ -222,6 +222,7 @@ class Ended:
     memory: dict[str, int] = field(
         default_factory=dict
     )  # bytes `planned` and, at the peak, `resident` or `allocated` (on CUDA), of the `rank` with the highest peak
+    guarded: int = 0  # steps of this attempt at which replicas were compared, see `train.guard_every`: nothing differed
 
 
 @dataclass(frozen=True, slots=True)

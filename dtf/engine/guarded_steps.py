@@ -32,6 +32,9 @@ class GuardedSteps:
         self.clean = start
         """The last step at which nothing differed."""
 
+        self.count = 0
+        """Guarded steps of this process at which nothing differed."""
+
         if saver is not None:
             saver.trust(start)
 
@@ -46,7 +49,7 @@ class GuardedSteps:
             output = self._guard.step(ticket.step // self._every, ticket, batch, self._see)
         except CorruptionError as error:
             raise self._going_back(error) from None
-        self.clean = ticket.step
+        self.clean, self.count = ticket.step, self.count + 1
         if self._saver is not None:
             self._saver.trust(ticket.step)
         return output
@@ -59,13 +62,14 @@ class GuardedSteps:
             raise self._going_back(error) from None
 
     def _going_back(self, error: CorruptionError) -> CorruptionError:
-        """The error with where the run goes on; checkpoints since the last clean step are set aside."""
+        """The error with where the next start goes on; checkpoints since the last clean step are set aside."""
         moved, left = self._saver.set_aside(self.clean) if self._saver is not None else ([], "")
         aside = f"; what was saved since may be wrong and is set aside: {', '.join(moved)}" if moved else ""
-        onwards = f"the run goes on from {left}" if left else "the run starts as it was started first"
-        text = f"{error}; step {self.clean} was the last without a difference{aside}; {onwards}"
-        self._see(text)
-        return CorruptionError(text, error.blames)
+        onwards = f"goes on from {left}" if left else "begins as the first one did"
+        return CorruptionError(
+            f"{error}; step {self.clean} was the last without a difference{aside}; the next start {onwards}",
+            error.blames,
+        )
 
 
 def guarded_steps(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dtf.config.settings import Settings, parse_settings
-from dtf.core.errors import DtfError, Exit, PeerError, Preempted, io_failure
+from dtf.core.errors import CorruptionError, DtfError, Exit, PeerError, Preempted, io_failure
 from dtf.core.types import Event, Failed, Place
 from dtf.host import heartbeat
 from dtf.host.signals import asked_to_stop
@@ -100,16 +100,16 @@ def run_rank(
             )
         if peer_is_gone(error):
             error = PeerError(f"lost another rank: {_GLOO_ADVICE.sub('', str(error))}")
-        error = memory_error(error) or io_failure(error) or error
+        error = memory_error(error) or io_failure(error, folder) or error
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         patient = isinstance(error, DtfError) and error.patient
-        blamed = error.blames if isinstance(error, DtfError) else None
+        blamed = error.blames if isinstance(error, CorruptionError) else place.rank
         # after the first steps an author's code may fail by chance, and may do well from the last save
         named = error if isinstance(error, DtfError) else author_error(error)
         message = str(named or f"{type(error).__name__}: {error}")
         send(
             Failed(
-                place.rank if blamed is None else blamed,
+                blamed,
                 last["step"],
                 int(exit),
                 message,

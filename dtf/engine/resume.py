@@ -11,6 +11,7 @@ from dtf.api.registry import base_of
 from dtf.api.task import Source
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import flat
+from dtf.core.text import count_text
 from dtf.core.types import Measured, Note
 from dtf.engine.assemble import TrainingSetup
 from dtf.engine.clock import Progress
@@ -153,7 +154,7 @@ def _load(setup: TrainingSetup, path: Path) -> Resumed:
     _refuse_another_task(setup, path, source)
     now, before = dict(flat(hyperparameters(setup), "")), dict(flat(scalars["course"], ""))
     changed = [
-        f"{key}={now.get(key)} (was {str(before.get(key))[:_SHOWN]})"
+        f"{_said(key, now.get(key), setup)} (was {str(before.get(key))[:_SHOWN]})"
         for key in sorted(now.keys() | before.keys())
         if now.get(key) != before.get(key)
     ]
@@ -166,6 +167,14 @@ def _load(setup: TrainingSetup, path: Path) -> Resumed:
     while len(json.dumps([asdict(measured) for measured in recent])) > RECENT_BYTES:
         recent = recent[len(recent) // 2 + 1 :]
     return replace(resumed, recent=tuple(recent))
+
+
+def _said(key: str, value: Any, setup: TrainingSetup) -> str:
+    """The key that the user set, with its value."""
+    train = setup.joined.rank.settings.train
+    if key == "train.steps" and train.steps is None:
+        return f"train.epochs={train.epochs:g}, that is {count_text(value, 'step')}"
+    return f"{key}={value}"
 
 
 def _refuse_another_task(setup: TrainingSetup, path: Path, source: Source) -> None:

@@ -71,10 +71,20 @@ def startup_table(
         **program.about(),
         **(table_row(planned, "server" if world.place.role == "server" else "process") if planned else {}),
         **_sparse(settings, config),
+        **_guard(settings.train.guard_every),
         "length": count_text(plan.total, "step"),
         "run folder": str(folder),
         "versions": f"dtf {__version__}, torch {torch.__version__}",
     }
+
+
+def _guard(every: int) -> dict[str, str]:
+    """Whether replicas are compared is worth a line: a run without a difference says nothing more before its end."""
+    return (
+        {"guard": f"replicas are compared every {count_text(every, 'step')}, before saves and at the end"}
+        if every
+        else {}
+    )
 
 
 def _sparse(settings: Settings, config: dict[str, Any]) -> dict[str, str]:

@@ -70,8 +70,8 @@ def _train(rank: Rank, enter: Callable[[str], None]) -> None:
     clock = PlannedClock(setup.plan, inputs.epochs, rank.settings.lr, resumed.clock)
     saving = open_saves(setup)
     planned = _report_start(setup, resumed, saving)
-    stop, metrics = _run(setup, resumed, clock, saving.saves, marks)
-    _report_end(setup, stop, metrics | _best(clock), meter, planned)
+    stop, metrics, guarded = _run(setup, resumed, clock, saving.saves, marks)
+    _report_end(setup, stop, metrics | _best(clock), meter, planned, guarded)
     setup.program.leased.end(stop.reason)
     joined.world.leave()
     _refuse_early_end(setup, resumed, stop)
@@ -140,8 +140,11 @@ def _report_start(setup: TrainingSetup, resumed: Resumed, saving: Saving) -> lis
 
 def _run(
     setup: TrainingSetup, resumed: Resumed, clock: PlannedClock, saves: Saves, marks: dict[str, float]
-) -> tuple[Stop, dict[str, float]]:
-    """Follow the clock to its end; returns that and the last evaluation. Collective. `marks`: see `Stepped`."""
+) -> tuple[Stop, dict[str, float], int]:
+    """Follow the clock to its end; returns that, the last evaluation and how many steps were guarded. Collective.
+
+    `marks`: see `Stepped`.
+    """
     joined, program = setup.joined, setup.program
     rank, world, recipe = joined.rank, joined.world, joined.rank.settings.recipe
     options = rank.settings.train
@@ -175,18 +178,14 @@ def _run(
         recent=deque(resumed.recent, maxlen=RECENT),
         averages=bool(rank.settings.step.ema),
         guard=guarded_steps(
-            program,
-            options.guard_every,
-            resumed.clean,
-            saves,
-            lambda text: joined.see(Note("warning", text)),
+            program, options.guard_every, resumed.clean, saves, lambda text: joined.see(Note("warning", text))
         ),
     )
     try:
         stop, metrics = fit(loop)
         if record:
             record.close(program.replicated(), stop.step)
-        return stop, metrics
+        return stop, metrics, loop.guard.count if loop.guard else 0
     except Exception as error:
         if saves.under_way and not isinstance(error, PeerError) and not peer_is_gone(error):
             heartbeat.beat("save", clock.state()["step"])
@@ -212,11 +211,16 @@ def _perturb(setup: TrainingSetup, resumed: Resumed) -> None:
 
 
 def _report_end(
-    setup: TrainingSetup, stop: Stop, metrics: dict[str, float], meter: MemoryMeter, planned: list[Memory]
+    setup: TrainingSetup,
+    stop: Stop,
+    metrics: dict[str, float],
+    meter: MemoryMeter,
+    planned: list[Memory],
+    guarded: int,
 ) -> None:
     """Report how the run ended, with the measured peaks of memory. Collective."""
     peaks = setup.joined.world.gather(meter.peak())
-    setup.joined.see(Ended(stop.step, stop.reason, metrics, meter.summary(planned, peaks) if peaks else {}))
+    setup.joined.see(Ended(stop.step, stop.reason, metrics, meter.summary(planned, peaks) if peaks else {}, guarded))
     setup.joined.rank.beat("stop", stop.step)
 
 

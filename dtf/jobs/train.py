@@ -109,7 +109,7 @@ class TrainJob(Job):
             with meter or nullcontext():
                 exit = Exit(launcher.launch(run, see))
         except (DtfError, OSError) as error:
-            failure = io_failure(error) or error
+            failure = io_failure(error, run.folder) or error
             if isinstance(failure, DtfError):
                 exit, cause, raised = failure.exit, str(failure), type(failure).__name__
             raise failure from failure.__cause__

@@ -76,7 +76,7 @@ def begin(order: dict[str, Any], fds: list[int]) -> int:
         heartbeat.end()
         return code
     except BaseException as error:  # noqa: BLE001  the launching process decides what to do
-        error = io_failure(error) or error
+        error = io_failure(error, shared["folder"]) or error
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         message = str(error) if isinstance(error, DtfError) else f"{type(error).__name__}: {error}"
         send(Failed(place.rank, 0, int(exit), message, traceback.format_exc(), error=type(error).__name__))

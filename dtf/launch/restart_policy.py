@@ -48,12 +48,9 @@ def run_with_restarts(
         restarts += 1
         number += 1
         previous = cause
-        see(
-            Note(
-                "warning",
-                f"rank {cause.rank} at step {cause.step}: {cause.message}; restart {restarts} of {max_restarts}",
-            )
-        )
+        who = "" if cause.rank is None else f"rank {cause.rank} "
+        text = f"{who}at step {cause.step}: {cause.message}; restart {restarts} of {max_restarts}"
+        see(Note("warning", text))
 
 
 def _may_help(result: GroupResult, checkpoint: bool, previous: Failed | None) -> bool:
@@ -64,9 +61,13 @@ def _may_help(result: GroupResult, checkpoint: bool, previous: Failed | None) ->
 
 
 def _given_up(result: GroupResult, cause: Failed, restarts: int) -> GroupResult:
-    if not restarts:
+    if result.exit is Exit.HARDWARE:  # the message says from which checkpoint the next start goes on
+        used_up = f"launcher.max_restarts={restarts} is used up; " if restarts else ""
+        without = "" if cause.rank is None else ", without that machine"
+        exit, why = result.exit, f"{used_up}start again with the same run.dir{without}"
+    elif not restarts:
         return result
-    if restarts == NO_PROGRESS and result.exit is not Exit.HARDWARE:  # of that the cause is known
+    elif restarts == NO_PROGRESS:
         exit, why = (
             Exit.NO_PROGRESS,
             f"{restarts} restarts without a new checkpoint; find the cause, or save more often "

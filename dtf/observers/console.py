@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from dtf.api.observer import Observer
 from dtf.api.registry import option, register
-from dtf.core.text import StepRate, memory_text, number_text, option_text, plain_text, time_text
+from dtf.core.text import StepRate, guard_text, memory_text, number_text, option_text, plain_text, time_text
 from dtf.core.types import Ended, Event, Measured, Note, Saved, Started
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ class Lines:
                 place = {"step": f"{step}/{self._total}", "reason": reason}
                 wall = {"wall": time_text(time.monotonic() - self._opened)}
                 memory = {"memory": memory_text(event.memory)} if event.memory else {}
-                self._print(
-                    "ended", place | {name: _final_text(name, value) for name, value in values.items()} | memory | wall
-                )
+                guard = {"guard": guard_text(event.guarded)} if event.guarded else {}
+                final = {name: _final_text(name, value) for name, value in values.items()}
+                self._print("ended", place | final | memory | guard | wall)
 
     def close(self) -> None:
         """Nothing is held back."""

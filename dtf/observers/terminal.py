@@ -19,6 +19,7 @@ from dtf.core.text import (
     MetricHistory,
     StepRate,
     count_text,
+    guard_text,
     memory_text,
     number_text,
     option_text,
@@ -56,9 +57,9 @@ class TerminalView:
     def see(self, event: Event) -> None:
         bar = self._bar
         match event:
-            case Started(step, total, _, table, attempt):
+            case Started(step, total, steps_per_epoch, table, attempt):
                 known = bar.total > 0
-                bar.start(step, total)
+                bar.start(step, total, steps_per_epoch)
                 if known:
                     self._say(
                         Text(f"restarted at step {step:,} of {total:,} (attempt {attempt})", style="yellow"), mark="↻"
@@ -159,6 +160,8 @@ class TerminalView:
             grid.add_row("throughput", f"{speed:,.0f} rows/s")
         if event.memory:
             grid.add_row("memory", memory_text(event.memory))
+        if event.guarded:
+            grid.add_row("guard", guard_text(event.guarded))
         grid.add_row("wall time", time_text(time.monotonic() - self._bar.opened))
         grid.add_row("run folder", Text(self._folder_text()))
         colour = _COLOURS.get(event.reason, "yellow")
@@ -175,11 +178,12 @@ class Bar:
         self.start_step = self.step = self.total = 0
         self._values: dict[str, float] = {}
         self._pace, self._loss = StepRate(), MetricHistory()
-        self._epoch, self._left, self._measured = 0.0, None, time.monotonic()
+        self._steps_per_epoch, self._left, self._measured = 1, None, time.monotonic()
         self._speeds: tuple[float, float] = (0.0, 0.0)  # steps, and seconds of training they took for one row
 
-    def start(self, step: int, total: int) -> None:
+    def start(self, step: int, total: int, steps_per_epoch: int) -> None:
         self.step, self.total, self._left, self.state = step, total, None, "running"
+        self._steps_per_epoch = steps_per_epoch
         self._pace.restart(step)
         self._loss.forget_after(step)
 
@@ -187,12 +191,7 @@ class Bar:
         steps = event.step - self.step
         if (speed := event.values.get("rows_per_s", 0.0)) > 0 and steps > 0:
             self._speeds = (self._speeds[0] + steps, self._speeds[1] + steps / speed)
-        self.step, self._epoch, self._values, self._measured = (
-            event.step,
-            event.epoch,
-            dict(event.values),
-            time.monotonic(),
-        )
+        self.step, self._values, self._measured = event.step, dict(event.values), time.monotonic()
         self._pace.mark(event.step, event.seconds)
         self._left = self._pace.seconds_for(self.total - event.step)
         self._loss.add(event.step, event.values.get("loss", float("nan")))
@@ -238,7 +237,7 @@ class Bar:
     def _line(self, width: int) -> Text:
         """As many values as fit, the most important first, with a sparkline beside the loss."""
         wanted = {name: number_text(value) for name, value in self._values.items() if name not in _LAST}
-        wanted["epoch"] = f"{self._epoch:.2f}"
+        wanted["epoch"] = f"{self.step / self._steps_per_epoch:.2f}"
         wanted |= {_LAST[name][0]: _LAST[name][1](self._values[name]) for name in _LAST if name in self._values}
         line = Text()
         for name, value in wanted.items():

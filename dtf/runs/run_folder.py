@@ -95,7 +95,7 @@ class Run:
                 raise
             return run
         except OSError as error:
-            if error.errno != errno.EROFS and (failure := io_failure(error)):
+            if error.errno != errno.EROFS and (failure := io_failure(error, folder)):
                 raise failure from error
             key = f"run.dir={settings.run.dir}" if settings.run.dir else f"run.name={name}"
             raise ConfigError(

@@ -128,6 +128,17 @@ def test_a_disk_that_fails_ends_a_rank_with_the_code_of_disks(number: int, remed
     config = compose(["launcher.devices=cpu"]).config
     assert run_rank(body, config, "somewhere", "run", Place(), sent.append) == Exit.IO
     assert remedy in sent[-1].message and sent[-1].exit == Exit.IO
+    assert sent[-1].message.startswith(f"somewhere: {os.strerror(number)}; ")
+
+
+def test_a_checkpoint_is_called_kept_only_where_there_is_one(tmp_path: Path) -> None:
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    said = f"{tmp_path}: No space left on device{{}}; make room, then start again with the same run.dir"
+    assert str(io_failure(error, tmp_path)) == said.format("")
+    assert "kept" not in str(io_failure(error))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step_000004\n")
+    assert str(io_failure(error, tmp_path)) == said.format("; the last complete checkpoint is kept")
 
 
 def test_a_reader_that_fails_otherwise_is_no_matter_of_the_disk() -> None:

@@ -84,17 +84,18 @@ def test_new_entries_of_mappings_and_deletions_as_in_a_single_run(configs) -> No
         (
             ["lr=cosine,constant", "lr.floor=0.1"],
             "trial 2 of 2 (lr=constant): lr.floor=0.1 is no known key; it is a key of lr=cosine; choices: peak, "
-            "warmup; set on the command line",
+            "warmup (lr.floor was set on the command line)",
         ),
         (
             ["seed=1,2", "lr.peak=0.1,abc"],
-            "trial 2 of 4 (seed=1 lr.peak=abc): lr.peak=abc is not of type float; set on the command line",
+            "trial 2 of 4 (seed=1 lr.peak=abc): lr.peak=abc is not of type float (lr.peak was set on the command line)",
         ),
         (["seed=1,2", "~observer"], "trial 1 of 2 (seed=1): ~observer takes no observer away; "),
         (["seed=1", "sed=2"], "sed=2 is no known key; did you mean seed?"),
         (
             ["hydra.verbose=true,false"],
-            "hydra.verbose=true,false sweeps over a setting of Hydra; give it one value; set on the command line",
+            "hydra.verbose=true,false sweeps over a setting of Hydra; give it one value "
+            "(hydra.verbose was set on the command line)",
         ),
         (["lr.peak=interval(0.1,0.2)"], "an interval has no list of values to run; list them, "),
     ],

@@ -199,6 +199,13 @@ def test_going_on_with_other_arithmetic_is_said(run_dtf: Any) -> None:
     ), again.out
 
 
+def test_another_length_is_said_by_the_key_that_was_set(run_dtf: Any) -> None:
+    cut = run_dtf(*ALONE, "train.until=2")
+    again = run_dtf(*ALONE, "observer=[console]", "train.steps=null", "train.epochs=2", folder=cut.folder)
+    assert again.code == 0, again.err
+    assert re.search(r"from step 2 on with train.epochs=2, that is \d+ steps \(was \d+\)", again.out), again.out
+
+
 @pytest.mark.slow
 def test_dp_and_ddp_go_on_from_each_other_by_command(run_dtf: Any) -> None:
     base = [*RUN, "checkpoint.every_steps=6"]

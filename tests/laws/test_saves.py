@@ -259,9 +259,9 @@ def test_a_failed_save_is_told_and_the_next_one_makes_up_for_it(
     run.saves.finish()
     (note,) = run.notes
     assert (
-        "step_000002 could not be written: " in note
+        f"step_000002 could not be written to {tmp_path}: " in note
         and "No space left on device" in note
-        and "training goes on" in note
+        and "; step_000001 is kept; training goes on" in note
     )
     assert [Path(path).name for path, *_ in run.told] == ["step_000001", "step_000003", "step_000004"]
     assert run.told[1][1] == run.told[1][2] > run.told[2][2]  # the one after it was waited for
@@ -274,10 +274,19 @@ def test_two_failed_saves_in_a_row_end_the_run(tmp_path: Path, monkeypatch: pyte
     run.saves.ready()
     failing(monkeypatch, lambda path: True)
     run.save(2)
-    with pytest.raises(SaveError, match="step_000003 could not be written.*then start again"):
+    with pytest.raises(SaveError, match="step_000003 could not be written.*; step_000001 is kept; .*then start again"):
         run.save(3)
     assert len(run.notes) == 1 and checkpointer(tmp_path).find() == tmp_path / "step_000001"
     assert (tmp_path / "latest").read_text() == "step_000001\n"
+
+
+def test_a_checkpoint_is_called_kept_only_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    failing(monkeypatch, lambda path: True)
+    run.save(1)
+    with pytest.raises(SaveError, match="step_000001 could not be written") as failed:
+        run.saves.finish()
+    assert "kept" not in f"{failed.value} {run.notes}"
 
 
 def test_a_run_does_not_end_well_without_its_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +330,7 @@ def test_a_failure_on_one_rank_is_that_of_all(tmp_path: Path, monkeypatch: pytes
         return run.notes, [Path(path).name for path, *_ in run.told]
 
     for notes, told in on_ranks(2, work):
-        assert len(notes) == 1 and "step_000002 could not be written: rank 1: out of memory" in notes[0]
+        assert len(notes) == 1 and f"step_000002 could not be written to {tmp_path}: rank 1: out of memory" in notes[0]
         assert told == ["step_000001", "step_000003"]
 
 

@@ -182,7 +182,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     ((*TABLED, "step.ema=0.9"), "step.ema=0.9 averages all weights"),
     (
         (SINGLE[0], "sparse=ftrl"),
-        "GeneratedClicks has none as recipe.model.table is set; leave sparse=... out; set on the command line",
+        "GeneratedClicks has none as recipe.model.table is set; leave sparse=... out "
+        "(sparse was set on the command line)",
     ),
     (
         (SINGLE[0], "recipe.model.table=dense", "sparse.lr_factor=2"),

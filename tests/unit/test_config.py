@@ -279,7 +279,8 @@ def test_mandatory_keys_matter_only_to_who_needs_them(composer: Composer) -> Non
         ),
         (
             ["step.batch_size=4", "step.micro_batch_rows=5"],
-            "step.micro_batch_rows=5 must be 0 to step.batch_size=4; set on the command line",
+            "step.micro_batch_rows=5 must be 0 to step.batch_size=4 "
+            "(step.micro_batch_rows was set on the command line)",
         ),
         (
             ["sampler.tail=drop", "recipe.data.train_rows=100"],

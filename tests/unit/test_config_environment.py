@@ -38,7 +38,7 @@ def test_a_variable_of_a_file_is_refused_by_name(tmp_path: Path, name: str) -> N
     said = refused(composer, "experiment=theirs")
     assert f"launcher.env has {name}" in said and f"give launcher.env.{name}=VALUE on the command line" in said
     if name.isidentifier():
-        assert said.endswith(f"; set in {tmp_path}/experiment/theirs.yaml")
+        assert said.endswith(f" was set in {tmp_path}/experiment/theirs.yaml)")
 
 
 def test_whichever_file_sets_it(tmp_path: Path) -> None:

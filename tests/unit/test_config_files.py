@@ -62,25 +62,29 @@ def with_files(folder: Path, files: dict[str, str], config_name: str | None = No
             {"strategy/a.yaml": f"{BASE}name: zero1\n"},
             "strategy=a",
             "strategy.name=zero1 is another class than ddp, from which the node starts; leave the name out, or write "
-            "schema/zero1@_here_ into the defaults list; set in {}/strategy/a.yaml",
+            "schema/zero1@_here_ into the defaults list "
+            "(strategy.name was set in {}/strategy/a.yaml)",
         ),
         (
             {"experiment/a.yaml": "# @package _global_\nstrategy: {name: zero1}\n"},
             "experiment=a",
             "strategy.name=zero1 is another class than ddp, from which the node starts; leave the name out, or write "
-            "override /strategy: zero1 into the defaults list; set in {}/experiment/a.yaml",
+            "override /strategy: zero1 into the defaults list "
+            "(strategy.name was set in {}/experiment/a.yaml)",
         ),
         (
             {"strategy/a.yaml": "name: off\n"},
             "strategy=a",
             "strategy.name=false names no registered class; YAML reads off, no, on and yes without quotes as false and "
-            "true; quote it: name: 'off'; set in {}/strategy/a.yaml",
+            "true; quote it: name: 'off' "
+            "(strategy.name was set in {}/strategy/a.yaml)",
         ),
         (
             {"strategy/a.yaml": "bucket_mb: 3\n"},
             "strategy=a",
             "strategy.name=null names no registered class; a strategy file starts from one: defaults: "
-            "[schema/NAME@_here_, _self_]; set in {}/strategy/a.yaml",
+            "[schema/NAME@_here_, _self_] "
+            "(strategy was set in {}/strategy/a.yaml)",
         ),
         (
             {"observer/a.yaml": "defaults: [schema/console@_here_, _self_]\nlive: false\n"},
@@ -91,8 +95,8 @@ def with_files(folder: Path, files: dict[str, str], config_name: str | None = No
         (
             {"strategy/a.yaml": f"{BASE}powersgd_rank: 010\n"},
             "strategy=a",
-            "strategy.powersgd_rank=010 is not of type int; numbers are decimal: write 10, or 8 where it is octal; set "
-            "in {}/strategy/a.yaml",
+            "strategy.powersgd_rank=010 is not of type int; numbers are decimal: write 10, or 8 where it is octal "
+            "(strategy.powersgd_rank was set in {}/strategy/a.yaml)",
         ),
         (
             {"experiment/a.yaml": "# @package _global_\nrun: {name: '${'}\n"},
@@ -102,30 +106,34 @@ def with_files(folder: Path, files: dict[str, str], config_name: str | None = No
         (
             {"experiment/a.yaml": "# @package _global_\nstep: {batch_size: 1e3}\n"},
             "experiment=a",
-            "step.batch_size=1000.0 is not of type int; write it without a point or exponent: 1000; set in "
-            "{}/experiment/a.yaml",
+            "step.batch_size=1000.0 is not of type int; write it without a point or exponent: 1000 "
+            "(step.batch_size was set in {}/experiment/a.yaml)",
         ),
         (
             {"experiment/a.yaml": "# @package _global_\ntrain: {steps: 1:30}\n"},
             "experiment=a",
-            "train.steps=1:30 is not of type int | null; numbers are decimal: write 90; set in {}/experiment/a.yaml",
+            "train.steps=1:30 is not of type int | null; numbers are decimal: write 90 "
+            "(train.steps was set in {}/experiment/a.yaml)",
         ),
         (
             {"experiment/a.yaml": "# @package _global_\nlr: {peak: 0x10}\n"},
             "experiment=a",
-            "lr.peak=0x10 is not of type float; numbers are decimal: write 16; set in {}/experiment/a.yaml",
+            "lr.peak=0x10 is not of type float; numbers are decimal: write 16 "
+            "(lr.peak was set in {}/experiment/a.yaml)",
         ),
         (
             {"experiment/a.yaml": "# @package _global_\nrun: {name: 1_000}\n"},
             "experiment=a",
             "run.name=1_000 is the number 1000; in quotes it is text: '1_000', on the command line "
-            "'run.name=\"1_000\"'; set in {}/experiment/a.yaml",
+            "'run.name=\"1_000\"' "
+            "(run.name was set in {}/experiment/a.yaml)",
         ),
         (
             {"experiment/a.yaml": "# @package _global_\nrecipe: {model.arch: resnet20}\n"},
             "experiment=a",
             "recipe.model.arch=resnet20 is no known key; a dot in a name leads nowhere, write model: "
-            "{{arch: resnet20}}; set in {}/experiment/a.yaml",
+            "{{arch: resnet20}} "
+            "(recipe.model.arch was set in {}/experiment/a.yaml)",
         ),
     ],
 )

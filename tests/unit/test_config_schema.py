@@ -290,3 +290,20 @@ def test_what_was_meant_by_a_value_in_another_form(plain: dict[str, Any], given:
         coerce_config(config)
     text = str(with_suggestions(caught.value, config))
     assert text == said if said.endswith("null") else text.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "said"),
+    [
+        (list[str], "kill_rank", "k=kill_rank is not of type list of text; write [kill_rank]"),
+        (list[int], 2, "k=2 is not of type list of int; write [2]"),
+        (list[int], "two", "k=two is not of type list of int"),
+        (list[int] | None, 2, "k=2 is not of type list of int | null; write [2]"),
+        (list[Color], "r", "k=r is not of type list of r | b; write [r]"),
+        (list[Leaf], {}, "k={...} is not of type list of group of keys"),
+    ],
+)
+def test_one_entry_where_a_list_is_wanted(hint: Any, value: Any, said: str) -> None:
+    with pytest.raises(KeyProblem) as caught:
+        coerce(hint, value, "k")
+    assert str(caught.value) == said

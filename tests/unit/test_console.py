@@ -11,6 +11,7 @@ import sys
 import termios
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_one_greppable_line_per_event():
             evaluation(120, best=True),
             evaluation(240),
             Saved(120, "out/step_000120", True, 0.311, 0.0123),
-            Ended(480, "finished", {"top1": 0.95, "best_step": 440.0}),
+            Ended(480, "finished", {"top1": 0.95, "best_step": 440.0}, guarded=5),
         ]
     )
     assert told == [
@@ -55,7 +56,8 @@ def test_one_greppable_line_per_event():
         "eval step=120/480 epoch=1.00 loss=0.2500 top1=0.9500 best",
         "eval step=240/480 epoch=2.00 loss=0.2500 top1=0.9500",
         "saved step=120 path=out/step_000120 seconds=0.31 held=0.012 best",
-        "ended step=480/480 reason=finished top1=0.9500 best_step=440 wall=00:00",
+        "ended step=480/480 reason=finished top1=0.9500 best_step=440 "
+        'guard="5 guarded steps, nothing differed" wall=00:00',
     ]
 
 
@@ -104,7 +106,7 @@ def test_no_line_is_wider_than_the_terminal(width):
 @pytest.mark.parametrize("width", [40, 60, 71, 72, 80, 109, 110, 300])
 def test_what_moves_is_two_lines_at_any_width(width):
     bar = Bar()
-    bar.start(0, 480)
+    bar.start(0, 480, 120)
     for step in range(20, 480, 20):
         bar.measure(train(step))
     stream = io.StringIO()
@@ -114,7 +116,7 @@ def test_what_moves_is_two_lines_at_any_width(width):
 
 
 def test_what_stays_on_the_screen():
-    text = "\n".join(rows_of(drawn(whole_run(), 100)))
+    text = "\n".join(rows_of(drawn([*whole_run()[:-1], replace(whole_run()[-1], guarded=5)], 100)))
     for words in (
         "dtf · shapes · ddp · bf16",
         "parameters  272,474",
@@ -127,6 +129,7 @@ def test_what_stays_on_the_screen():
         "finished after 480 steps",
         "eval top1   0.9500   best 0.9600 at step 440",
         "throughput  5,120 rows/s",
+        "guard       5 guarded steps, nothing differed",
         "run folder  /runs/a",
         "[bold]not markup[/bold]",
     ):
@@ -142,6 +145,18 @@ def test_the_table_comes_with_the_first_ranks_that_are_ready():
 
 def test_a_resumed_run_says_so():
     assert any("resumed at step 60 of 480" in row for row in rows_of(drawn([started(60), train(80)], 80)))
+
+
+@pytest.mark.parametrize(
+    ("step", "events", "epoch"),
+    [
+        (480, [Ended(480, "finished")], "4.00"),
+        (60, [Ended(90, "preempted")], "0.75"),
+        (60, [train(80), Ended(90, "preempted")], "0.75"),
+    ],
+)
+def test_the_last_bar_has_the_epoch_of_its_step(step, events, epoch):
+    assert any(f"epoch {epoch}" in row for row in rows_of(drawn([started(step), *events], 80).rsplit("\x1b[2K", 1)[-1]))
 
 
 def test_ranks_that_never_start_leave_nothing_behind():

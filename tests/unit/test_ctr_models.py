@@ -306,7 +306,9 @@ def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     file.parent.mkdir()
     file.write_text("defaults: [schema/ctr_generated@_here_, _self_]\nmodel: {kind: lr, dim: 24}\n")
     with pytest.raises(
-        ConfigError, match=r"recipe\.model\.dim=24 does not apply to recipe\.model\.kind=lr, .*; set in .*mine\.yaml"
+        ConfigError,
+        match=r"recipe\.model\.dim=24 does not apply to recipe\.model\.kind=lr, "
+        r".* \(recipe\.model\.dim was set in .*mine\.yaml\)",
     ):
         compose(["--config-dir", str(tmp_path), "recipe=mine", "train.steps=1"]).check()
 

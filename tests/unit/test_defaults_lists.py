@@ -96,7 +96,7 @@ from tests.unit.test_config_files import BASE, GLOBAL, SHAPES, with_files
         (
             "experiment/a",
             f"{GLOBAL}defaults: [strategy: zero1, _self_]\n",
-            "experiment=strategy/zero1 is no option; write override /strategy: zero1; set in ",
+            "experiment=strategy/zero1 is no option; write override /strategy: zero1 (experiment was set in ",
         ),
         (
             "experiment/a",
@@ -225,7 +225,7 @@ def test_an_experiment_starts_from_another(tmp_path: Path) -> None:
 )
 def test_an_interpolation_for_a_whole_part_that_leads_nowhere_is_named(tmp_path: Path, line: str, key: str) -> None:
     composer = with_files(tmp_path, {"experiment/a.yaml": f"{GLOBAL}{line}\n"})
-    with pytest.raises(ConfigError, match=rf"^{key}: .*; set in {tmp_path}/experiment/a.yaml$"):
+    with pytest.raises(ConfigError, match=rf"^{key}: .* \(\S+ was set in {tmp_path}/experiment/a.yaml\)$"):
         composer.compose(["experiment=a"])
 
 
@@ -233,7 +233,9 @@ def test_a_key_that_a_file_makes_mandatory_is_asked_for(tmp_path: Path) -> None:
     files = {"experiment/a.yaml": f"{GLOBAL}seed: ???\n", "strategy/a.yaml": f"{BASE}bucket_mb: ???\n"}
     composer = with_files(tmp_path, files)
     for word, key in (("experiment=a", "seed"), ("strategy=a", "strategy.bucket_mb")):
-        with pytest.raises(ConfigError, match=rf"^{key}=\?\?\? is mandatory; give {key}=VALUE; set in {tmp_path}"):
+        with pytest.raises(
+            ConfigError, match=rf"^{key}=\?\?\? is mandatory; give {key}=VALUE \({key} was set in {tmp_path}"
+        ):
             composer.compose([word])
     assert composer.compose(["experiment=a", "seed=3"]).config["seed"] == 3
 

@@ -149,17 +149,26 @@ def test_counts_of_something_else_become_rows(name: str, value: Any, batch: Any,
         (
             "observer=[console] observer.tensorboard.path=x",
             "observer.tensorboard.path=x is a key of observer=tensorboard, which is not chosen; choose "
-            "observer=[console,tensorboard]; set on the command line",
+            "observer=[console,tensorboard] (observer.tensorboard was set on the command line)",
         ),
-        ("observer=[] observer.jsonl.path=x", "which is not chosen; choose observer=[jsonl]; "),
-        ("observer.rare.path=x", "choose observer=[console,jsonl,tensorboard,rare]; "),
+        (
+            "observer=[] observer.jsonl.path=x",
+            "which is not chosen; choose observer=[jsonl] (observer.jsonl was set on the command line)",
+        ),
+        (
+            "observer.rare.path=x",
+            "choose observer=[console,jsonl,tensorboard,rare] (observer.rare was set on the command line)",
+        ),
         (
             "observer.tensorbord.path=x",
             "observer.tensorbord.path=x: tensorbord is no observer; did you mean tensorboard? choices: console, ",
         ),
-        ("experiment=more", "choose observer=[console,jsonl,tensorboard,profile]; set in "),
-        ("observer=[nameless]", "an observer file starts from one: defaults: [schema/NAME@_here_, _self_]; set in "),
-        ("optimizer=nameless", "an optimizer file starts from one: defaults: [schema/NAME@_here_, _self_]; set in "),
+        ("experiment=more", "choose observer=[console,jsonl,tensorboard,profile] (observer.profile was set in "),
+        ("observer=[nameless]", "one: defaults: [schema/NAME@_here_, _self_] (observer.nameless was set in "),
+        (
+            "optimizer=nameless",
+            "an optimizer file starts from one: defaults: [schema/NAME@_here_, _self_] (optimizer was ",
+        ),
         ("recipe=nameless", "a recipe file starts from one: defaults: [schema/NAME@recipe, _self_]"),
     ],
 )
@@ -237,7 +246,9 @@ def test_text_of_the_environment_that_is_no_number_is_refused(
     composer: Composer, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setenv("DTF_TEST", text)
-    with pytest.raises(ConfigError, match=f"step.batch_size={re.escape(text)} is not of type int; set on the command"):
+    with pytest.raises(
+        ConfigError, match=f"step.batch_size={re.escape(text)} is not of type int \\(step.batch_size was set on"
+    ):
         composer.compose(["step.batch_size=${oc.env:DTF_TEST}"])
 
 
@@ -271,5 +282,7 @@ def test_the_home_directory_in_a_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("address", ["s3://bucket/x", "gs://b", "hdfs://host/x", "https://h/x", "file:///x"])
 def test_run_folders_are_folders(composer: Composer, address: str) -> None:
-    with pytest.raises(ConfigError, match=r"is an address, and runs are kept in folders; .*set on the command line"):
+    with pytest.raises(
+        ConfigError, match=r"is an address, and runs are kept in folders; .* \(run.dir was set on the command line\)"
+    ):
         composer.compose([f"run.dir={address}"])

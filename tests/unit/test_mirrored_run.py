@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dtf.checkpoint import place_names, sources, storage
+from dtf.checkpoint.mirror import Mirror
 from dtf.checkpoint.options import Every
 from dtf.checkpoint.places import Folder
 from dtf.core.errors import BusyError, ConfigError, DataError, Preempted, SaveError
@@ -56,6 +57,26 @@ def test_ranks_go_on_from_the_mirror(tmp_path: Path) -> None:
     ours.write_bytes(b"!" + kept[1:])
     assert on_ranks(2, lambda world: second(world, "b")) == [str(tmp_path / "b" / "checkpoints" / "step_000010")] * 2
     assert ours.read_bytes() == kept, "the copy has mended it"
+
+
+def test_a_save_is_told_before_its_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    wake = Mirror.wake
+
+    def woken(self: Mirror, *rest: Any) -> None:
+        order.append("mirror")
+        wake(self, *rest)
+
+    monkeypatch.setattr(Mirror, "wake", woken)
+
+    def run(world: Together) -> None:
+        writer = checkpointer(run_folder(tmp_path, "a"), world, mirror=str(tmp_path / "there"))
+        assert writer.find() is None
+        writer.save(5, state(world, 5), {"step": 5}, told=lambda path: order.append(Path(path).name))
+        writer.finish_mirror()
+
+    assert on_ranks(1, run) == [None]
+    assert order == ["step_000005", "mirror"]
 
 
 def test_a_run_whose_mirror_lacks_its_end_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,9 @@ def old_keys(option: tuple[str, str]) -> list[str]:
 def test_each_is_refused_by_name_on_the_command_line_and_says_what_to_do(option: tuple[str, str], key: str) -> None:
     group, name = option
     assert key not in option_node(group, name)
-    with pytest.raises(ConfigError, match=rf"^{group}\.{key}(: now | is gone: ).*; set on the command line$"):
+    with pytest.raises(
+        ConfigError, match=rf"^{group}\.{key}(: now | is gone: ).* \({group}\.{key} was set on the command line\)$"
+    ):
         compose([f"{group}={name}", f"{group}.{key}=1"])
 
 

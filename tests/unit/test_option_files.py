@@ -93,7 +93,9 @@ def test_a_file_of_ones_own_stands_in_the_place_of_dtfs(tmp_path: Path) -> None:
 
 def test_an_edited_value_that_does_not_fit_names_the_file(checkout: Path) -> None:
     edit(checkout / "strategy" / "ddp.yaml", "bucket_mb: 25.0", "bucket_mb: -1")
-    with pytest.raises(ConfigError, match=r"strategy.bucket_mb=-1.*; set in .*conf/strategy/ddp.yaml"):
+    with pytest.raises(
+        ConfigError, match=r"strategy.bucket_mb=-1.* \(strategy.bucket_mb was set in .*conf/strategy/ddp.yaml\)"
+    ):
         Composer().compose([])
 
 

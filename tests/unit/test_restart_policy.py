@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from dtf.core.errors import ConfigError, DtfError, Exit
-from dtf.core.types import Failed, Note
+from dtf.core.types import Event, Failed, Note
 from dtf.launch.exit_cause import GroupResult, RankExit, group_result, last_frame, preload_error
 from dtf.launch.restart_policy import run_with_restarts
 
@@ -259,6 +259,35 @@ def test_restarts_are_for_what_they_may_help(
     assert script.count == len(ends)
     assert len(seen) == len(ends) - 1
     assert all(isinstance(event, Note) and "restart" in event.text for event in seen)
+
+
+@pytest.mark.parametrize(
+    ("rank", "restarts", "told", "end"),
+    [
+        (None, 0, [], "they differ; start again with the same run.dir"),
+        (2, 0, [], "they differ; start again with the same run.dir, without that machine"),
+        (
+            None,
+            1,
+            ["at step 7: they differ; restart 1 of 1"],
+            "they differ; launcher.max_restarts=1 is used up; start again with the same run.dir",
+        ),
+        (
+            2,
+            1,
+            ["rank 2 at step 7: they differ; restart 1 of 1"],
+            "they differ; launcher.max_restarts=1 is used up; start again with the same run.dir, without that machine",
+        ),
+    ],
+)
+def test_no_rank_is_blamed_for_a_difference_where_none_is_known_to_be_wrong(
+    rank: int | None, restarts: int, told: list[str], end: str
+) -> None:
+    wrong = GroupResult(Exit.HARDWARE, Failed(rank, 7, int(Exit.HARDWARE), "they differ", ""), external=True)
+    seen: list[Event] = []
+    found = run_with_restarts(Script([(wrong, False)] * (restarts + 1)), restarts, lambda: False, seen.append)
+    assert found.cause and (found.exit, found.cause.rank, found.cause.message) == (Exit.HARDWARE, rank, end)
+    assert [event.text for event in seen if isinstance(event, Note)] == told
 
 
 def test_nothing_restarts_after_a_request_to_stop() -> None:
