@@ -75,6 +75,7 @@ class Sources:
         """
         place = self._place(candidate)
         step, began = storage.step_of(Path(candidate.path).name) or 0, time.monotonic()
+        known = self.mirror.known_runs() if self.mirror else set()
         self._say(f"fetching {storage.step_name(step)} from {place.name}")
         try:
             fetch(place, step, self._folder, self._run_id)
@@ -86,7 +87,18 @@ class Sources:
             text = f"{storage.step_name(step)} could not be fetched from {place.name}: {error.strerror or error}"
             raise SaveError(f"{text}; start again") from error
         self._say(f"fetched {storage.step_name(step)} in {time.monotonic() - began:.1f} s")
+        if candidate.is_own and self.mirror is not None:
+            self._tell_of_another(self.mirror, Path(candidate.path), known)
         return None
+
+    def _tell_of_another(self, mirror: Mirror, path: Path, known: set[str]) -> None:
+        """Say so where another run wrote what this one goes on from. `known`: the ids of this one."""
+        writer = storage.read_manifest(path).run_id
+        if writer not in known:
+            self._say(
+                f"this run goes on with run {ascii(writer)[1:-1][:80]}, which wrote {path.name} of the mirror "
+                f"(the last to write there: {mirror.writer()})"
+            )
 
     def moved(self, candidate: Candidate) -> int:
         """Bytes that came from its place so far."""

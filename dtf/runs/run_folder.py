@@ -30,6 +30,7 @@ from dtf.core.errors import BusyError, ConfigError, io_failure
 from dtf.core.files import flat, replace_text
 from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import lost_effects
+from dtf.core.run_record import LOCK
 from dtf.core.text import quoted
 from dtf.core.types import Ended, Event, Measured, Saved, Started
 from dtf.core.version import __version__
@@ -38,8 +39,7 @@ if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
     from dtf.config.settings import Settings
 
-_LOCK = ".lock"
-_BEFORE_A_RUN = {_LOCK, ".run.json.new"}  # what a process killed in its first millisecond leaves behind
+_BEFORE_A_RUN = {LOCK, ".run.json.new"}  # what a process killed in its first millisecond leaves behind
 _WEIGHTS = "recipe.model.weights"
 _MAY_MOVE = "root"
 """Keys of this name, and the weights to start from, say where data lies, not what it is; checkpoints hold digests of
@@ -247,7 +247,7 @@ def take_lock(folder: Path) -> int:
 
     BusyError when another process has the lock.
     """
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
