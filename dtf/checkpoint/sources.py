@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +17,10 @@ from dtf.checkpoint.places import Place, fetch, open_place
 from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.checkpoint.suspects import finish_set_aside
 from dtf.core.errors import BusyError, ConfigError, DataError, SaveError
+from dtf.host.waits import group_of, operation
+
+_PATIENCE_S = 5.0
+"""Until people hear that a place has not answered yet."""
 
 
 class Candidate(NamedTuple):
@@ -129,13 +135,26 @@ class Sources:
         self._refuse_own_folder(name)
         self.mirror = Mirror(open_place(name), self._folder, self._run_id, attempt, self._note, self._say)
         try:
-            with reaching(name, "checkpoint.mirror"):
+            with self._asking(name, "checkpoint.mirror"):
                 return [] if attempt and has_own else self.mirror.look()
         except (SaveError, ConfigError) as error:
             if not attempt:
                 raise
             self._note(str(error))
             return []
+
+    @contextmanager
+    def _asking(self, name: str, key: str) -> Iterator[None]:
+        """A context in which a place is asked, see `reaching`. People hear of one that takes long to answer."""
+        text = f"waiting for {key}={name}, which has not answered for {_PATIENCE_S:.0f} s"
+        timer = threading.Timer(_PATIENCE_S, self._say, [text])
+        timer.daemon = True
+        timer.start()
+        try:
+            with reaching(name, key), operation(f"requests to {key}={name}", group_of(key, (0,)), ordered=False):
+                yield
+        finally:
+            timer.cancel()
 
     def _refuse_own_folder(self, name: str) -> None:
         """Raise ConfigError for a mirror that is lost with the run folder."""
@@ -147,7 +166,7 @@ class Sources:
             )
 
     def _of_another(self, resume: str) -> list[Candidate]:
-        with reaching(resume, "checkpoint.resume"):
+        with self._asking(resume, "checkpoint.resume"):
             self._foreign = open_place(resume)
             steps = self._foreign.steps()
         if not steps:

@@ -16,6 +16,9 @@ from dtf.checkpoint.options import Every
 from dtf.checkpoint.places import Folder
 from dtf.core.errors import BusyError, ConfigError, DataError, Preempted, SaveError
 from dtf.core.types import State
+from dtf.host import heartbeat, waits
+from dtf.host.heartbeat import Board
+from dtf.launch.waits import WaitWatch
 from tests.support.checkpoints import Together, checkpointer, on_ranks, small_checkpoint, whole
 from tests.support.launching import HANG_S
 
@@ -232,6 +235,30 @@ def test_what_was_fetched_in_vain_is_removed(tmp_path: Path) -> None:
     for folder, left in [("a", []), ("b", ["step_000004"])]:
         assert on_ranks(3, lambda world, folder=folder: run(world, folder)) == [None] * 3
         assert [path.name for path in storage.checkpoints(run_folder(tmp_path, folder))] == left
+
+
+def test_a_run_that_waits_for_its_mirror_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((heartbeat, "_cell"), (waits, "_numbers"), (waits, "_names")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    board, place, said, lines = Board(1), tmp_path / "there", list[str](), list[str]()
+    heartbeat.attach(board.fd, 0)
+    waits.place("backward")
+    watch, begun = WaitWatch(board, lambda note: lines.append(note.text)), board.read(0).at
+
+    def silent(*_: object) -> dict[str, Any]:
+        for second in (0, 40):
+            watch.look([0], begun + second, begun + second)
+        while not said:
+            threading.Event().wait(0.01)
+        return {}
+
+    monkeypatch.setattr(sources, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(Folder, "read_owner", silent)
+    folder = run_folder(tmp_path, "a")
+    sources.Sources(folder, Every(mirror=str(place)), "a", said.append, said.append).candidates(0)
+    assert said == [f"waiting for checkpoint.mirror={place}, which has not answered for 0 s"]
+    assert lines == [f"the start takes long: rank 0 in requests to checkpoint.mirror={place} after 40 s"]
+    board.close()
 
 
 def test_nothing_is_mirrored_where_nothing_is_saved() -> None:
