@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dtf.checkpoint import storage
 from dtf.checkpoint.mirror import Mirror
 from dtf.checkpoint.options import Every
-from dtf.checkpoint.place_names import is_url, reaching
+from dtf.checkpoint.place_names import is_url, reaching, refuse_inside
 from dtf.checkpoint.places import Place, fetch, open_place
 from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.checkpoint.suspects import finish_set_aside
@@ -132,7 +132,7 @@ class Sources:
         name = self._options.mirror
         if not name:
             return []
-        self._refuse_own_folder(name)
+        refuse_inside(name, self._folder.parent)
         self.mirror = Mirror(open_place(name), self._folder, self._run_id, attempt, self._note, self._say)
         try:
             with self._asking(name, "checkpoint.mirror"):
@@ -155,15 +155,6 @@ class Sources:
                 yield
         finally:
             timer.cancel()
-
-    def _refuse_own_folder(self, name: str) -> None:
-        """Raise ConfigError for a mirror that is lost with the run folder."""
-        run = self._folder.parent.resolve()
-        if not is_url(name) and run in [(place := Path(name).expanduser().resolve()), *place.parents]:
-            raise ConfigError(
-                f"checkpoint.mirror={name} lies in the run folder {self._folder.parent}, and would be lost with it; "
-                "choose a folder elsewhere, best on another disk"
-            )
 
     def _of_another(self, resume: str) -> list[Candidate]:
         with self._asking(resume, "checkpoint.resume"):

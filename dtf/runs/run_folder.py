@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.checkpoint.place_names import refuse_inside
 from dtf.checkpoint.resolve_path import run_folder_of
 from dtf.checkpoint.storage import checkpoints
 from dtf.config.limits import read_checked
@@ -78,6 +79,7 @@ class Run:
         id = unique_id()
         name = settings.run.name or config["recipe"]["name"]
         folder = Path(again or settings.run.dir or Path("outputs", name, id)).absolute()
+        refuse_inside(config["checkpoint"].get("mirror", ""), folder)
         try:
             made = not folder.exists()
             folder.parent.mkdir(parents=True, exist_ok=True)
