@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dtf.api.schema import KeyProblem, show
-from dtf.core.errors import ConfigError, Exit, error_line, io_failure
+from dtf.core.errors import NOBODY, ConfigError, Exit, error_line, io_failure
 from dtf.core.types import Failed
 
 if TYPE_CHECKING:
@@ -158,4 +158,5 @@ def report(failure: Failed) -> None:
         return
     if failure.traceback and failure.exit in (Exit.BUG, Exit.PEER, Exit.NO_PROGRESS):
         print(failure.traceback.rstrip(), file=sys.stderr)
-    print(error_line(Exit(failure.exit), failure.message, failure.rank, failure.step), file=sys.stderr, flush=True)
+    where = () if failure.rank == NOBODY else (failure.rank, failure.step)
+    print(error_line(Exit(failure.exit), failure.message, *where), file=sys.stderr, flush=True)

@@ -39,6 +39,10 @@ STARTED_AGAIN = (Exit.PEER, Exit.HARDWARE, Exit.BUSY, Exit.IO, Exit.PREEMPTED)
 """Exit codes after which the same command may be started again, and go on. After others something has to change."""
 
 
+NOBODY = -1
+"""In place of a rank that is to blame."""
+
+
 class DtfError(Exception):
     """The base class of all expected failures. The message reads `what; why; what to do`."""
 
@@ -48,7 +52,7 @@ class DtfError(Exception):
     by_author = False
     """Whether code of a recipe or a model raised it: its author wants the traceback."""
     blames: int | None = None
-    """The rank that failed, where it is not the one that raised it."""
+    """The rank that failed, where it is not the one that raised it; NOBODY: none is to blame."""
 
 
 class ConfigError(DtfError):

@@ -200,7 +200,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A rank failed. `exit`: its exit code."""
+    """A rank failed. `exit`: its exit code. `rank`: `errors.NOBODY` where none is to blame."""
 
     rank: int
     step: int
