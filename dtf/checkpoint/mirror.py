@@ -120,14 +120,25 @@ class Mirror:
             )
 
     def _refuse_another_line(self) -> None:
-        """Raise BusyError unless the newest checkpoint here lies on the line of the place, as far as that is known."""
+        """Raise BusyError for a run that has checkpoints, where those of the place are of another run whose folder is
+        here as well, or of another line of training, as far as that is known.
+        """
         here, line = self._complete(), Line.of(self.owner)
         step = max(here, default=0)
-        if here and line and not line.holds(here[step].run_id, step):
+        if not here:
+            return
+        cure = "a run folder is one run: give it a checkpoint.mirror of its own, or go on"
+        folder, newest = Path(str(self.owner.get("folder", ""))), max(self._there)
+        if newest > step and self.owner.get("run") in launches(folder):
+            raise BusyError(
+                f"checkpoint.mirror={self.place.name} holds {storage.step_name(newest)} of {self.writer()}, which has "
+                f"a run folder of its own, {ascii(str(folder))[1:-1]}; {cure} there"
+            )
+        if line and not line.holds(here[step].run_id, step):
             raise BusyError(
                 f"checkpoint.mirror={self.place.name} holds checkpoints of another line of training than "
-                f"{self._folder / storage.step_name(step)}: those of {self.writer()}; a run folder is one run: "
-                "give it a checkpoint.mirror of its own, or go on from the mirror in another run.dir"
+                f"{self._folder / storage.step_name(step)}: those of {self.writer()}; {cure} from the mirror in "
+                "another run.dir"
             )
 
     def forget(self, step: int) -> None:

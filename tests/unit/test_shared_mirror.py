@@ -86,6 +86,12 @@ def test_two_lines_of_training_are_not_mixed(place: Place, tmp_path: Path) -> No
         Mirrored(place, here, "d").open()
     assert contents(tmp_path, place) == before
     shutil.rmtree(here / "step_000008")
+    with pytest.raises(
+        BusyError, match=r"holds step_000007 of run c, .* a run folder of its own, .*/m3; .*go on there"
+    ):
+        Mirrored(place, here, "d").open()
+    shutil.rmtree(other)
+    (other.parent / "run.json").unlink()
     assert Mirrored(place, here, "d").open() == [7, 5], "its own step 5 lies on the line of the mirror"
 
 
@@ -102,6 +108,7 @@ def test_a_run_that_moves_from_machine_to_machine_is_one_line(place: Place, tmp_
         if steps and not (here / f"step_{steps[0]:06d}").exists():
             shutil.copytree(folders[1 - launch % 2] / f"step_{steps[0]:06d}", here / f"step_{steps[0]:06d}")
         train(place, here, id, step)
+        (here.parent / "run.json").unlink()  # the others do not see it
 
 
 def test_who_wrote_what_a_run_goes_on_with_is_said(tmp_path: Path) -> None:
