@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from dtf.core.errors import BusyError, ConfigError, DataError, DtfError, Exit, Preempted, SaveError
@@ -14,6 +15,16 @@ REMEDY = "make room or mend the disk, then start again"
 _ERRORS: dict[int, type[DtfError]] = {
     cls.exit: cls for cls in (DtfError, ConfigError, DataError, BusyError, SaveError, Preempted)
 }
+
+
+@contextmanager
+def nobody_is_to_blame() -> Iterator[None]:
+    """A context in which an expected error is of the run, and not of the rank that raises it first."""
+    try:
+        yield
+    except (BusyError, ConfigError, SaveError, Preempted) as error:
+        error.raised_by_all = True
+        raise
 
 
 class Peers(Protocol):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dtf.checkpoint import storage
-from dtf.checkpoint.agreement import Agreement, Peers
+from dtf.checkpoint.agreement import Agreement, Peers, nobody_is_to_blame
 from dtf.checkpoint.boxes import STATE, StoredCheckpoint, loading_fault, write_boxes, write_scalars
 from dtf.checkpoint.manifest import (
     Manifest,
@@ -212,7 +212,8 @@ class Checkpointer:
             rounds += 1
             if mirror is not None and not rounds & (rounds - 1):  # after a second, two, four
                 self._say(f"waiting for the mirror {mirror.place.name}: {bytes_text(before)} sent")
-        self._ranks.lead(self._check_mirror, DataError, "the mirror")
+        with nobody_is_to_blame():
+            self._ranks.lead(self._check_mirror, DataError, "the mirror")
 
     def _check_mirror(self) -> None:
         """The part of rank 0 in `finish_mirror` when the wait is over."""
@@ -221,8 +222,8 @@ class Checkpointer:
         name, why = mirror.missing()
         if name:
             text = f"{name} is complete in {self._folder} and not in the mirror {mirror.place.name}: {why}"
-            asked = self._left_s() < math.inf
-            raise (Preempted if asked else SaveError)(f"{text}; start again with the same command, which sends it")
+            text = f"{text}; start again with the same command, which sends it"
+            raise Preempted(f"asked to stop; {text}") if self._left_s() < math.inf else SaveError(text)
 
     def trust(self, step: int) -> None:
         """Note the last step at which replicas were compared and were alike: a checkpoint from before it is kept."""
@@ -255,7 +256,8 @@ class Checkpointer:
         there are checkpoints but none can be loaded, or when a rank cannot read what others can.
         """
         newest_fault, self._judge = "", judge
-        found = self._ranks.lead(lambda: self._sources.candidates(attempt), DataError, "checkpoints")
+        with nobody_is_to_blame():
+            found = self._ranks.lead(lambda: self._sources.candidates(attempt), DataError, "checkpoints")
         self._made = bool(storage.checkpoints(self._folder))
         candidates = [Candidate(*fields) for fields in found]
         for candidate in candidates:
@@ -284,13 +286,14 @@ class Checkpointer:
 
     def _fetch(self, candidate: Candidate) -> str | None:
         """Copy a checkpoint here. Returns why it cannot be loaded; None: it is there. Collective."""
-        return self._ranks.lead_long(
-            lambda: self._sources.fetch(candidate),
-            DataError,
-            f"checkpoint {candidate.path}",
-            lambda: self._sources.moved(candidate),
-            self._alive,
-        )
+        with nobody_is_to_blame():
+            return self._ranks.lead_long(
+                lambda: self._sources.fetch(candidate),
+                DataError,
+                f"checkpoint {candidate.path}",
+                lambda: self._sources.moved(candidate),
+                self._alive,
+            )
 
     def _loading_fault(self, path: Path) -> str | None:
         """Why a checkpoint cannot be loaded; each rank compares a share of its digests. Collective."""

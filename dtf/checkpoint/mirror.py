@@ -11,26 +11,29 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dtf.checkpoint import storage
+from dtf.checkpoint.line import Line
 from dtf.checkpoint.manifest import Manifest, Objective, encode
 from dtf.checkpoint.places import OWNER, Place
 from dtf.checkpoint.retention import Retention
 from dtf.checkpoint.suspects import forget_suspects, suspects_after
-from dtf.core.errors import DataError
+from dtf.core.errors import BusyError, DataError
+from dtf.core.run_record import is_live, launches
 from dtf.core.text import bytes_text
 
 
 class Known(NamedTuple):
-    """What tells a checkpoint from another of the same step, and how good it is."""
+    """What tells a checkpoint from another of the same step, how good it is, and which launch wrote it."""
 
     digest: str
     objective: Objective | None
+    run_id: str
 
     @classmethod
     def of(cls, manifest: Manifest) -> Known:
-        return cls(hashlib.sha256(encode(manifest)).hexdigest(), manifest.objective)
+        return cls(hashlib.sha256(encode(manifest)).hexdigest(), manifest.objective, manifest.run_id)
 
 
 class Mirror:
@@ -63,6 +66,9 @@ class Mirror:
         self._thread: threading.Thread | None = None
         self._failed, self._failures = "", 0
         self._lost = ""  # who took the place
+        self._origin: tuple[str, int] | None = None  # who wrote what this launch goes on from, and its step
+        self.owner: dict[str, Any] = {}
+        """Who wrote there before this run."""
         self._damaged: set[Path] = set()  # checkpoints here that cannot be sent
         self.sending: Path | None = None
         """The checkpoint that is being read now: it must stay."""
@@ -73,11 +79,15 @@ class Mirror:
         """The steps of the checkpoints there that the run may go on from, newest first. Changes none of them.
 
         A restarted run whose place is another run's by now goes on from none. OSError when the place fails, or cannot
-        be written to.
+        be written to. BusyError when another run that writes there is known to live, or when the checkpoints there and
+        here are not of one line of training.
         """
+        self.owner, self._there = self.place.read_owner(), {}
+        another = self.owner.get("run", self._run_id) not in self.known_runs()
+        if another and not self._attempt:
+            self._refuse_live()
         self.place.probe(f"probe-{self._run_id}")
-        self._there = {}
-        if self._attempt and self.place.read_owner().get("run", self._run_id) != self._run_id:
+        if another and self._attempt:
             return []
         for step in self.place.steps():
             try:
@@ -88,7 +98,48 @@ class Mirror:
                 self._useless.add(step)
         for step in self._useless:
             self._there.pop(step, None)
+        if another and self._there:
+            self._refuse_another_line()
         return sorted(self._there.keys() - self._suspect(), reverse=True)
+
+    def known_runs(self) -> set[str]:
+        """The ids of the launches that this run folder knows: its own, and those that wrote its checkpoints."""
+        return {self._run_id} | launches(self._folder.parent) | {known.run_id for known in self._complete().values()}
+
+    def writer(self) -> str:
+        """Who wrote there before this run."""
+        run, host, process = (ascii(self.owner.get(key, "?"))[:80].strip("'") for key in ("run", "host", "process"))
+        return f"run {run}, process {process} on host {host}"
+
+    def _refuse_live(self) -> None:
+        folder = self.owner.get("folder")
+        if isinstance(folder, str) and is_live(Path(folder), str(self.owner.get("run"))):
+            raise BusyError(
+                f"checkpoint.mirror={self.place.name} is in use by a live run ({self.writer()}, in {folder!a}); "
+                "give each run a checkpoint.mirror of its own, or stop that run to go on with its checkpoints"
+            )
+
+    def _refuse_another_line(self) -> None:
+        """Raise BusyError for a run that has checkpoints, where those of the place are of another run whose folder is
+        here as well, or of another line of training, as far as that is known.
+        """
+        here, line = self._complete(), Line.of(self.owner)
+        step = max(here, default=0)
+        if not here:
+            return
+        cure = "a run folder is one run: give it a checkpoint.mirror of its own, or go on"
+        folder, newest = Path(str(self.owner.get("folder", ""))), max(self._there)
+        if newest > step and self.owner.get("run") in launches(folder):
+            raise BusyError(
+                f"checkpoint.mirror={self.place.name} holds {storage.step_name(newest)} of {self.writer()}, which has "
+                f"a run folder of its own, {ascii(str(folder))[1:-1]}; {cure} there"
+            )
+        if line and not line.holds(here[step].run_id, step):
+            raise BusyError(
+                f"checkpoint.mirror={self.place.name} holds checkpoints of another line of training than "
+                f"{self._folder / storage.step_name(step)}: those of {self.writer()}; {cure} from the mirror in "
+                "another run.dir"
+            )
 
     def forget(self, step: int) -> None:
         """This checkpoint of the place is damaged there: it is replaced, or removed. Before `wake`."""
@@ -104,6 +155,10 @@ class Mirror:
         with self._changed:
             self._rule, self._spared, self._woken, self._idle = rule, frozenset(spared), True, False
             self._changed.notify_all()
+        if self._origin is None:
+            here = self._complete()
+            step = max(here, default=0)
+            self._origin = (here[step].run_id, step) if here else (self._run_id, 0)
         if self._thread is None:
             thread = threading.Thread(target=self._work, name="mirror", daemon=True)
             try:
@@ -166,9 +221,11 @@ class Mirror:
 
     def _take(self) -> None:
         """From now on the place is this run's. A restart does not take it from another run."""
-        owner = self.place.read_owner().get("run", self._run_id)
-        if owner == self._run_id or not self._attempt:
-            self.place.write_owner({"run": self._run_id, "host": socket.gethostname(), "process": os.getpid()})
+        owner, folder = self.place.read_owner(), str(self._folder.parent.absolute())
+        if not self._attempt or owner.get("run", self._run_id) in self.known_runs():
+            who = {"run": self._run_id, "host": socket.gethostname(), "process": os.getpid(), "folder": folder}
+            line = Line.of(owner).then(self._run_id, *(self._origin or (self._run_id, 0)))
+            self.place.write_owner(who | {"line": line.plain()})
         self._check_owner()
         self.place.clean()
 

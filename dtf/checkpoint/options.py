@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dtf.api.registry import option, register, with_default
 from dtf.api.schema import KeyProblem
-from dtf.checkpoint.place_names import check_place, is_url
+from dtf.checkpoint.place_names import check_place, is_mistyped, is_url
 from dtf.checkpoint.resolve_path import resolve_checkpoints
 
 
@@ -56,7 +56,7 @@ class Every:
                 "checkpoint=every, or no mirror",
             )
         check_place(self.mirror, "checkpoint.mirror")
-        if is_url(self.resume):
+        if is_url(self.resume) or is_mistyped(self.resume):
             check_place(self.resume, "checkpoint.resume")
         elif self.resume not in ("auto", "never") and not self.mirror:  # else the mirror may be what is left of it
             resolve_checkpoints(self.resume, "checkpoint.resume")

@@ -9,11 +9,10 @@ import errno
 import json
 import math
 import os
-import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from dtf.checkpoint import storage
 from dtf.checkpoint.durable_renames import sync_folder
 from dtf.checkpoint.manifest import BLOCK_BYTES, MAX_BYTES, Manifest, StoredFile, decode, encode
 from dtf.checkpoint.place_names import allows_http, is_url
+from dtf.checkpoint.store_errors import cause, failing
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import replace_text
 
@@ -36,7 +36,6 @@ _MOST_PARTS = 9_000
 """Of one object: a store takes 10,000."""
 _AT_ONCE = 4
 """Parts on their way at the same time."""
-_SHOWN = 200
 
 Pieces = Iterator[memoryview]
 
@@ -212,7 +211,7 @@ class Bucket(Place):
         try:
             self._store, self._bulk = store(10, 20), store(120, 120)  # small requests, and pieces of files
         except (BaseError, ValueError) as error:
-            raise ConfigError(f"{name} cannot be used: {_first(error)}") from None
+            raise ConfigError(f"{name} cannot be used: {cause(error)}") from None
 
     # ------------------------------------------------------------ objects
 
@@ -220,7 +219,7 @@ class Bucket(Place):
         """A small object. None: it is not there."""
         import obstore
 
-        with _failing():
+        with failing():
             try:
                 found = obstore.get(self._store, path)
             except FileNotFoundError:
@@ -232,7 +231,7 @@ class Bucket(Place):
     def _put(self, path: str, data: Any, chunk_bytes: int = _PIECE_BYTES) -> None:
         import obstore
 
-        with _failing():
+        with failing():
             obstore.put(self._bulk, path, data, chunk_size=chunk_bytes, max_concurrency=_AT_ONCE)
 
     def _sizes(self, step: int) -> dict[str, int]:
@@ -240,21 +239,21 @@ class Bucket(Place):
         import obstore
 
         prefix = f"{storage.step_name(step)}/"
-        with _failing():
+        with failing():
             found = [one for chunk in obstore.list(self._store, prefix) for one in chunk]
         return {one["path"].rpartition("/")[2]: one["size"] for one in found}
 
     def _delete(self, paths: list[str]) -> None:
         import obstore
 
-        with _failing():
+        with failing():
             obstore.delete(self._store, paths)
 
     def _begun(self) -> list[int]:
         """The steps of which there is any object, newest first."""
         import obstore
 
-        with _failing():
+        with failing():
             names = obstore.list_with_delimiter(self._store)["common_prefixes"]
         steps = [storage.step_of(name.rstrip("/").rpartition("/")[2]) for name in names]
         return sorted((step for step in steps if step is not None), reverse=True)
@@ -279,7 +278,7 @@ class Bucket(Place):
 
         path = f"{storage.step_name(step)}/{name}"
         for start in range(0, stored.size, _PIECE_BYTES):  # a request each, which is tried again where it fails
-            with _failing():
+            with failing():
                 try:
                     end = min(start + _PIECE_BYTES, stored.size)
                     piece = memoryview(obstore.get_range(self._bulk, path, start=start, end=end))
@@ -330,37 +329,9 @@ class Bucket(Place):
         self._put(OWNER, json.dumps(owner).encode())
 
 
-# ---------------------------------------------------------------- what stores say
-
-
 def _owner(data: bytes) -> dict[str, Any]:
     try:
         owner = json.loads(data)
     except (ValueError, RecursionError):
         return {}
     return owner if isinstance(owner, dict) else {}
-
-
-@contextmanager
-def _failing() -> Iterator[None]:
-    """Raise what the store says as an OSError of one line."""
-    from obstore import exceptions
-
-    refused = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
-    try:
-        yield
-    except exceptions.BaseError as error:
-        number = errno.EACCES if isinstance(error, refused) else errno.EIO
-        raise OSError(number, _first(error)) from None
-    except FileNotFoundError as error:  # no object: here it is the bucket
-        raise OSError(errno.ENOENT, _first(error)) from None
-
-
-def _first(error: Exception) -> str:
-    """The cause, in one line."""
-    text = str(error)
-    found = [re.search(rf"<{tag}>([^<]{{1,200}})</{tag}>", text) for tag in ("Code", "Message")]
-    if said := ": ".join(match[1] for match in found if match):
-        return ascii(said)[1:-1]
-    first = " ".join(text.partition("Debug source")[0].split())
-    return ascii(first)[1:-1][:_SHOWN]

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from dtf.checkpoint import storage
+from dtf.checkpoint.place_names import is_url
 from dtf.core.errors import DataError
 
 SUFFIXES = (".ckpt", ".pth", ".pt", ".safetensors")
@@ -31,6 +32,11 @@ def resolve_checkpoints(path: str | Path, key: str) -> list[Path]:
 
     `key`: the config key that gave the path, for errors. DataError when there is none.
     """
+    if is_url(str(path)):
+        raise DataError(
+            f"{key}={path} is no folder: checkpoints are read on this machine; copy one here first, with all its files "
+            "(aws s3 cp --recursive, or gcloud storage cp -r), and give its folder"
+        )
     folder = Path(path)
     if folder.name == BEST and not folder.exists():
         return [_best(resolve_checkpoints(folder.parent, key), f"{key}={path}")]

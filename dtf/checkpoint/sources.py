@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from dtf.checkpoint import storage
 from dtf.checkpoint.mirror import Mirror
 from dtf.checkpoint.options import Every
-from dtf.checkpoint.place_names import is_url, reaching
+from dtf.checkpoint.place_names import is_url, reaching, refuse_inside
 from dtf.checkpoint.places import Place, fetch, open_place
 from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.checkpoint.suspects import finish_set_aside
 from dtf.core.errors import BusyError, ConfigError, DataError, SaveError
+from dtf.host.waits import group_of, operation
+
+_PATIENCE_S = 5.0
+"""Until people hear that a place has not answered yet."""
 
 
 class Candidate(NamedTuple):
@@ -75,6 +81,7 @@ class Sources:
         """
         place = self._place(candidate)
         step, began = storage.step_of(Path(candidate.path).name) or 0, time.monotonic()
+        known = self.mirror.known_runs() if self.mirror else set()
         self._say(f"fetching {storage.step_name(step)} from {place.name}")
         try:
             fetch(place, step, self._folder, self._run_id)
@@ -86,7 +93,18 @@ class Sources:
             text = f"{storage.step_name(step)} could not be fetched from {place.name}: {error.strerror or error}"
             raise SaveError(f"{text}; start again") from error
         self._say(f"fetched {storage.step_name(step)} in {time.monotonic() - began:.1f} s")
+        if candidate.is_own and self.mirror is not None:
+            self._tell_of_another(self.mirror, Path(candidate.path), known)
         return None
+
+    def _tell_of_another(self, mirror: Mirror, path: Path, known: set[str]) -> None:
+        """Say so where another run wrote what this one goes on from. `known`: the ids of this one."""
+        writer = storage.read_manifest(path).run_id
+        if writer not in known:
+            self._say(
+                f"this run goes on with run {ascii(writer)[1:-1][:80]}, which wrote {path.name} of the mirror "
+                f"(the last to write there: {mirror.writer()})"
+            )
 
     def moved(self, candidate: Candidate) -> int:
         """Bytes that came from its place so far."""
@@ -114,10 +132,10 @@ class Sources:
         name = self._options.mirror
         if not name:
             return []
-        self._refuse_own_folder(name)
+        refuse_inside(name, self._folder.parent)
         self.mirror = Mirror(open_place(name), self._folder, self._run_id, attempt, self._note, self._say)
         try:
-            with reaching(name, "checkpoint.mirror"):
+            with self._asking(name, "checkpoint.mirror"):
                 return [] if attempt and has_own else self.mirror.look()
         except (SaveError, ConfigError) as error:
             if not attempt:
@@ -125,17 +143,21 @@ class Sources:
             self._note(str(error))
             return []
 
-    def _refuse_own_folder(self, name: str) -> None:
-        """Raise ConfigError for a mirror that is lost with the run folder."""
-        run = self._folder.parent.resolve()
-        if not is_url(name) and run in [(place := Path(name).expanduser().resolve()), *place.parents]:
-            raise ConfigError(
-                f"checkpoint.mirror={name} lies in the run folder {self._folder.parent}, and would be lost with it; "
-                "choose a folder elsewhere, best on another disk"
-            )
+    @contextmanager
+    def _asking(self, name: str, key: str) -> Iterator[None]:
+        """A context in which a place is asked, see `reaching`. People hear of one that takes long to answer."""
+        text = f"waiting for {key}={name}, which has not answered for {_PATIENCE_S:.0f} s"
+        timer = threading.Timer(_PATIENCE_S, self._say, [text])
+        timer.daemon = True
+        timer.start()
+        try:
+            with reaching(name, key), operation(f"requests to {key}={name}", group_of(key, (0,)), ordered=False):
+                yield
+        finally:
+            timer.cancel()
 
     def _of_another(self, resume: str) -> list[Candidate]:
-        with reaching(resume, "checkpoint.resume"):
+        with self._asking(resume, "checkpoint.resume"):
             self._foreign = open_place(resume)
             steps = self._foreign.steps()
         if not steps:

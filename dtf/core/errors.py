@@ -48,6 +48,10 @@ class DtfError(Exception):
     """Whether the process has already waited for what it misses, so that a restart at once is of no use."""
     by_author = False
     """Whether code of a recipe or a model raised it: its author wants the traceback."""
+    raised_by_all = False
+    """Whether all ranks raise it alike, so that the one that is heard first is not to blame."""
+    blames: int | None = None
+    """Of one that all ranks raise: the rank that is wrong. None: no single one is known to be."""
 
 
 class ConfigError(DtfError):
@@ -77,12 +81,10 @@ class PeerError(DtfError):
 
 
 class CorruptionError(DtfError):
-    """Replicas differ that compute alike: a machine changed bits. Requeue the job without the machine that it names.
-
-    `blames`: the rank that is wrong; None: no single one is known to be. Who raised it says nothing, all ranks do.
-    """
+    """Replicas differ that compute alike: a machine changed bits. Requeue the job without the machine that it names."""
 
     exit = Exit.HARDWARE
+    raised_by_all = True
 
     def __init__(self, message: str, blames: int | None = None) -> None:
         super().__init__(message)

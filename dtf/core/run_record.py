@@ -1,8 +1,10 @@
-"""How the run in a folder has ended, for processes that take part in a run whose folder another process made."""
+"""What a run folder says of its run to processes that have not made it: whether it lives, and how it has ended."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +14,9 @@ from dtf.core.consistency import keys_of_all_commands
 from dtf.core.errors import Exit
 from dtf.core.files import flat
 from dtf.core.redaction import may_be, redact
+
+LOCK = ".lock"
+"""The file of a run folder that the launching process locks while the run lives."""
 
 
 class RunEnd(NamedTuple):
@@ -37,3 +42,31 @@ def run_end(folder: Path, config: dict[str, Any]) -> RunEnd | None:
         return RunEnd(str(record["id"]), Exit(record["exit"]), str(record["cause"])) if same else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
         return None
+
+
+def launches(folder: Path) -> set[str]:
+    """The ids of all launches of the run in a folder, as far as they can be told."""
+    try:
+        record = json.loads((folder / "run.json").read_text())
+        return {str(launch["id"]) for launch in (record, *record.get("earlier", []))}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return set()
+
+
+def is_live(folder: Path, id: str) -> bool:
+    """Whether the launch `id` is known to live in a folder. False where that cannot be told."""
+    try:
+        if json.loads((folder / "run.json").read_text())["id"] != id:
+            return False
+        lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(lock)
+    return False

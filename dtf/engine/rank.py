@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dtf.config.settings import Settings, parse_settings
-from dtf.core.errors import CorruptionError, DtfError, Exit, PeerError, Preempted, io_failure
+from dtf.core.errors import DtfError, Exit, PeerError, Preempted, io_failure
 from dtf.core.types import Event, Failed, Place
 from dtf.host import heartbeat
 from dtf.host.signals import asked_to_stop
@@ -103,7 +103,7 @@ def run_rank(
         error = memory_error(error) or io_failure(error, folder) or error
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         patient = isinstance(error, DtfError) and error.patient
-        blamed = error.blames if isinstance(error, CorruptionError) else place.rank
+        blamed = error.blames if isinstance(error, DtfError) and error.raised_by_all else place.rank
         # after the first steps an author's code may fail by chance, and may do well from the last save
         named = error if isinstance(error, DtfError) else author_error(error)
         message = str(named or f"{type(error).__name__}: {error}")

@@ -15,6 +15,7 @@ from dtf.core.text import count_text
 from dtf.core.types import Measured, Note
 from dtf.engine.assemble import TrainingSetup
 from dtf.engine.clock import Progress
+from dtf.host import waits
 from dtf.optim.update import check_scalars
 
 _COUNTS = ("step", "best_step", "since_best")
@@ -128,6 +129,7 @@ def resume(setup: TrainingSetup) -> Resumed:
     ConfigError when it is of another task, or lies behind the end of this run.
     """
     checkpointer, plan = setup.checkpointer, setup.plan
+    waits.place("resume")
     path = checkpointer.find(setup.joined.rank.place.attempt, position)
     try:
         resumed = _load(setup, path) if path is not None else Resumed()

@@ -82,14 +82,10 @@ class WaitWatch:
             self._started_at = now
         elif now - self._started_at >= LONG_S * self._start_patience:
             self._start_patience *= 2
-            self._see(
-                Note(
-                    "info",
-                    f"the start takes long: {_listed(starting)} in {_place(self._seen(starting[0], {}))} "
-                    f"after {now - self._started_at:.0f} s; libraries are loaded, models are built, and tried on a "
-                    "few rows",
-                )
-            )
+            first = self._seen(starting[0], {})
+            text = f"the start takes long: {_listed(starting)} in {_place(first)} after {now - self._started_at:.0f} s"
+            why = "; libraries are loaded, models are built, and tried on a few rows"
+            self._see(Note("info", text if first.position.inside else f"{text}{why}"))
 
     def _tell(self, seen: Mapping[int, Seen], now: float) -> None:
         starting = any(one.beat.phase == "start" for one in seen.values())

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dtf.core.errors import Exit
 from dtf.core.text import (
     MetricHistory,
     StepRate,
@@ -94,7 +95,7 @@ class TerminalView:
                     style="bold yellow" if warning else "dim",
                 )
             case Failed():
-                bar.stop("failed")
+                bar.stop("preempted" if event.exit == Exit.PREEMPTED else "failed")
             case Ended(step, reason):
                 bar.stop(reason, step)
                 self._live.stop()

@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.checkpoint.place_names import refuse_inside
 from dtf.checkpoint.resolve_path import run_folder_of
 from dtf.checkpoint.storage import checkpoints
 from dtf.config.limits import read_checked
@@ -30,6 +31,7 @@ from dtf.core.errors import BusyError, ConfigError, io_failure
 from dtf.core.files import flat, replace_text
 from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import lost_effects
+from dtf.core.run_record import LOCK
 from dtf.core.text import quoted
 from dtf.core.types import Ended, Event, Measured, Saved, Started
 from dtf.core.version import __version__
@@ -38,8 +40,7 @@ if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
     from dtf.config.settings import Settings
 
-_LOCK = ".lock"
-_BEFORE_A_RUN = {_LOCK, ".run.json.new"}  # what a process killed in its first millisecond leaves behind
+_BEFORE_A_RUN = {LOCK, ".run.json.new"}  # what a process killed in its first millisecond leaves behind
 _WEIGHTS = "recipe.model.weights"
 _MAY_MOVE = "root"
 """Keys of this name, and the weights to start from, say where data lies, not what it is; checkpoints hold digests of
@@ -78,6 +79,7 @@ class Run:
         id = unique_id()
         name = settings.run.name or config["recipe"]["name"]
         folder = Path(again or settings.run.dir or Path("outputs", name, id)).absolute()
+        refuse_inside(config["checkpoint"].get("mirror", ""), folder)
         try:
             made = not folder.exists()
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -247,7 +249,7 @@ def take_lock(folder: Path) -> int:
 
     BusyError when another process has the lock.
     """
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

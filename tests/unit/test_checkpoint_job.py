@@ -112,6 +112,8 @@ def test_a_path_without_checkpoint_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "step_000001", "/dev/null"):
         with pytest.raises(DataError, match=r"job\.path"):
             job(path=str(path))
+    with pytest.raises(DataError, match=r"job\.path=s3://bucket/x is no folder.*copy one here first"):
+        job(path="s3://bucket/x")
 
 
 def test_the_best_is_not_guessed_where_one_cannot_be_read(run_folder: Path) -> None:

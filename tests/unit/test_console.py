@@ -18,6 +18,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console as Terminal
 
+from dtf.core.errors import Exit
 from dtf.core.text import MetricHistory, StepRate, number_text, plain_text, time_text
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
 from dtf.observers.console import Console, Lines
@@ -168,6 +169,8 @@ def test_a_run_that_fails_leaves_its_bar_where_it_died():
     rows = rows_of(drawn([started(), train(240), Failed(1, 250, 1, "x", "secret trace")], 80))
     assert any("240/480" in row and "50 %" in row and "failed" in row for row in rows)
     assert not any("secret trace" in row for row in rows)
+    asked = rows_of(drawn([started(), train(240), Failed(1, 250, int(Exit.PREEMPTED), "asked to stop", "")], 80))
+    assert any("240/480" in row and "preempted" in row for row in asked) and not any("failed" in row for row in asked)
 
 
 def test_drawing_keeps_up_with_any_number_of_measurements():

@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from dtf.api.launcher import report
 from dtf.checkpoint import place_names, sources, storage
 from dtf.checkpoint.mirror import Mirror
 from dtf.checkpoint.options import Every
 from dtf.checkpoint.places import Folder
-from dtf.core.errors import BusyError, ConfigError, DataError, Preempted, SaveError
-from dtf.core.types import State
+from dtf.core.errors import BusyError, ConfigError, DataError, Exit, Preempted, SaveError
+from dtf.core.types import Failed, State
+from dtf.host import heartbeat, waits
+from dtf.host.heartbeat import Board
+from dtf.launch.waits import WaitWatch
 from tests.support.checkpoints import Together, checkpointer, on_ranks, small_checkpoint, whole
 from tests.support.launching import HANG_S
 
@@ -95,6 +99,11 @@ def test_a_run_whose_mirror_lacks_its_end_says_so(tmp_path: Path, monkeypatch: p
     for left_s, kind in [(math.inf, SaveError), (3.0, Preempted)]:
         for error in on_ranks(2, lambda world, left_s=left_s: run(world, left_s)):
             assert isinstance(error, kind) and "step_000005 is complete in" in str(error), error
+            assert (
+                error.raised_by_all
+                and error.blames is None
+                and str(error).startswith("asked to stop; ") == (kind is Preempted)
+            )
             assert "No space left on device; start again with the same command, which sends it" in str(error)
 
 
@@ -187,7 +196,13 @@ def test_what_comes_from_another_run_is_not_its_own(tmp_path: Path, monkeypatch:
         ("s3://key:hidden@bucket/x", "holds a user or a password"),
         ("s3://bucket/x", "which is not encrypted"),
         ("gs://bucket/x", "needs obstore, which is not installed"),
-        ("s3:/bucket/x", "is no place"),
+        ("s3:/bucket/x", "is no place; write s3://bucket/x; a folder of this name is written ./s3:/bucket/x"),
+        ("s3:bucket/x", "is no place; write s3://bucket/x"),
+        ("GS:bucket", "is no place; write gs://bucket"),
+        ("azure:bucket/x", "is no place; write FOLDER, s3://BUCKET/PATH or gs://BUCKET/PATH"),
+        ("s3://bucket/x/step_000064", "is one checkpoint; write s3://bucket/x, the place of all"),
+        (__file__, "is no folder; write FOLDER"),
+        (f"{__file__}/below/it", f"cannot be used: {__file__} is no folder"),
         (" ", "is no place"),
         ("~nosuch/x", "there is no such user"),
     ],
@@ -201,6 +216,15 @@ def test_a_place_that_cannot_be_used_is_refused_by_its_name(
     with pytest.raises(ConfigError, match="checkpoint.mirror") as refusal:
         Every(mirror=mirror).check()
     assert expected in str(refusal.value) and "hidden" not in str(refusal.value)
+
+
+def test_a_mistyped_url_to_resume_from_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for resume in ("s3:bucket/x", "gs:/bucket/x", "s3://bucket/x/step_000064"):
+        with pytest.raises(ConfigError, match=r"checkpoint\.resume=.*; write [sg][3s]://bucket/x[;,]"):
+            Every(resume=resume).check()
+    small_checkpoint(run_folder(tmp_path, "run-10:30"), 4)
+    Every(resume="run-10:30").check()
 
 
 def test_a_restart_with_checkpoints_of_its_own_does_not_wait_for_the_mirror(
@@ -253,6 +277,38 @@ def test_what_was_fetched_in_vain_is_removed(tmp_path: Path) -> None:
     for folder, left in [("a", []), ("b", ["step_000004"])]:
         assert on_ranks(3, lambda world, folder=folder: run(world, folder)) == [None] * 3
         assert [path.name for path in storage.checkpoints(run_folder(tmp_path, folder))] == left
+
+
+def test_a_run_that_waits_for_its_mirror_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((heartbeat, "_cell"), (waits, "_numbers"), (waits, "_names")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    board, place, said, lines = Board(1), tmp_path / "there", list[str](), list[str]()
+    heartbeat.attach(board.fd, 0)
+    waits.place("backward")
+    watch, begun = WaitWatch(board, lambda note: lines.append(note.text)), board.read(0).at
+
+    def silent(*_: object) -> dict[str, Any]:
+        for second in (0, 40):
+            watch.look([0], begun + second, begun + second)
+        while not said:
+            threading.Event().wait(0.01)
+        return {}
+
+    monkeypatch.setattr(sources, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(Folder, "read_owner", silent)
+    folder = run_folder(tmp_path, "a")
+    sources.Sources(folder, Every(mirror=str(place)), "a", said.append, said.append).candidates(0)
+    assert said == [f"waiting for checkpoint.mirror={place}, which has not answered for 0 s"]
+    assert lines == [f"the start takes long: rank 0 in requests to checkpoint.mirror={place} after 40 s"]
+    board.close()
+
+
+def test_a_failure_of_the_run_names_no_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    report(Failed(None, 5, int(Exit.IO), "the mirror is full", ""))
+    report(Failed(1, 5, int(Exit.IO), "this disk is full", ""))
+    assert capsys.readouterr().err == (
+        "dtf: error[E_IO] step=5: the mirror is full\ndtf: error[E_IO] rank=1 step=5: this disk is full\n"
+    )
 
 
 def test_nothing_is_mirrored_where_nothing_is_saved() -> None:

@@ -66,6 +66,13 @@ def test_a_folder_of_its_own_each_time(here: Path) -> None:
     assert first.folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_mirror_in_the_folder_is_refused_before_there_is_one(here: Path) -> None:
+    wanted = config(run__dir="run", checkpoint__mirror=str(here / "run" / "mirror"))
+    with pytest.raises(ConfigError, match="checkpoint.mirror=.*would be lost with it"):
+        opened(wanted)
+    assert not (here / "run").exists()
+
+
 def test_what_the_folder_says_of_the_run(here: Path) -> None:
     run = opened(config())
     record = json.loads((run.folder / "run.json").read_text())
