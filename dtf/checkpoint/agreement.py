@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from dtf.core.errors import BusyError, ConfigError, DataError, DtfError, Exit, Preempted, SaveError
+from dtf.core.errors import BusyError, ConfigError, DataError, DtfError, Exit, Preempted, SaveError, by_all
 
 REMEDY = "make room or mend the disk, then start again"
 """The end of a SaveError that ends the run."""
 _ERRORS: dict[int, type[DtfError]] = {
     cls.exit: cls for cls in (DtfError, ConfigError, DataError, BusyError, SaveError, Preempted)
 }
-
-
-@contextmanager
-def nobody_is_to_blame() -> Iterator[None]:
-    """A context in which an expected error is of the run, and not of the rank that raises it first."""
-    try:
-        yield
-    except (BusyError, ConfigError, SaveError, Preempted) as error:
-        error.raised_by_all = True
-        raise
 
 
 class Peers(Protocol):
@@ -86,7 +75,7 @@ class Agreement:
             text = f"{what} could not be written{rest}"
         elif kind is DtfError or answer["exit"] is None:
             text = f"{what}: {text}"
-        raise kind(text) from self._cause
+        raise by_all(kind(text)) from self._cause
 
     def lead_long(
         self,

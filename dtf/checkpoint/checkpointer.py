@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dtf.checkpoint import storage
-from dtf.checkpoint.agreement import Agreement, Peers, nobody_is_to_blame
+from dtf.checkpoint.agreement import Agreement, Peers
 from dtf.checkpoint.boxes import STATE, StoredCheckpoint, loading_fault, write_boxes, write_scalars
 from dtf.checkpoint.manifest import (
     Manifest,
@@ -28,7 +28,7 @@ from dtf.checkpoint.options import Every
 from dtf.checkpoint.retention import Retention, retain
 from dtf.checkpoint.sources import Candidate, Sources
 from dtf.checkpoint.suspects import set_aside
-from dtf.core.errors import DataError, DtfError, Preempted, SaveError
+from dtf.core.errors import DataError, DtfError, Preempted, SaveError, by_all
 from dtf.core.text import bytes_text
 from dtf.core.types import State
 
@@ -212,8 +212,7 @@ class Checkpointer:
             rounds += 1
             if mirror is not None and not rounds & (rounds - 1):  # after a second, two, four
                 self._say(f"waiting for the mirror {mirror.place.name}: {bytes_text(before)} sent")
-        with nobody_is_to_blame():
-            self._ranks.lead(self._check_mirror, DataError, "the mirror")
+        self._ranks.lead(self._check_mirror, DataError, "the mirror")
 
     def _check_mirror(self) -> None:
         """The part of rank 0 in `finish_mirror` when the wait is over."""
@@ -256,8 +255,7 @@ class Checkpointer:
         there are checkpoints but none can be loaded, or when a rank cannot read what others can.
         """
         newest_fault, self._judge = "", judge
-        with nobody_is_to_blame():
-            found = self._ranks.lead(lambda: self._sources.candidates(attempt), DataError, "checkpoints")
+        found = self._ranks.lead(lambda: self._sources.candidates(attempt), DataError, "checkpoints")
         self._made = bool(storage.checkpoints(self._folder))
         candidates = [Candidate(*fields) for fields in found]
         for candidate in candidates:
@@ -279,21 +277,18 @@ class Checkpointer:
         if candidates[0].is_own:
             where = " and ".join(filter(None, (str(self._folder), self._options.mirror)))
             cure = "move them away to start anew, or use another run.dir"
-        raise DataError(
-            f"{where} holds no checkpoint that can be loaded ({newest_fault}); `dtf job=checkpoint job.action=verify` "
-            f"says more; {cure}"
-        )
+        text = f"{where} holds no checkpoint that can be loaded ({newest_fault})"
+        raise by_all(DataError(f"{text}; `dtf job=checkpoint job.action=verify` says more; {cure}"))
 
     def _fetch(self, candidate: Candidate) -> str | None:
         """Copy a checkpoint here. Returns why it cannot be loaded; None: it is there. Collective."""
-        with nobody_is_to_blame():
-            return self._ranks.lead_long(
-                lambda: self._sources.fetch(candidate),
-                DataError,
-                f"checkpoint {candidate.path}",
-                lambda: self._sources.moved(candidate),
-                self._alive,
-            )
+        return self._ranks.lead_long(
+            lambda: self._sources.fetch(candidate),
+            DataError,
+            f"checkpoint {candidate.path}",
+            lambda: self._sources.moved(candidate),
+            self._alive,
+        )
 
     def _loading_fault(self, path: Path) -> str | None:
         """Why a checkpoint cannot be loaded; each rank compares a share of its digests. Collective."""

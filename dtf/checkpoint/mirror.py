@@ -83,11 +83,12 @@ class Mirror:
         here are not of one line of training.
         """
         self.owner, self._there = self.place.read_owner(), {}
-        another = self.owner.get("run", self._run_id) not in self.known_runs()
+        owner = self.owner.get("run", self._run_id)
+        another = owner not in {self._run_id} | launches(self._folder.parent)
         if another and not self._attempt:
             self._refuse_live()
         self.place.probe(f"probe-{self._run_id}")
-        if another and self._attempt:
+        if self._attempt and owner not in self.known_runs():
             return []
         for step in self.place.steps():
             try:
@@ -127,18 +128,19 @@ class Mirror:
         step = max(here, default=0)
         if not here:
             return
-        cure = "a run folder is one run: give it a checkpoint.mirror of its own, or go on"
-        folder, newest = Path(str(self.owner.get("folder", ""))), max(self._there)
-        if newest > step and self.owner.get("run") in launches(folder):
+        mirror = "give the run a checkpoint.mirror of its own"
+        where, newest = self.owner.get("folder"), max(self._there)
+        folder = Path(where) if isinstance(where, str) else None
+        if folder and newest > step and self.owner.get("run") in launches(folder):
             raise BusyError(
                 f"checkpoint.mirror={self.place.name} holds {storage.step_name(newest)} of {self.writer()}, which has "
-                f"a run folder of its own, {ascii(str(folder))[1:-1]}; {cure} there"
+                f"a run folder of its own, {ascii(str(folder))[1:-1]}; {mirror}, or go on there"
             )
         if line and not line.holds(here[step].run_id, step):
             raise BusyError(
                 f"checkpoint.mirror={self.place.name} holds checkpoints of another line of training than "
-                f"{self._folder / storage.step_name(step)}: those of {self.writer()}; {cure} from the mirror in "
-                "another run.dir"
+                f"{self._folder / storage.step_name(step)}: those of {self.writer()}; to go on from the mirror with "
+                f"this command, move what is later than its line out of {self._folder}; to keep it, {mirror}"
             )
 
     def forget(self, step: int) -> None:
@@ -156,9 +158,9 @@ class Mirror:
             self._rule, self._spared, self._woken, self._idle = rule, frozenset(spared), True, False
             self._changed.notify_all()
         if self._origin is None:
-            here = self._complete()
-            step = max(here, default=0)
-            self._origin = (here[step].run_id, step) if here else (self._run_id, 0)
+            others = {step: known.run_id for step, known in self._complete().items() if known.run_id != self._run_id}
+            step = max(others, default=0)
+            self._origin = (others.get(step, self._run_id), step)
         if self._thread is None:
             thread = threading.Thread(target=self._work, name="mirror", daemon=True)
             try:
@@ -220,9 +222,12 @@ class Mirror:
         self._remove(self._useless)
 
     def _take(self) -> None:
-        """From now on the place is this run's. A restart does not take it from another run."""
+        """From now on the place is this run's, unless another run has taken it since the start of this one. A restart
+        does not take it from another run.
+        """
         owner, folder = self.place.read_owner(), str(self._folder.parent.absolute())
-        if not self._attempt or owner.get("run", self._run_id) in self.known_runs():
+        run = owner.get("run", self._run_id)
+        if run in self.known_runs() or (not self._attempt and run == self.owner.get("run")):
             who = {"run": self._run_id, "host": socket.gethostname(), "process": os.getpid(), "folder": folder}
             line = Line.of(owner).then(self._run_id, *(self._origin or (self._run_id, 0)))
             self.place.write_owner(who | {"line": line.plain()})

@@ -43,8 +43,8 @@ def check_place(place: str, key: str) -> None:
         url = urlsplit("")
     if url.scheme not in SCHEMES or not url.hostname or url.query or url.fragment:
         raise KeyProblem(key, f"{key}={place.partition('?')[0]} is no place; {_WRITE}")
-    if step_of(url.path.rpartition("/")[2]) is not None:
-        mirror = place.rpartition("/")[0]
+    if step_of(url.path.rstrip("/").rpartition("/")[2]) is not None:
+        mirror = place.rstrip("/").rpartition("/")[0]
         raise KeyProblem(key, f"{key}={place} is one checkpoint; write {mirror}, the place of all; the newest is taken")
     if url.username is not None:
         text = "holds a user or a password, and a config is saved; give them to the environment (AWS_ACCESS_KEY_ID)"

@@ -208,14 +208,22 @@ class Copies:
             if stream:
                 tensor.record_stream(stream)  # its memory may be given to others after the copy
 
-        largest_first = sorted(range(len(boxes)), key=lambda number: -boxes[number].tensor.nbytes)
-        apply = self._threads.map if self._threads and not self._streams else map  # streams are those of this thread
-        deque(apply(copy, largest_first), maxlen=0)
+        self._each(copy, sorted(range(len(boxes)), key=lambda number: -boxes[number].tensor.nbytes))
         events = []
         for device, stream in self._streams.items():
             events.append(stream.record_event())
             torch.cuda.current_stream(device).wait_event(events[-1])  # what changes the state next comes after
         return copied, events
+
+    def _each(self, copy: Callable[[int], None], numbers: Sequence[int]) -> None:
+        if self._threads and not self._streams:  # streams are those of this thread
+            try:
+                deque(self._threads.map(copy, numbers), maxlen=0)
+                return
+            except RuntimeError:  # the machine has no more threads now, or a copy failed, and fails again
+                self._threads.shutdown(cancel_futures=True)
+                self._threads = None
+        deque(map(copy, numbers), maxlen=0)
 
     def _room(self, box: Box) -> Tensor:
         """Memory for a copy of the box; what has grown, such as the rows of a table, gets more than it needs now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,7 +149,8 @@ class Sources:
         text = f"waiting for {key}={name}, which has not answered for {_PATIENCE_S:.0f} s"
         timer = threading.Timer(_PATIENCE_S, self._say, [text])
         timer.daemon = True
-        timer.start()
+        with suppress(RuntimeError):  # no thread now
+            timer.start()
         try:
             with reaching(name, key), operation(f"requests to {key}={name}", group_of(key, (0,)), ordered=False):
                 yield

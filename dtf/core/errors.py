@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from enum import IntEnum
 from pathlib import Path
+from typing import TypeVar
 
 LONGEST = 2000
 """Characters of an error line; messages may quote what others wrote."""
@@ -52,6 +53,15 @@ class DtfError(Exception):
     """Whether all ranks raise it alike, so that the one that is heard first is not to blame."""
     blames: int | None = None
     """Of one that all ranks raise: the rank that is wrong. None: no single one is known to be."""
+
+
+Raised = TypeVar("Raised", bound=DtfError)
+
+
+def by_all(error: Raised) -> Raised:
+    """The error, which all ranks raise."""
+    error.raised_by_all = True
+    return error
 
 
 class ConfigError(DtfError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from dtf.checkpoint.saves import Saves
@@ -78,4 +79,4 @@ def _planned(setup: TrainingSetup, size: int, coming: int) -> tuple[str, int]:
             )
             break
     why, counts = world.broadcast([why, [copiers[rank] for rank in sorted(copiers)]])
-    return why, counts[world.rank] if not why else 1
+    return why, 1 if why else min(counts[world.rank], len(os.sched_getaffinity(0)))  # ranks may be pinned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from dtf.core.errors import Exit
@@ -79,4 +80,4 @@ def _given_up(result: GroupResult, cause: Failed, restarts: int) -> GroupResult:
             f"launcher.max_restarts={restarts} is used up; start again with the same run.dir to go on from the last "
             "checkpoint",
         )
-    return GroupResult(exit, Failed(cause.rank, cause.step, int(exit), f"{cause.message}; {why}", cause.traceback))
+    return GroupResult(exit, replace(cause, exit=int(exit), message=f"{cause.message}; {why}"))

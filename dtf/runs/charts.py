@@ -307,7 +307,7 @@ def chaos(report: Mapping[str, Any], path: Path) -> None:
             _draw_recoveries(places[0], timed, faults, strategies)
         total = report["rows"][-1]
         title = f"{total['trials']:,} disturbed runs, {total['broken']} lost, hung or different"
-        bound = f"95 % sure: fewer than {total['bound']:.{1 if total['bound'] < 0.1 else 0}%}"
+        bound = f"95 % sure: fewer than {100 * total['bound']:.{1 if total['bound'] < 0.1 else 0}f} %"
         figure.suptitle(f"{title}; {bound}", x=0.01, ha="left", weight="bold", fontsize=10.5)
         figure.savefig(path, dpi=180, facecolor="white")
 

@@ -91,7 +91,8 @@ def test_what_begins_late_is_found_before_the_next_save(
     )
     assert "the last checkpoint is kept" in text and "Layout.buffers" in text
     steps = [int(name.removeprefix("step_")) for name in saved(tmp_path)]
-    assert steps and steps == list(range(steps[0], steps[-1] + 1)) and steps[-1] < HOARDING["steps"]
+    last = 5 if options.get("replicate") else 3  # four ranks make half the passes each
+    assert steps == [last - 2, last - 1, last]
 
 
 @pytest.mark.parametrize(("kind", "strategy", "options", "processes"), begin_later())

@@ -185,6 +185,25 @@ def test_a_table_that_grows_gets_more_memory_than_it_needs_now() -> None:
     assert take(125) == take(130) == first
 
 
+@pytest.mark.parametrize("threads", ["as many as wanted", "one", "none"])
+def test_several_threads_copy_what_one_would(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, begun = threading.Thread.start, list[str]()
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("copies") and len(begun) >= {"one": 1, "none": 0}.get(threads, 9):
+            raise RuntimeError("can't start new thread")
+        begun.append(thread.name)
+        start(thread)
+
+    copies = module.Copies(copiers=3)
+    tensors = [torch.arange(10.0 * size) for size in (1, 700, 3, 50_000)]
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    for step in (1.0, 2.0):
+        state = State([whole(f"w{number}", tensor + step) for number, tensor in enumerate(tensors)], {})
+        copied = copies.take(state)().boxes
+        assert all(torch.equal(box.tensor, own.tensor) for box, own in zip(copied, state.boxes, strict=True))
+
+
 class OnGpu(torch.Tensor):
     """A tensor that says it is on a GPU."""
 

@@ -16,17 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtf.core.errors import BusyError, ConfigError, Exit, Preempted
-from dtf.core.files import open_private
+from dtf.core.errors import ConfigError, Exit, Preempted
 from dtf.host.heartbeat import Beat
 from dtf.jobs.chaos import processes, reference, results, trial
 from dtf.jobs.chaos.command import Command
 from dtf.jobs.chaos.faults import FAULTS, Limit, Target, fits
-from dtf.jobs.chaos.folder import trials_folder
 from dtf.jobs.chaos.timeline import BEFORE, Moment, Timeline
 from dtf.jobs.chaos.trial import BITS, LAW, SAMPLES, Outcome, Subject
 from dtf.runs.recorded_run import RecordedRun
-from dtf.runs.run_folder import take_lock
 from tests.support.launching import HANG_S
 
 DOCS = Path(__file__).parents[2] / "docs" / "reliability.md"
@@ -280,7 +277,7 @@ def test_a_fault_that_finds_nobody_does_nothing(name: str, tmp_path: Path, monke
     assert not target.done, "its trial does not count"
 
 
-def test_a_reference_of_other_options_is_no_reference(tmp_path: Path) -> None:
+def test_a_reference_of_other_options_is_no_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject("ddp", ("strategy=ddp", "run.dir=a"), ("trainer",), True, (5.0, 60.0, 1.0))
     place = tmp_path / "references" / "ddp"
     place.mkdir(parents=True)
@@ -289,6 +286,12 @@ def test_a_reference_of_other_options_is_no_reference(tmp_path: Path) -> None:
     elsewhere = replace(subject, command=("strategy=ddp", "run.dir=b"))
     assert reference.add_reference(elsewhere, tmp_path, lambda: None).repeats
     other = replace(subject, command=("strategy=ddp", "strategy.bucket_mb=1", "run.dir=a"))
+    made_anew: list[str] = []
+    monkeypatch.setattr(reference, "_make", lambda plan, *_: made_anew.append(plan.strategy))
+    with pytest.raises(ConfigError):
+        reference.add_reference(other, tmp_path, lambda: None)
+    assert made_anew == ["ddp"], "no trial was compared with it"
+    results.append(tmp_path / "trials.jsonl", Outcome(0, 0, "term", "ddp"))
     with pytest.raises(ConfigError, match="holds trials of strategy 'ddp' with other options"):
         reference.add_reference(other, tmp_path, lambda: None)
 
@@ -338,40 +341,6 @@ def test_what_cannot_be_rehearsed_is_refused_before_the_first_run(
     assert done.code == Exit.CONFIG and expected in done.err, done.err
 
 
-def test_a_folder_of_something_else_is_left_alone(run_dtf: Any, tmp_path: Path) -> None:
-    (tmp_path / "kept").write_text("mine")
-    done = run_dtf("job=chaos", folder=tmp_path)
-    assert done.code == Exit.CONFIG and "is not empty, and holds no trials" in done.err
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-
-
-def test_two_commands_do_not_work_in_one_folder(run_dtf: Any, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("")
-    lock = take_lock(tmp_path)
-    done = run_dtf("job=chaos", folder=tmp_path)
-    os.close(lock)
-    assert done.code == Exit.BUSY and "is in use by a live run" in done.err, done.err
-
-
-def test_a_config_can_be_corrected_until_there_is_a_trial(tmp_path: Path) -> None:
-    place, lengths = tmp_path / "chaos", {"steps": 8}
-    with trials_folder(place, {"lr": {"peak": 1}, "job": {"name": "chaos"}}, lengths):
-        (place / "references").mkdir()
-        open_private(place / "made", "w").close()
-    with trials_folder(place, {"lr": {"peak": 2}, "job": {"name": "chaos"}}, lengths):
-        assert not (place / "references").exists(), "of the config before"
-        results.append(place / "trials.jsonl", Outcome(0, 0, "kill_rank", "ddp"))
-        (place / "plain").write_text("")
-    assert {path.stat().st_mode & 0o077 for path in [place, *place.iterdir()]} == {0}
-    with trials_folder(place, {"lr": {"peak": 2}, "job": {}, "run": {"dir": "x"}}, lengths):
-        pass
-    named = re.escape("lr.peak=1, that of the trials there has 2")
-    with pytest.raises(BusyError, match=named), trials_folder(place, {"lr": {"peak": 1}}, lengths):
-        pass
-    with pytest.raises(BusyError, match="job.steps=9"), trials_folder(place, {"lr": {"peak": 2}}, {"steps": 9}):
-        pass
-
-
 def test_a_broken_off_save_is_no_checkpoint_to_damage(tmp_path: Path) -> None:
     for name in ("step_000005", "step_000010", "step_000015.tmp-20251125-1", "step_000020.suspect-9"):
         folder = tmp_path / "checkpoints" / name
@@ -382,14 +351,6 @@ def test_a_broken_off_save_is_no_checkpoint_to_damage(tmp_path: Path) -> None:
         FAULTS["flip_checkpoint"].between(target)
         assert target.done[0].startswith(("step_000010/manifest.json", "before the second")), target.done
         (tmp_path / "checkpoints" / "step_000010" / "manifest.json").write_text("{}")
-
-
-def test_half_a_line_of_a_killed_command_is_no_trial(tmp_path: Path) -> None:
-    path = tmp_path / "trials.jsonl"
-    results.append(path, Outcome(0, 0, "kill_rank", "ddp"))
-    path.write_text(path.read_text() + '{"seed": 0, "numb')
-    results.append(path, Outcome(0, 1, "kill_rank", "ddp"))
-    assert [outcome.number for outcome in results.read(path)] == [0, 1]
 
 
 def test_without_a_trial_that_counts_there_is_a_table_and_no_picture(tmp_path: Path) -> None:

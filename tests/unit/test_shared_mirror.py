@@ -133,3 +133,30 @@ def test_a_line_goes_through_what_later_launches_went_on_from() -> None:
     assert Line.of({"line": json.loads(json.dumps(line.plain()))}).plain() == line.plain()
     for odd in (None, 3, [[]], [[1, 2, 3]], ["ab"], [["a", "b"]]):
         assert not Line.of({"line": odd})
+
+
+def test_of_two_runs_that_start_together_the_first_to_save_has_the_place(place: Place, tmp_path: Path) -> None:
+    here, other = run_folder(tmp_path, "la", "a"), run_folder(tmp_path, "lb", "b")
+    first, second = Mirrored(place, here, "a"), Mirrored(place, other, "b")
+    assert first.open() == second.open() == []
+    save(here, 5, run="a")
+    first.update()
+    save(other, 5, run="b")
+    second.update()
+    assert place.read_owner()["run"] == "a" and place.read_manifest(5).run_id == "a"
+    assert "run a" in second.warnings[0], second.warnings
+    save(here, 10, run="a")
+    assert not first.update().warnings and place.steps() == [10, 5]
+    assert place.read_owner()["line"] == [["a", 0]], "it began with nothing"
+
+
+def test_the_step_that_two_runs_went_on_from_is_no_sign_that_they_are_one(place: Place, tmp_path: Path) -> None:
+    here, other = run_folder(tmp_path, "la", "a"), run_folder(tmp_path, "lb", "b")
+    train(place, here, "a", 5)
+    shutil.copytree(here / "step_000005", other / "step_000005")
+    save(other, 30, run="b")
+    train(place, here, "a", 20)
+    with live(here.parent), pytest.raises(BusyError, match="in use by a live run"):
+        Mirrored(place, other, "b").open()
+    with pytest.raises(BusyError, match="of another line of training than .*step_000030.*move what is later"):
+        Mirrored(place, other, "b").open()

@@ -15,7 +15,7 @@ from obstore.exceptions import GenericError
 from dtf.checkpoint.place_names import reaching
 from dtf.checkpoint.places import Bucket
 from dtf.checkpoint.store_errors import cause
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, SaveError
 
 METADATA = (
     "Error performing {} http://169.254.169.254/{} in 748.307us - Server returned non-2xx status code: 403 Forbidden"
@@ -114,3 +114,15 @@ def test_a_run_without_credentials_is_told_which_to_set(
         reaching(place, "checkpoint.mirror"),
     ):
         Bucket(place).read_owner()
+
+
+def test_a_machine_that_gives_no_credentials_now_may_do_so_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    import obstore
+
+    def get(*_: Any) -> None:
+        url = "http://169.254.169.254/latest/api/token"
+        raise GenericError(f"Generic error: Error performing PUT {url} in 9s - HTTP error: error sending request")
+
+    monkeypatch.setattr(obstore, "get", get)
+    with pytest.raises(SaveError, match="no credentials found"), reaching("s3://bucket/x", "checkpoint.mirror"):
+        Bucket("s3://bucket/x").read_owner()

@@ -13,6 +13,7 @@ from typing import Any
 from dtf.core.consistency import config_facts, differences
 from dtf.core.errors import BusyError, ConfigError
 from dtf.core.files import replace_text
+from dtf.core.run_record import LOCK
 from dtf.runs.run_folder import take_lock
 
 TRIALS, REFERENCES, _CONFIG = "trials.jsonl", "references", "config.json"
@@ -29,8 +30,7 @@ def trials_folder(folder: Path, config: dict[str, Any], lengths: dict[str, Any])
     before = os.umask(0o077)
     try:
         folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-        path = folder / _CONFIG
-        if not path.exists() and any(folder.iterdir()):
+        if not (folder / _CONFIG).exists() and any(path.name != LOCK for path in folder.iterdir()):
             raise ConfigError(f"run.dir={folder} is not empty, and holds no trials; choose another folder")
         with os.fdopen(take_lock(folder)):
             _keep_config(folder, _facts(config, lengths))

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from signal import Signals
+from signal import strsignal
 from typing import TYPE_CHECKING
 
 from dtf.api.job import Job
@@ -193,14 +193,15 @@ class Chaos(Job):
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(mode=0o700)
             others = [heir for heir in heirs if heir is not subject]
-            outcome = run_trial(
-                subject, name, self.seed, number, place, library, lambda: _stopped(stop, folder), others
-            )
+            outcome = run_trial(subject, name, self.seed, number, place, library, check, others)
             results.append(path, outcome)
+            known.add((self.seed, number, name, subject.strategy))
             print(_line(outcome), flush=True)
             if not (self.keep and outcome.wrong):
                 shutil.rmtree(place, ignore_errors=True)
-        return self._report(composed, folder, results.read(path), {subject.strategy for subject in heirs})
+        dealt = [(number, *self._dealt(pairs, number)) for number in range(self.trials)]
+        left = sum((self.seed, number, name, subject.strategy) not in known for number, name, subject in dealt)
+        return self._report(composed, folder, results.read(path), left)
 
     def _dealt(self, pairs: list[tuple[str, Subject]], number: int) -> tuple[str, Subject]:
         """Each pair of a fault and a strategy in turn, in another order each time round."""
@@ -209,9 +210,10 @@ class Chaos(Job):
         random.Random(f"chaos order {self.seed} {round}").shuffle(order)
         return pairs[order[at]]
 
-    def _report(self, composed: Composed, folder: Path, outcomes: list[Outcome], repeating: set[str]) -> int:
-        """`repeating`: strategies under which two undisturbed runs are equal."""
+    def _report(self, composed: Composed, folder: Path, outcomes: list[Outcome], left: int) -> int:
+        """`left`: trials of this command that were not begun."""
         from dtf.jobs.chaos import results
+        from dtf.jobs.chaos.trial import SAMPLES
 
         rows = results.rows(outcomes)
         broken = [outcome for outcome in outcomes if outcome.wrong]
@@ -227,15 +229,14 @@ class Chaos(Job):
             "rows": rows,
             "broken": [outcome.to_json() for outcome in broken],
         }
-        apart = sorted({outcome.strategy for outcome in outcomes} - repeating)
+        apart = sorted({outcome.strategy for outcome in outcomes if outcome.equal == SAMPLES})
         notes = [f"{strategy}: two undisturbed runs differ, so samples alone are compared" for strategy in apart]
         replace_text(folder / REPORT, json.dumps(report, indent=1))
         replace_text(folder / "chaos.md", "\n".join([results.markdown(rows), "", *(f"- {note}" for note in notes), ""]))
         print("\n".join([results.table(rows), *([results.LEGEND] if rows else []), *notes]))
         for outcome in broken:
             print(f"broken: {_line(outcome)}")
-        done = sum(outcome.seed == self.seed for outcome in outcomes)
-        rest = f"; {done} of {self.trials} of job.seed={self.seed}: start again to go on" if done < self.trials else ""
+        rest = f"; {count_text(left, 'trial')} of job.seed={self.seed} left, start again to go on" if left else ""
         most = f" (95 % sure: fewer than {results.rate(rows[-1]['bound'])})" if rows else ""
         print(f"{count_text(len(outcomes), 'trial')}, {len(broken)} broken{most}, {missed} met nothing{rest}")
         print("\n".join(str(folder / name) for name in (TRIALS, REPORT, "chaos.md")))
@@ -273,6 +274,6 @@ def _line(outcome: Outcome) -> str:
     did += " (does not count: it met nothing)" if outcome.missed else ""
     what = f"seed={outcome.seed} {outcome.number}: {outcome.strategy}, {where}: {did}"
     end = outcome.wrong and f"BROKEN: {outcome.wrong}"
-    codes = ", ".join(str(code) if code >= 0 else Signals(-code).name for code in outcome.codes)
+    codes = ", ".join(str(code) if code >= 0 else strsignal(-code) or f"signal {-code}" for code in outcome.codes)
     timed = f", recovered in {outcome.recovered_s:.2f} s" if outcome.recovered_s is not None else ""
     return f"{what}: {end or f'exit {codes}, {outcome.lost_steps} steps again, {outcome.equal}{timed}'}"

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtf.core.errors import ConfigError, Exit, Preempted
+from dtf.jobs.chaos import results
 from dtf.jobs.chaos.command import Command
-from dtf.jobs.chaos.folder import REFERENCES
+from dtf.jobs.chaos.folder import REFERENCES, TRIALS
 from dtf.jobs.chaos.timeline import Timeline
 from dtf.jobs.chaos.trial import Subject, same_bits
 from dtf.runs.recorded_run import RecordedRun
@@ -50,9 +51,11 @@ def add_reference(subject: Subject, folder: Path, check: Callable[[], None]) -> 
     ConfigError when a run does not end well, and where the folder has that of other options.
     """
     place = folder / REFERENCES / re.sub(r"[^A-Za-z0-9.-]+", "_", subject.strategy)
-    if not (place / _NAME).exists():
+    made = _read(place)
+    tried = any(outcome.strategy == subject.strategy for outcome in results.read(folder / TRIALS))
+    if not made or (made["command"] != _key(subject) and not tried):
         _make(subject, place, check)
-    made = json.loads((place / _NAME).read_text())
+        made = _read(place)
     if made["command"] != _key(subject):
         raise ConfigError(
             f"{folder} holds trials of strategy '{subject.strategy}' with other options; their numbers would mix; "
@@ -75,6 +78,11 @@ def add_reference(subject: Subject, folder: Path, check: Callable[[], None]) -> 
         timeline=timeline,
         repeats=made["repeats"],
     )
+
+
+def _read(place: Path) -> dict[str, Any]:
+    """What is known of a reference; empty: there is none."""
+    return json.loads((place / _NAME).read_text()) if (place / _NAME).exists() else {}
 
 
 def _key(subject: Subject) -> list[str]:
