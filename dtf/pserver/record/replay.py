@@ -177,11 +177,14 @@ class Replay:
                 f"server {server} had made {applied} updates when it was asked, here it has made {now}; the record is "
                 "not whole"
             )
-        if self._applied[pull.step, pull.part] < self._servers:  # else a trainer pulled too late
-            replies = self._replies.setdefault((pull.step, pull.part), {})
-            replies.setdefault((pull, server), []).append(
-                _Reply(now, np.empty(0, np.uint8) if dense is None else dense.copy(), rows)
-            )
+        if self._applied[pull.step, pull.part] == self._servers:  # a trainer pulled too late
+            self._prepared.pop((pull.part, pull.at), None)
+            self._met.pop((pull.trainer, pull.step, server), None)
+            return
+        replies = self._replies.setdefault((pull.step, pull.part), {})
+        replies.setdefault((pull, server), []).append(
+            _Reply(now, np.empty(0, np.uint8) if dense is None else dense.copy(), rows)
+        )
 
     def _may(self, server: int, trainer: int, step: int, part: int) -> bool:
         """Whether all servers have answered the pulls that a push was computed from. A trainer asks all servers for the
