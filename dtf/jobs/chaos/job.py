@@ -127,10 +127,7 @@ class Chaos(Job):
                 "launcher=local"
             )
         elsewhere = {"launcher.processes": "write processes=N"}
-        if (
-            not composed.config["checkpoint"]["every_steps"]
-            and composed.config["checkpoint"]["every_steps"] is not None
-        ):
+        if composed.config["checkpoint"]["every_steps"] == 0:
             raise ConfigError(
                 "checkpoint.every_steps=0 saves nothing, and job=chaos is about going on from what was saved, every "
                 "job.save_every steps; leave it out"
