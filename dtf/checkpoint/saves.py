@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from dtf.checkpoint.agreement import REMEDY
@@ -36,8 +38,8 @@ class Saves:
     """The saves of one rank, one at a time and in order. Collective methods have to be called by all ranks alike.
 
     `checkpointer`: nobody else saves with it. `note` gets what people should know, perhaps from another thread.
-    `barrier`: waits until all ranks are there, so that none changes what another one still copies. None: no thread
-    writes. `copiers`: see `Copies`.
+    `barrier`: waits until all ranks are there, so that none has `State.others` change what is still to be set aside.
+    None: no thread writes. `copiers`: see `Copies`.
     """
 
     def __init__(
@@ -49,7 +51,8 @@ class Saves:
     ) -> None:
         self._checkpointer, self._note, self._barrier = checkpointer, note, barrier
         self._copies = Copies(copiers)
-        self._thread: _Work | None = None
+        self._worker: _Worker | None = None
+        self._work: Future[None] | None = None  # under way
         self._step = self._late = 0
         self._failed: SaveError | None = None  # of the last save
 
@@ -57,13 +60,13 @@ class Saves:
         """Take the memory for copies of such boxes, in a thread, so that the first save finds it there."""
         if self._barrier:
             with suppress(RuntimeError):  # no thread now: the first save takes it
-                self._thread = _Work(lambda: self._copies.reserve(boxes))
+                self._work = self._begin(lambda: self._copies.reserve(boxes))
 
     def ready(self) -> None:
         """Wait until the save before is over. Raises its error, but not the first SaveError: it was told, and the next
         save decides. Collective.
         """
-        if self._thread is not None and not self._thread.over(PATIENCE_S):
+        if self._work is not None and not _over(self._work, PATIENCE_S):
             self._late += 1
             if self._step and not self._late & (self._late - 1):  # the first time, the second, the fourth
                 self._note(
@@ -72,9 +75,20 @@ class Saves:
                 )
         self._end()
 
-    def save(self, step: int, state: State, scalars: dict[str, Any], value: float | None, told: Told) -> None:
+    def save(
+        self,
+        step: int,
+        state: State,
+        scalars: dict[str, Any],
+        value: float | None,
+        told: Told,
+        check: Callable[[], None],
+    ) -> None:
         """Save as `Checkpointer.save` does, and call `told`; where a thread writes, return once the state is copied.
         After `ready`. Collective.
+
+        `check`: nothing is saved if it raises. It comes after the copy, since not all ranks copy as much: those that
+        wait for it read their state meanwhile.
 
         After a failed save training waits for the next one, and SaveError ends the run where that fails too.
         """
@@ -86,23 +100,30 @@ class Saves:
                 seconds = time.perf_counter() - started
                 told(path, seconds, seconds)
 
+            check()
             self._checkpointer.save(step, state, scalars, value, tell)
             self._failed = None
             return
         arrive = self._copies.take(state)
-        self._barrier()
+        check()
+        if state.others:
+            self._barrier()
         held = time.perf_counter() - started
 
         def tell_late(path: str) -> None:
             told(path, time.perf_counter() - started, held)
 
         def write() -> None:
-            self._checkpointer.save(step, arrive(), scalars, value, tell_late)
+            try:
+                self._checkpointer.save(step, arrive(), scalars, value, tell_late)
+            except SaveError as error:
+                self._tell_failure(error)
+                raise
 
         try:
-            self._thread = _Work(write, self._tell_failure)
+            self._work = self._begin(write)
         except RuntimeError:  # the machine has no more threads now
-            write()
+            self._checkpointer.save(step, arrive(), scalars, value, tell_late)
 
     def finish(self) -> None:
         """Wait until the last save is complete and mirrored, see `Checkpointer.finish_mirror`. Raises its error.
@@ -125,29 +146,30 @@ class Saves:
     @property
     def under_way(self) -> bool:
         """Whether a thread is writing."""
-        return self._thread is not None and not self._thread.over(0)
+        return self._work is not None and not _over(self._work, 0)
 
     def settle(self) -> None:
         """Let a save that is under way come to its end, whatever that is: the run ends by another error."""
-        if self._thread is not None:
-            self._thread.over()
+        if self._work is not None:
+            wait([self._work])
+
+    def _begin(self, work: Callable[[], None]) -> Future[None]:
+        self._worker = self._worker or _Worker()
+        return self._worker.do(work)
 
     def _end(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        thread.over()
-        if isinstance(thread.error, SaveError):
-            self._failed = thread.error
-        elif thread.error is not None:
-            raise thread.error
-
-    def _tell_failure(self, error: BaseException) -> None:
+        work, self._work = self._work, None
+        error = work and work.exception()
         if isinstance(error, SaveError):
-            self._note(
-                f"{str(error).removesuffix(REMEDY)}training goes on; make room or mend the disk: the run ends when the "
-                "next save fails too"
-            )
+            self._failed = error
+        elif error is not None:
+            raise error
+
+    def _tell_failure(self, error: SaveError) -> None:
+        self._note(
+            f"{str(error).removesuffix(REMEDY)}training goes on; make room or mend the disk: the run ends when the "
+            "next save fails too"
+        )
 
 
 class Copies:
@@ -165,8 +187,8 @@ class Copies:
     def reserve(self, boxes: Sequence[Box]) -> None:
         """Take the memory for such boxes, so that it need not be found while training waits."""
         with suppress(MemoryError, RuntimeError):  # the first save will say so
-            for box in boxes:
-                self._room(box).zero_()
+            rooms = [self._room(box) for box in boxes]
+            self._each(lambda number: rooms[number].zero_(), range(len(rooms)))  # starts the threads too
 
     def take(self, state: State) -> Callable[[], State]:
         """Copy the state into memory that nobody else writes to until the next call. The result waits until the copy is
@@ -215,7 +237,7 @@ class Copies:
             torch.cuda.current_stream(device).wait_event(events[-1])  # what changes the state next comes after
         return copied, events
 
-    def _each(self, copy: Callable[[int], None], numbers: Sequence[int]) -> None:
+    def _each(self, copy: Callable[[int], object], numbers: Sequence[int]) -> None:
         if self._threads and not self._streams:  # streams are those of this thread
             try:
                 deque(self._threads.map(copy, numbers), maxlen=0)
@@ -239,30 +261,38 @@ class Copies:
         return held[: tensor.numel()].view(tensor.shape)
 
 
-class _Work(threading.Thread):
-    """Does some work at once, and keeps its error. Exits of the interpreter do not wait for it."""
+class _Worker:
+    """A thread for one work after another. It is started once: where a process has no memory left for a new thread,
+    Python may wait for it for ever. RuntimeError where the machine has no more threads. Exits of the interpreter do
+    not wait for it.
+    """
 
-    def __init__(self, work: Callable[[], None], failed: Callable[[BaseException], None] = lambda error: None) -> None:
-        super().__init__(name="saves", daemon=True)
-        self._work: Callable[[], None] | None = work
-        self._told_failed = failed
-        self.error: BaseException | None = None
-        self.start()
+    def __init__(self) -> None:
+        self._works: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        threading.Thread(target=_work_off, args=[self._works], name="saves", daemon=True).start()
+        weakref.finalize(self, self._works.put, None)
 
-    def run(self) -> None:
-        assert self._work is not None
+    def do(self, work: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+        self._works.put((work, done))
+        return done
+
+
+def _work_off(works: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
+    while item := works.get():
+        work, done = item
         try:
-            self._work()
+            work()
         except BaseException as error:  # noqa: BLE001 - whoever waits for the work raises it
-            self.error = error
-            self._told_failed(error)
-        finally:
-            self._work = None  # and with it what it held
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        del item, work, done  # and with them what they hold
 
-    def over(self, timeout_s: float | None = None) -> bool:
-        """Wait for its end, no longer than this; whether it has come."""
-        self.join(timeout_s)
-        return not self.is_alive()
+
+def _over(work: Future[None], timeout_s: float | None = None) -> bool:
+    """Wait for its end, no longer than this; whether it has come."""
+    return not wait([work], timeout_s).not_done
 
 
 def _giving(write: Write) -> Callable[[], Write]:

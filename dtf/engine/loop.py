@@ -61,9 +61,11 @@ class Saver(Protocol):
         scalars: dict[str, Any],
         value: float | None,
         told: Callable[[str, float, float], None],
+        check: Callable[[], None],
     ) -> None:
         """`value`: the objective evaluated at this very step, if it was. `told`: is called with the folder of the
-        complete checkpoint, how long it took and how long training stood still, perhaps later.
+        complete checkpoint, how long it took and how long training stood still, perhaps later. `check`: is called
+        before training goes on; nothing is saved if it raises.
         """
 
     def finish(self) -> None:
@@ -262,8 +264,6 @@ class _TicketHandler:
             if loop.guard is not None:
                 loop.guard.compare_state()
             self.program.sync()
-            if loop.compares_replicas and (warning := self.program.check_replicas()):
-                loop.see(Note("warning", warning))
             carried = self._close_window()
             self.window = Window(carried)
             state = self.program.state()
@@ -286,7 +286,9 @@ class _TicketHandler:
                 def told(path: str, seconds: float, held: float) -> None:
                     loop.see(Saved(step, path, is_best, before + seconds, before + held))
 
-                loop.saver.save(step, state, scalars, value, told)
+                loop.saver.save(step, state, scalars, value, told, self._compare_replicas)
+            else:
+                self._compare_replicas()
         self.clock.done(ticket, {})
 
     def stop(self, ticket: Stop) -> None:
@@ -311,6 +313,10 @@ class _TicketHandler:
         loop, skipped = self.loop, self.program.skipped()
         if skipped > loop.skip_nonfinite:
             raise diverged(loop, step, skipped, (total or self.window.total(loop.world, self.width))[: self.width])
+
+    def _compare_replicas(self) -> None:
+        if self.loop.compares_replicas and (warning := self.program.check_replicas()):
+            self.loop.see(Note("warning", warning))
 
     def _close_window(self) -> list[float]:
         """The window's sums over ranks, with what the program had not yet reported. Waits for the device."""

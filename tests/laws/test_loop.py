@@ -125,7 +125,8 @@ class Saver:
 
     def ready(self) -> None: ...
 
-    def save(self, step: int, state: State, scalars: dict, value: float | None, told: Any) -> None:
+    def save(self, step: int, state: State, scalars: dict, value: float | None, told: Any, check: Any) -> None:
+        check()
         self.saved.append(step)
         told(f"step_{step}", 0.0, 0.0)
 

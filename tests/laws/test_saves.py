@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from dtf.checkpoint import saves as module
 from dtf.checkpoint import storage
 from dtf.checkpoint.saves import Saves
-from dtf.core.errors import DtfError, SaveError
+from dtf.core.errors import ConfigError, DtfError, SaveError
 from dtf.core.types import Box, State
 from tests.support.checkpoints import Together, checkpointer, on_ranks, same_bits, whole
 from tests.support.harness import meshes, spread, variants
@@ -90,13 +89,14 @@ class Run:
         self.notes: list[str] = []
         self.told: Told = []
         self.weight = torch.zeros(1000)
+        self.check: Callable[[], None] = lambda: None
         world = world or Together(0, 1, threading.Barrier(1), [None])
         self.saves = Saves(checkpointer(folder, world), self.notes.append, lambda: world.broadcast(None))
 
     def save(self, step: int) -> None:
         self.weight.fill_(step)
         self.saves.ready()
-        self.saves.save(step, self.state(), {"step": step}, None, lambda *told: self.told.append(told))
+        self.saves.save(step, self.state(), {"step": step}, None, lambda *told: self.told.append(told), self.check)
         self.weight.fill_(-1)  # training goes on
 
     def state(self) -> State:
@@ -139,6 +139,33 @@ def test_training_waits_for_the_copy_alone(tmp_path: Path, gate: threading.Event
     assert not run.notes
 
 
+@pytest.mark.parametrize("background", [True, False])
+def test_nothing_is_saved_where_replicas_are_not_alike(tmp_path: Path, background: bool) -> None:
+    run = Run(tmp_path)
+    run.saves._barrier = run.saves._barrier if background else None
+    run.save(1)
+
+    def refuse() -> None:
+        assert bool(run.saves._copies._held) is background, "ranks that copy nothing compare meanwhile"
+        raise ConfigError("not alike")
+
+    run.check = refuse
+    with pytest.raises(ConfigError, match="not alike"):
+        run.save(2)
+    run.saves.settle()
+    assert [path.name for path in storage.checkpoints(tmp_path)] == ["step_000001"] and len(run.told) == 1
+
+
+def test_one_thread_writes_all_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    run.saves.reserve(run.state().boxes)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail(f"{thread.name} may never start"))
+    for step in (1, 2):
+        run.save(step)
+    run.saves.finish()
+    assert len(run.told) == 2
+
+
 def test_a_save_waits_for_the_one_before_and_says_so(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,99 +197,6 @@ def test_memory_is_taken_once(tmp_path: Path) -> None:
         places |= {held.data_ptr() for held in run.saves._copies._held.values()}
     run.saves.finish()
     assert len(places) == 1 and len(storage.checkpoints(tmp_path)) == 3
-
-
-def test_a_table_that_grows_gets_more_memory_than_it_needs_now() -> None:
-    copies = module.Copies()
-
-    def take(rows: int) -> int:
-        (box,) = copies.take(State([Box("t", torch.arange(2.0 * rows).view(rows, 2), (rows, 2), (0, 0))], {}))().boxes
-        assert same_bits(box.tensor, torch.arange(2.0 * rows).view(rows, 2))
-        return box.tensor.data_ptr()
-
-    assert take(100) == take(100) == take(50)
-    first = take(104)
-    assert take(125) == take(130) == first
-
-
-@pytest.mark.parametrize("threads", ["as many as wanted", "one", "none"])
-def test_several_threads_copy_what_one_would(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, begun = threading.Thread.start, list[str]()
-
-    def limited(thread: threading.Thread) -> None:
-        if thread.name.startswith("copies") and len(begun) >= {"one": 1, "none": 0}.get(threads, 9):
-            raise RuntimeError("can't start new thread")
-        begun.append(thread.name)
-        start(thread)
-
-    copies = module.Copies(copiers=3)
-    tensors = [torch.arange(10.0 * size) for size in (1, 700, 3, 50_000)]
-    monkeypatch.setattr(threading.Thread, "start", limited)
-    for step in (1.0, 2.0):
-        state = State([whole(f"w{number}", tensor + step) for number, tensor in enumerate(tensors)], {})
-        copied = copies.take(state)().boxes
-        assert all(torch.equal(box.tensor, own.tensor) for box, own in zip(copied, state.boxes, strict=True))
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU."""
-
-    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
-
-    def record_stream(self, stream: Any) -> None:
-        stream.log.append("kept until the copy is there")
-
-
-class FakeStream:
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.log.append(f"{self.name} waits for the event of {event.stream.name}")
-
-    def record_event(self) -> FakeEvent:
-        self.log.append(f"{self.name} records")
-        return FakeEvent(self)
-
-
-class FakeEvent:
-    def __init__(self, stream: FakeStream) -> None:
-        self.stream = stream
-
-    def synchronize(self) -> None:
-        self.stream.log.append("the thread waits")
-
-
-def test_the_host_does_not_wait_for_copies_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They lie between the step before and the step after, on a stream of their own, and in pinned memory."""
-    log: list[str] = []
-    steps, empty = FakeStream("steps", log), torch.empty
-
-    def pinned(*size: Any, pin_memory: bool = False, **keywords: Any) -> torch.Tensor:
-        log.append(f"memory, pinned: {pin_memory}")
-        return empty(*size, **keywords)
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("copies", log))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: steps)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(log.append(f"copy on {stream.name}")))
-    monkeypatch.setattr(torch, "empty", pinned)
-    copies, tensor = module.Copies(), torch.arange(6.0).as_subclass(OnGpu)
-    taken = [
-        "copies waits for steps",
-        "memory, pinned: True",
-        *("copy on copies", "kept until the copy is there"),
-        *("copies records", "steps waits for the event of copies"),
-    ]
-    arrive = copies.take(State([whole("w", tensor)], {}))
-    assert log == taken
-    (box,) = arrive().boxes
-    assert log == [*taken, "the thread waits"] and box.tensor.tolist() == list(range(6))
-    log.clear()
-    copies.take(State([whole("w", tensor)], {}))
-    assert log == [line for line in taken if not line.startswith("memory")]
 
 
 @pytest.mark.parametrize("file", ["rank_0.safetensors", "state.json", "manifest.json"])

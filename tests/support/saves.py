@@ -44,9 +44,9 @@ class Late(Saves):
         super().ready()
         self._due.clear()
 
-    def save(self, step: int, state: Any, scalars: Any, value: Any, told: Any) -> None:
+    def save(self, step: int, state: Any, scalars: Any, value: Any, told: Any, check: Any) -> None:
         self._at_once.save(step, state, scalars, value)
-        super().save(step, state, scalars, value, told)
+        super().save(step, state, scalars, value, told, check)
 
     def finish(self) -> None:
         self._due.set()
