@@ -113,3 +113,9 @@ class Source(Protocol):
         DataError when the checkpoint has no such tensor, or one of another shape, or a damaged one.
         """
         ...
+
+    def read_into(self, name: str, out: Tensor, offset: tuple[int, ...] | None = None) -> None:
+        """Fill `out` with the part at `offset` (default: `out` has the whole tensor). As `read`, without memory of its
+        own where `out` has the stored format. What `out` holds after a DataError is of no use.
+        """
+        ...

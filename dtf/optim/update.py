@@ -345,14 +345,14 @@ class LocalUpdate:
     def load(self, source: Source) -> None:
         """Take this rank's part from a checkpoint."""
         for name, shard in [*self._shards.items(), *self._frozen.items()]:
-            shard.master.copy_(source.read(f"model/{name}", shard.offset, tuple(shard.master.shape)))
+            source.read_into(f"model/{name}", shard.master, shard.offset)
             if shard.local is not shard.master:
                 shard.local.copy_(shard.master)
         for name, state in self._bound.states.items():
             shard = self._shards[name]
             for key, tensor in state.items():
                 offset = shard.offset if tensor.dim() else ()
-                tensor.copy_(source.read(f"optimizer/{name}/{key}", offset, tuple(tensor.shape)))
+                source.read_into(f"optimizer/{name}/{key}", tensor, offset)
         if self._tables is not None and self._sharding.steps_tables:
             self._tables.clear()  # of rows to start from, where the run goes on
             self._tables.load(source)

@@ -100,9 +100,9 @@ FAULTS = [
     ),
     Fault(
         "digests are not compared",
-        "dtf/checkpoint/storage.py",
-        "zlib.crc32(block) != self._stored.crc32[number]",
-        "zlib.crc32(block) < 0",
+        "dtf/checkpoint/blocks.py",
+        "crc32(block) != self._stored.crc32[number]",
+        "crc32(block) < 0",
         ("tests/laws/test_checkpoint_faults.py::test_200_of_200_damages_are_found",),
     ),
     Fault(
