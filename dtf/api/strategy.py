@@ -115,11 +115,17 @@ class Program(ABC):
         """
 
     def check_replicas(self) -> str | None:
-        """ConfigError where replicas differ; else a warning for people. After `sync`, before a save. Collective."""
+        """ConfigError where replicas differ; else a warning for people. Collective.
+
+        After `state`, whose tensors a GPU may still copy: only later work of that GPU may change them. Nothing is
+        written before it returns.
+        """
 
     @abstractmethod
     def state(self) -> State:
-        """The boxes that this rank owns, under full parameter names, and scalars. Called after `sync`."""
+        """The boxes that this rank owns, under full parameter names, and scalars. Called after `sync`. See
+        `State.private` for programs whose ranks cannot change each other's boxes.
+        """
 
     @abstractmethod
     def load(self, source: Source) -> None:

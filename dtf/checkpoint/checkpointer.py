@@ -121,7 +121,9 @@ class Checkpointer:
     def _removed(self) -> str:
         """Which folder of the run is gone, though it was there. Empty: none."""
         there = [self._folder.parent, self._folder] if self._made else [self._folder.parent]
-        return next((f"{folder} was removed while the run went on" for folder in there if not folder.is_dir()), "")
+        with suppress(OSError):  # the disk fails
+            return next((f"{folder} was removed while the run went on" for folder in there if not folder.is_dir()), "")
+        return ""
 
     def _kept(self) -> tuple[str, str]:
         """The folder of the checkpoints, and the name of the newest that is not known to be damaged."""

@@ -158,7 +158,12 @@ class Mirror:
             self._rule, self._spared, self._woken, self._idle = rule, frozenset(spared), True, False
             self._changed.notify_all()
         if self._origin is None:
-            others = {step: known.run_id for step, known in self._complete().items() if known.run_id != self._run_id}
+            try:
+                complete = self._complete()
+            except OSError as error:  # the disk fails: the next save may find it well
+                self._tell(error)
+                return
+            others = {step: known.run_id for step, known in complete.items() if known.run_id != self._run_id}
             step = max(others, default=0)
             self._origin = (others.get(step, self._run_id), step)
         if self._thread is None:

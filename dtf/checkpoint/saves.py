@@ -38,8 +38,7 @@ class Saves:
     """The saves of one rank, one at a time and in order. Collective methods have to be called by all ranks alike.
 
     `checkpointer`: nobody else saves with it. `note` gets what people should know, perhaps from another thread.
-    `barrier`: waits until all ranks are there, so that none has `State.others` change what is still to be set aside.
-    None: no thread writes. `copiers`: see `Copies`.
+    `barrier`: waits until all ranks are there, see `State.private`. None: no thread writes. `copiers`: see `Copies`.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Saves:
         """Wait until the save before is over. Raises its error, but not the first SaveError: it was told, and the next
         save decides. Collective.
         """
-        if self._work is not None and not _over(self._work, PATIENCE_S):
+        if self._work is not None and wait([self._work], PATIENCE_S).not_done:
             self._late += 1
             if self._step and not self._late & (self._late - 1):  # the first time, the second, the fourth
                 self._note(
@@ -88,7 +87,7 @@ class Saves:
         After `ready`. Collective.
 
         `check`: nothing is saved if it raises. It comes after the copy, since not all ranks copy as much: those that
-        wait for it read their state meanwhile.
+        wait for the others read their state meanwhile.
 
         After a failed save training waits for the next one, and SaveError ends the run where that fails too.
         """
@@ -106,7 +105,7 @@ class Saves:
             return
         arrive = self._copies.take(state)
         check()
-        if state.others:
+        if not state.private:
             self._barrier()
         held = time.perf_counter() - started
 
@@ -117,13 +116,15 @@ class Saves:
             try:
                 self._checkpointer.save(step, arrive(), scalars, value, tell_late)
             except SaveError as error:
-                self._tell_failure(error)
+                with suppress(OSError):  # nobody listens
+                    self._tell_failure(error)
                 raise
 
         try:
             self._work = self._begin(write)
-        except RuntimeError:  # the machine has no more threads now
-            self._checkpointer.save(step, arrive(), scalars, value, tell_late)
+        except RuntimeError:  # the machine has no more threads now; the other ranks do not know
+            self._work = Future()
+            _do(write, self._work)
 
     def finish(self) -> None:
         """Wait until the last save is complete and mirrored, see `Checkpointer.finish_mirror`. Raises its error.
@@ -146,7 +147,7 @@ class Saves:
     @property
     def under_way(self) -> bool:
         """Whether a thread is writing."""
-        return self._work is not None and not _over(self._work, 0)
+        return self._work is not None and not self._work.done()
 
     def settle(self) -> None:
         """Let a save that is under way come to its end, whatever that is: the run ends by another error."""
@@ -159,7 +160,7 @@ class Saves:
 
     def _end(self) -> None:
         work, self._work = self._work, None
-        error = work and work.exception()
+        error = work.exception() if work else None
         if isinstance(error, SaveError):
             self._failed = error
         elif error is not None:
@@ -180,6 +181,7 @@ class Copies:
     """
 
     def __init__(self, copiers: int = 1) -> None:
+        self._copiers = copiers
         self._threads = ThreadPoolExecutor(copiers, "copies") if copiers > 1 else None
         self._held: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # one axis each
         self._streams: dict[Any, Any] = {}  # by device
@@ -187,8 +189,20 @@ class Copies:
     def reserve(self, boxes: Sequence[Box]) -> None:
         """Take the memory for such boxes, so that it need not be found while training waits."""
         with suppress(MemoryError, RuntimeError):  # the first save will say so
-            rooms = [self._room(box) for box in boxes]
-            self._each(lambda number: rooms[number].zero_(), range(len(rooms)))  # starts the threads too
+            for box in boxes:
+                self._room(box).zero_()
+        if self._threads and all(box.tensor.device.type == "cpu" for box in boxes):
+            self._start_threads(self._threads, self._copiers)
+
+    def _start_threads(self, threads: ThreadPoolExecutor, count: int) -> None:
+        """Start them now: each waits for the others, as one that has nothing to do is given the next work."""
+        met = threading.Barrier(count)
+        try:
+            wait([threads.submit(met.wait, PATIENCE_S) for _ in range(count)])
+        except RuntimeError:  # the machine has no more threads now: it copies by one
+            met.abort()
+            threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
 
     def take(self, state: State) -> Callable[[], State]:
         """Copy the state into memory that nobody else writes to until the next call. The result waits until the copy is
@@ -280,19 +294,17 @@ class _Worker:
 
 def _work_off(works: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
     while item := works.get():
-        work, done = item
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the work raises it
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-        del item, work, done  # and with them what they hold
+        _do(*item)
+        del item  # and with it what it holds
 
 
-def _over(work: Future[None], timeout_s: float | None = None) -> bool:
-    """Wait for its end, no longer than this; whether it has come."""
-    return not wait([work], timeout_s).not_done
+def _do(work: Callable[[], None], done: Future[None]) -> None:
+    try:
+        work()
+    except BaseException as error:  # noqa: BLE001 - whoever waits for the work raises it
+        done.set_exception(error)
+    else:
+        done.set_result(None)
 
 
 def _giving(write: Write) -> Callable[[], Write]:

@@ -129,12 +129,14 @@ class DivergedError(DtfError):
     """Loss or gradients were not finite more often than `train.skip_nonfinite` allows."""
 
     exit = Exit.DIVERGED
+    raised_by_all = True
 
 
 class BudgetError(DtfError):
     """`budget.hours` or `budget.cost` is spent; the state was saved. Raise it to go on."""
 
     exit = Exit.BUDGET
+    raised_by_all = True
 
 
 class NoProgressError(DtfError):

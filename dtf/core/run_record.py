@@ -63,6 +63,7 @@ def is_live(folder: Path, id: str) -> bool:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_UN)  # a process forked meanwhile would keep it
     except BlockingIOError:
         return True
     except OSError:  # a file system without locks

@@ -124,8 +124,8 @@ class Box(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a program contributes to a checkpoint on this rank: the boxes that it owns, which no other rank changes, and
-    JSON scalars, of which those of rank 0 are saved.
+    """What a program contributes to a checkpoint on this rank: the boxes that it owns, and JSON scalars, of which those
+    of rank 0 are saved.
     """
 
     boxes: list[Box]
@@ -133,7 +133,12 @@ class State(NamedTuple):
     others: Callable[[], Callable[[Path], list[dict[str, Any]]]] | None = None
     """Let processes that work for this rank set their boxes aside as they are now. What it returns, another thread may
     call later: it has them write these into a checkpoint's folder, and returns what they wrote, see
-    `boxes.write_boxes`. All ranks have it, or none: it is followed by a barrier.
+    `boxes.write_boxes`.
+    """
+
+    private: bool = False
+    """Whether nothing that another rank does, or lets others do, changes what this rank still copies. Else a barrier
+    follows the copy. All ranks alike.
     """
 
 

@@ -37,7 +37,7 @@ from dtf.engine.program_check import check_program
 from dtf.engine.rank import Rank, ignore
 from dtf.engine.start_record import StartRecord, start_digest
 from dtf.engine.turns import Turns, build
-from dtf.host import heartbeat
+from dtf.host import heartbeat, starting
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.ema import with_ema
 from dtf.model.init import construct, refuse_untrainable, start_from
@@ -116,7 +116,9 @@ def join(rank: Rank) -> JoinedRank:
     facts = {"config": config_facts(rank.config)}  # so that an error names the keys that differ
     if trains:
         rank = _rendezvous(rank, facts)
-        world = World.join(replace(rank.place, size=count), strategy.communication(kind))
+        with starting.at_once():  # torch's code waits for the others in it
+            _refuse_stop(rank)
+            world = World.join(replace(rank.place, size=count), strategy.communication(kind))
     else:
         world = World(replace(place, size=1))
     return JoinedRank(rank, world, trains, facts)
@@ -127,10 +129,7 @@ def _rendezvous(rank: Rank, facts: dict[str, Any]) -> Rank:
 
     def wait() -> None:
         rank.beat("rendezvous", 0)
-        if rank.stop_requested():
-            raise Preempted(
-                "asked to stop before the others were there; nothing is lost; start again with the same command"
-            )
+        _refuse_stop(rank)
 
     def say(text: str) -> None:
         rank.send(Note("info", text))
@@ -140,6 +139,13 @@ def _rendezvous(rank: Rank, facts: dict[str, Any]) -> Rank:
     )
     rank.beat("start", 0)
     return replace(rank, place=context.place, folder=context.folder, run_id=context.run_id)
+
+
+def _refuse_stop(rank: Rank) -> None:
+    if rank.stop_requested():
+        raise Preempted(
+            "asked to stop before the others were there; nothing is lost; start again with the same command"
+        )
 
 
 def prepare_task(joined: JoinedRank) -> TaskInputs:

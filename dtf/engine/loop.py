@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dtf.api.recipe import Peers, Recipe
 from dtf.api.strategy import Program
-from dtf.core.errors import DataError, DivergedError, DtfError
+from dtf.core.errors import DataError, DivergedError, DtfError, by_all
 from dtf.core.types import (
     Batch,
     Batches,
@@ -31,7 +31,6 @@ from dtf.core.types import (
     Poll,
     Save,
     Saved,
-    State,
     StepOutput,
     Stop,
     Train,
@@ -41,35 +40,14 @@ from dtf.engine.divergence import Everyone, diverged
 from dtf.engine.guarded_steps import GuardedSteps
 from dtf.engine.stopwatch import Stopwatch
 
+if TYPE_CHECKING:
+    from dtf.checkpoint.saves import Saves
+
 RECENT = 256
 """Measurements that a checkpoint holds and a resumed run sends again: more than are on their way at any time."""
 
 
 NO_IDS = np.empty(0, np.int64)
-
-
-class Saver(Protocol):
-    """See `dtf.checkpoint.saves.Saves`. Every method is collective."""
-
-    def ready(self) -> None:
-        """Wait for the save before."""
-
-    def save(
-        self,
-        step: int,
-        state: State,
-        scalars: dict[str, Any],
-        value: float | None,
-        told: Callable[[str, float, float], None],
-        check: Callable[[], None],
-    ) -> None:
-        """`value`: the objective evaluated at this very step, if it was. `told`: is called with the folder of the
-        complete checkpoint, how long it took and how long training stood still, perhaps later. `check`: is called
-        before training goes on; nothing is saved if it raises.
-        """
-
-    def finish(self) -> None:
-        """Wait for the last save."""
 
 
 class Window:
@@ -109,7 +87,7 @@ class Loop:
     evaluation_rows: int
     recipe: Recipe
     world: Everyone
-    saver: Saver | None
+    saver: Saves | None
     see: Callable[[Event], None]
     scalars: dict[str, Any]  # what identifies the run in its checkpoints: seed, data, batch size
     steps_per_epoch: int
@@ -396,10 +374,8 @@ def _record_consumed(loop: Loop) -> None:
 def _refuse_bad(bad: float, allowed: int, split: str) -> None:
     """Raise DataError on all ranks alike when more rows are unreadable than allowed."""
     if bad > allowed:
-        raise DataError(
-            f"{bad:g} {split} rows cannot be read, recipe.data.bad_share allows {allowed}; the logs of the ranks name "
-            "them; repair the data"
-        )
+        text = f"{bad:g} {split} rows cannot be read, recipe.data.bad_share allows {allowed}"
+        raise by_all(DataError(f"{text}; the logs of the ranks name them; repair the data"))
 
 
 def _ratio(total: float, count: float) -> float:

@@ -71,9 +71,11 @@ def run_rank(
 ) -> int:
     """Run `body` as one rank. Returns the exit code and never raises: a failure is sent as a Failed event."""
     last, send = {"step": 0}, _one_at_a_time(send)
+    starts, received = True, list[float]()
 
     def beat(phase: str, step: int) -> None:
-        last["step"] = step
+        nonlocal starts
+        last["step"], starts = step, phase in ("start", "rendezvous")
         heartbeat.beat(phase, step)
 
     try:
@@ -94,13 +96,7 @@ def run_rank(
             )
         return Exit.OK
     except BaseException as error:  # noqa: BLE001 (it is reported)
-        if isinstance(error, KeyboardInterrupt):
-            error = Preempted(
-                "interrupted; stopped at once, nothing was saved; start again to go on from the last checkpoint"
-            )
-        if peer_is_gone(error):
-            error = PeerError(f"lost another rank: {_GLOO_ADVICE.sub('', str(error))}")
-        error = memory_error(error) or io_failure(error, folder) or error
+        error = _explained(error, folder, bool(starts and received))
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         patient = isinstance(error, DtfError) and error.patient
         blamed = error.blames if isinstance(error, DtfError) and error.raised_by_all else place.rank
@@ -120,6 +116,24 @@ def run_rank(
             )
         )
         return exit
+
+
+def _explained(error: BaseException, folder: str, left: bool) -> BaseException:
+    """The error in words of dtf, where it has some. `left`: ranks were told to stop while they started, when some leave
+    at once.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return Preempted(
+            "interrupted; stopped at once, nothing was saved; start again to go on from the last checkpoint"
+        )
+    if peer_is_gone(error) and left:
+        return Preempted(
+            "asked to stop while ranks were starting, and others have left already; nothing is lost; start the same "
+            "command again"
+        )
+    if peer_is_gone(error):
+        return PeerError(f"lost another rank: {_GLOO_ADVICE.sub('', str(error))}")
+    return memory_error(error) or io_failure(error, folder) or error
 
 
 def _left_s(received: list[float], config: dict[str, Any]) -> float:

@@ -59,7 +59,7 @@ def open_saves(setup: TrainingSetup) -> Saving:
 
 def _planned(setup: TrainingSetup, size: int, coming: int) -> tuple[str, int]:
     """Why a host has no room for copies of `size` bytes on this rank; empty: all have. And by how many threads this
-    rank copies: as many as ranks of its host would have as much each, since those that copy less wait for it.
+    rank copies: as many as ranks of its host would have as much each, since all wait for the slowest.
     Collective.
     """
     world, place = setup.joined.world, setup.joined.rank.place

@@ -1,8 +1,8 @@
 """Answers a signal to stop from the first lines of a command on, until something listens for it, and again after that.
 
 Whatever handles signals later replaces the handler here: `signals.Stop`, the ranks' own, torch's elastic agent. While
-the handler here stands there is nothing to save, so the process ends at once. A thread ends it, as C code may keep the
-main thread: `import torch`, a wait for other ranks.
+the handler here stands, or within `at_once`, there is nothing to save, so the process ends at once. A thread ends it:
+C code may keep the main thread (`import torch`, a wait for other ranks).
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _NUMBERS = (signal.SIGTERM, signal.SIGHUP)  # SIGINT is KeyboardInterrupt
 _heard: list[int] = []
+_at_once: list[bool] = []  # not empty: whatever handler stands
 _ends: list[int] = []  # of the pipe into which the interpreter writes the number of each signal
 _masks: dict[int, set[Any]] = {}  # of threads that fork at this moment
 
@@ -35,6 +38,18 @@ def listen() -> None:
             signal.signal(number, _hear)
 
 
+@contextmanager
+def at_once() -> Iterator[None]:
+    """A context in which C code may wait for ever for a process that heard the same signal and left. A command is ended
+    by a signal in it, whatever handles signals there. One that came before is a matter of the caller.
+    """
+    _at_once.append(True)
+    try:
+        yield
+    finally:
+        _at_once.pop()
+
+
 def ignore() -> None:
     """Ignore both signals from now on: the command has its exit code. While it ends, the interpreter would take its
     handlers away, and a signal change that.
@@ -51,7 +66,7 @@ def _answer(reader: int) -> None:
     """The thread. A handler that is installed just after a signal has not heard of it: then `_heard` has."""
     while data := os.read(reader, 64):
         for number in data:
-            if number in _NUMBERS and (_heard or signal.getsignal(number) is _hear):
+            if number in _NUMBERS and (_heard or _at_once or signal.getsignal(number) is _hear):
                 _leave(number)
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from dtf.config.settings import Settings
 
 _BEFORE_A_RUN = {LOCK, ".run.json.new"}  # what a process killed in its first millisecond leaves behind
+_ASKED_S = 0.2
 _WEIGHTS = "recipe.model.weights"
 _MAY_MOVE = "root"
 """Keys of this name, and the weights to start from, say where data lies, not what it is; checkpoints hold digests of
@@ -247,17 +248,21 @@ def untouched(folder: Path) -> bool:
 def take_lock(folder: Path) -> int:
     """Lock a folder for this process. Returns the descriptor; the lock lasts until it is closed or the process ends.
 
-    BusyError when another process has the lock.
+    BusyError when another process has the lock, and not just for the moment in which `is_live` asks.
     """
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(lock, 100).decode(errors="replace").strip()
-        os.close(lock)
-        raise BusyError(
-            f"{folder} is in use by a live run ({holder}); wait for it, stop it, or choose another run.dir"
-        ) from None
+    lock, until = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), time.monotonic() + _ASKED_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > until:
+                holder = os.read(lock, 100).decode(errors="replace").strip()
+                os.close(lock)
+                raise BusyError(
+                    f"{folder} is in use by a live run ({holder}); wait for it, stop it, or choose another run.dir"
+                ) from None
+            time.sleep(0.01)
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return lock

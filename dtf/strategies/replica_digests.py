@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.core.consistency import Peers
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, by_all
 from dtf.model.attributes import GENERATOR, digests
 from dtf.model.fingerprint import fingerprints
 from dtf.optim.sharding import Sharding
@@ -75,14 +75,15 @@ def compare_replicas(
     if tensors:
         name, first, other = tensors[0]
         others = "otherwise the model" if suspect else "the model"
-        raise ConfigError(
+        text = (
             f"{name} of {other} is not that of {first}, and replicas start and are updated alike: {suspect}{others} "
             f"changes it by the rows of one rank, or memory was damaged; {KEPT}. Let the model change nothing but "
             f"buffers with a rule in the recipe's Layout.buffers, or use {instead}; if it does not, look at the machine"
         )
+        raise by_all(ConfigError(text))
     module = judge() if attributes else None
     if module is not None:
-        raise ConfigError(_refusal(attributes, module, instead))
+        raise by_all(ConfigError(_refusal(attributes, module, instead)))
 
 
 def part_of(holder: Holder, name: str, parameters: Mapping[str, Tensor], recipe: object) -> Part:

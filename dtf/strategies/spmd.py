@@ -250,7 +250,9 @@ class Spmd(Program):
     def state(self) -> State:
         state = self._update.state()
         common = buffers(self._replica, self._reads) if self._share.index == 0 else []
-        return State(state.boxes + common + own_averages(self._replica, self._share, self._reads), state.scalars)
+        return State(
+            state.boxes + common + own_averages(self._replica, self._share, self._reads), state.scalars, private=True
+        )
 
     def load(self, source: Source) -> None:
         self._update.load(source)

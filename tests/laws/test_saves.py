@@ -146,7 +146,9 @@ def test_nothing_is_saved_where_replicas_are_not_alike(tmp_path: Path, backgroun
     run.save(1)
 
     def refuse() -> None:
-        assert bool(run.saves._copies._held) is background, "ranks that copy nothing compare meanwhile"
+        if background:  # ranks that copy less than others compare meanwhile
+            [held] = run.saves._copies._held.values()
+            assert same_bits(held, torch.full((1000,), 2.0))
         raise ConfigError("not alike")
 
     run.check = refuse
@@ -154,6 +156,48 @@ def test_nothing_is_saved_where_replicas_are_not_alike(tmp_path: Path, backgroun
         run.save(2)
     run.saves.settle()
     assert [path.name for path in storage.checkpoints(tmp_path)] == ["step_000001"] and len(run.told) == 1
+
+
+def test_a_rank_waits_for_the_copies_of_others_where_it_changes_what_they_copy(tmp_path: Path) -> None:
+    gone_on = threading.Event()
+
+    def rank(world: Together) -> None:
+        run = Run(tmp_path, world)
+
+        def set_aside() -> Callable[[Path], list[dict[str, Any]]]:
+            assert not gone_on.wait(0.2)
+            return lambda folder: []
+
+        run.state = lambda: State([], {}, set_aside if world.rank else None)  # type: ignore[method-assign]
+        run.save(1)
+        gone_on.set()
+        run.saves.finish()
+
+    on_ranks(2, rank)
+
+
+def test_a_rank_without_a_thread_bears_a_failed_save_as_the_others_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, lambda path: "step_000001" in str(path))
+
+    def rank(world: Together) -> list[str]:
+        run = Run(tmp_path, world)
+        if world.rank == 0:
+            run.saves._begin = refuse  # type: ignore[method-assign]
+        else:
+            run.state = lambda: State([], {})  # type: ignore[method-assign]
+        run.save(1)
+        run.save(2)
+        run.saves.finish()
+        return run.notes
+
+    def refuse(work: Callable[[], None]) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    for notes in on_ranks(2, rank):
+        assert len(notes) == 1 and "training goes on" in notes[0]
+    assert [path.name for path in storage.checkpoints(tmp_path)] == ["step_000002"]
 
 
 def test_one_thread_writes_all_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,6 +292,21 @@ def test_whatever_goes_wrong_is_told_and_ends_the_wait(
     assert place.steps() == [1] and one.mirror.missing() == ("", "")
 
 
+def test_a_disk_that_fails_after_a_save_costs_no_more_than_the_mirror(
+    place: Place, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Mirrored(place, here)
+    one.open()
+    save(here, 1)
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda *path: exec("raise OSError(5, 'Input/output error')"))
+    one.update()
+    assert len(one.warnings) == 1 and "Input/output error" in one.warnings[0]
+    monkeypatch.setattr(os, "listdir", listdir)
+    one.update()
+    assert place.steps() == [1]
+
+
 def test_a_place_that_is_emptied_is_left_alone(place: Place, here: Path, tmp_path: Path) -> None:
     one = Mirrored(place, here)
     one.open()

@@ -46,6 +46,14 @@ def test_several_threads_copy_what_one_would(threads: str, monkeypatch: pytest.M
         assert all(torch.equal(box.tensor, own.tensor) for box, own in zip(copied, state.boxes, strict=True))
 
 
+def test_all_threads_are_there_before_the_first_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, tensors = module.Copies(copiers=5), [torch.arange(10.0)] * 9
+    boxes = [whole(f"w{number}", tensor) for number, tensor in enumerate(tensors)]
+    copies.reserve(boxes)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail(f"{thread.name} may never start"))
+    assert all(torch.equal(box.tensor, torch.arange(10.0)) for box in copies.take(State(boxes, {}))().boxes)
+
+
 class OnGpu(torch.Tensor):
     """A tensor that says it is on a GPU."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from dtf.checkpoint.options import Every
 from dtf.checkpoint.places import Folder, Place
 from dtf.checkpoint.sources import Sources
 from dtf.core.errors import BusyError
+from dtf.core.run_record import LOCK, is_live
 from dtf.runs.run_folder import take_lock
 from tests.support.mirrors import Mirrored, memory_bucket, save
 
@@ -160,3 +162,23 @@ def test_the_step_that_two_runs_went_on_from_is_no_sign_that_they_are_one(place:
         Mirrored(place, other, "b").open()
     with pytest.raises(BusyError, match="of another line of training than .*step_000030.*move what is later"):
         Mirrored(place, other, "b").open()
+
+
+def test_a_run_that_starts_while_another_asks_whether_it_lives_gets_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked, flock = run_folder(tmp_path, "run", "one").parent, list[int](), fcntl.flock
+    (folder / LOCK).touch()
+    others = os.open(folder / LOCK, os.O_RDONLY)
+    flock(others, fcntl.LOCK_SH)
+
+    def answered(lock: int, how: int) -> None:
+        asked.append(how)
+        if len(asked) == 3:
+            flock(others, fcntl.LOCK_UN)
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", answered)
+    os.close(take_lock(folder))
+    os.close(others)
+    assert len(asked) == 3 and not is_live(folder, "one")

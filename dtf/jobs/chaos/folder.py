@@ -17,6 +17,7 @@ from dtf.core.run_record import LOCK
 from dtf.runs.run_folder import take_lock
 
 TRIALS, REFERENCES, _CONFIG = "trials.jsonl", "references", "config.json"
+_BEFORE = {LOCK, f".{_CONFIG}.new"}  # what a command killed in its first millisecond leaves behind
 
 
 @contextmanager
@@ -30,7 +31,7 @@ def trials_folder(folder: Path, config: dict[str, Any], lengths: dict[str, Any])
     before = os.umask(0o077)
     try:
         folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-        if not (folder / _CONFIG).exists() and any(path.name != LOCK for path in folder.iterdir()):
+        if not (folder / _CONFIG).exists() and any(path.name not in _BEFORE for path in folder.iterdir()):
             raise ConfigError(f"run.dir={folder} is not empty, and holds no trials; choose another folder")
         with os.fdopen(take_lock(folder)):
             _keep_config(folder, _facts(config, lengths))
@@ -47,7 +48,7 @@ def _facts(config: dict[str, Any], lengths: dict[str, Any]) -> dict[str, Any]:
 def _keep_config(folder: Path, facts: dict[str, Any]) -> None:
     """Write the config down, or compare it with that of the trials there. Without a trial there is nothing to mix."""
     path, trials = folder / _CONFIG, folder / TRIALS
-    known = _read(path)
+    known = read_json(path)
     if known == facts:
         return
     if trials.exists() and trials.stat().st_size:
@@ -60,7 +61,8 @@ def _keep_config(folder: Path, facts: dict[str, Any]) -> None:
     replace_text(path, json.dumps(facts))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtf.core.errors import ConfigError, Exit, Preempted
+from dtf.core.files import replace_text
 from dtf.jobs.chaos import results
 from dtf.jobs.chaos.command import Command
-from dtf.jobs.chaos.folder import REFERENCES, TRIALS
+from dtf.jobs.chaos.folder import REFERENCES, TRIALS, read_json
 from dtf.jobs.chaos.timeline import Timeline
 from dtf.jobs.chaos.trial import Subject, same_bits
 from dtf.runs.recorded_run import RecordedRun
@@ -51,11 +52,11 @@ def add_reference(subject: Subject, folder: Path, check: Callable[[], None]) -> 
     ConfigError when a run does not end well, and where the folder has that of other options.
     """
     place = folder / REFERENCES / re.sub(r"[^A-Za-z0-9.-]+", "_", subject.strategy)
-    made = _read(place)
+    made = read_json(place / _NAME)
     tried = any(outcome.strategy == subject.strategy for outcome in results.read(folder / TRIALS))
     if not made or (made["command"] != _key(subject) and not tried):
         _make(subject, place, check)
-        made = _read(place)
+        made = read_json(place / _NAME)
     if made["command"] != _key(subject):
         raise ConfigError(
             f"{folder} holds trials of strategy '{subject.strategy}' with other options; their numbers would mix; "
@@ -78,11 +79,6 @@ def add_reference(subject: Subject, folder: Path, check: Callable[[], None]) -> 
         timeline=timeline,
         repeats=made["repeats"],
     )
-
-
-def _read(place: Path) -> dict[str, Any]:
-    """What is known of a reference; empty: there is none."""
-    return json.loads((place / _NAME).read_text()) if (place / _NAME).exists() else {}
 
 
 def _key(subject: Subject) -> list[str]:
@@ -122,4 +118,4 @@ def _make(subject: Subject, place: Path, check: Callable[[], None]) -> None:
     how = "equal bit for bit" if made["repeats"] else "their numbers differ, so trials compare samples alone"
     print(f"{subject.strategy}: {made['seconds']:.1f} s, {how}", flush=True)
     shutil.rmtree(place / "second")
-    (place / _NAME).write_text(json.dumps(made))
+    replace_text(place / _NAME, json.dumps(made))

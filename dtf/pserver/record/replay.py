@@ -179,7 +179,8 @@ class Replay:
             )
         if self._applied[pull.step, pull.part] == self._servers:  # a trainer pulled too late
             self._prepared.pop((pull.part, pull.at), None)
-            self._met.pop((pull.trainer, pull.step, server), None)
+            if pull.at == lease.tickets[-1].step:  # until then it is asked for the rows that it has not met
+                self._met.pop((pull.trainer, pull.step, server), None)
             return
         replies = self._replies.setdefault((pull.step, pull.part), {})
         replies.setdefault((pull, server), []).append(

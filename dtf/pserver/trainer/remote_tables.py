@@ -196,12 +196,7 @@ class RemoteTablesProgram(Spmd):
         return {"servers": "rows of sparse tables, by a hash of their ids"}
 
     def state(self) -> State:
-        return super().state()._replace(others=self._tables.set_aside if self._world.rank == 0 else _nothing)
-
-
-def _nothing() -> Callable[[Path], list[dict[str, Any]]]:
-    """What ranks that do not speak for the servers set aside."""
-    return lambda folder: []
+        return super().state()._replace(others=self._tables.set_aside if self._world.rank == 0 else None, private=False)
 
 
 class _RowServers(LeasedWork):
