@@ -95,6 +95,9 @@ class Task:
 
     start_check: StartCheck = field(default_factory=StartCheck)
 
+    channels_last: bool = False
+    """Whether images have their channels last in memory, as `step.memory_format` says or the model bears."""
+
 
 class Source(Protocol):
     """A checkpoint, as programs and updates read it. Any rank may read any part of any tensor."""

@@ -131,6 +131,8 @@ def _report_start(setup: TrainingSetup, resumed: Resumed, saving: Saving) -> lis
         table |= inputs.turns.row(planned)
     table |= saving.row
     table |= _best_possible(splits.eval, world)
+    if inputs.memory_format:
+        table["memory format"] = inputs.memory_format
     if inputs.weights and inputs.weights_fit:
         digest = inputs.weights_digest[:19]
         table["weights"] = f"{inputs.weights.about}, {digest}: {inputs.weights_fit.text()}"

@@ -19,7 +19,7 @@ from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
 from dtf.model.forward import copy_of, few_rows, loss_dtype, merge_evaluated, rows_of, to_device
-from dtf.model.init import cast, model_of
+from dtf.model.init import cast, whole_model
 from dtf.model.loss_terms import per_count, scale_gradients
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.outside_tensors import refuse_kept_copies, refuse_reached
@@ -59,7 +59,7 @@ class DataParallelProgram(Program):
         self._receiver = Receiver(task)
         self._updates: list[LocalUpdate] = []
         self._tables = tables_of(task, world, Placement.replicated)
-        models = [model_of(task) for _ in devices]
+        models = [whole_model(task) for _ in devices]
         for model in models[1:]:  # a constructor may draw from what no seed reaches
             _copy_tensors(models[0], model)
         for model, device in zip(models, devices, strict=True):

@@ -27,7 +27,7 @@ from dtf.model.forward import (
     loss_dtype,
     to_device,
 )
-from dtf.model.init import cast, model_of
+from dtf.model.init import cast, whole_model
 from dtf.model.loss_terms import per_count, scale_gradients
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.seeded_dropout import find_drawing_modules
@@ -273,7 +273,7 @@ class Spmd(Program):
 
 def single_process(task: Task, world: World) -> Program:
     """The program of a run with one rank: the bare model, the same under every strategy."""
-    model = model_of(task)
+    model = whole_model(task)
     masters = cast(model, task.precision, world.device)
     tables = tables_of(task, world, Placement.replicated)
     sharding = Sharding(params=full_params(model, masters), tables=tables)
