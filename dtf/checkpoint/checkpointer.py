@@ -28,7 +28,7 @@ from dtf.checkpoint.options import Every
 from dtf.checkpoint.retention import Retention, retain
 from dtf.checkpoint.sources import Candidate, Sources
 from dtf.checkpoint.suspects import set_aside
-from dtf.core.errors import DataError, DtfError, Preempted, SaveError, by_all
+from dtf.core.errors import BusyError, DataError, DtfError, Preempted, SaveError, by_all
 from dtf.core.text import bytes_text
 from dtf.core.types import State
 
@@ -196,7 +196,8 @@ class Checkpointer:
     def finish_mirror(self) -> None:
         """Wait until the mirror has what is kept here, or the run has to end. Collective.
 
-        When something is missing there: Preempted if the run was asked to stop, else SaveError.
+        When something is missing there: Preempted if the run was asked to stop, BusyError if another run has taken the
+        place, else SaveError.
         """
         if not self._options.mirror:
             return
@@ -223,8 +224,11 @@ class Checkpointer:
         name, why = mirror.missing()
         if name:
             text = f"{name} is complete in {self._folder} and not in the mirror {mirror.place.name}: {why}"
-            text = f"{text}; start again with the same command, which sends it"
-            raise Preempted(f"asked to stop; {text}") if self._left_s() < math.inf else SaveError(text)
+            if not mirror.taken:
+                text = f"{text}; start again with the same command, which sends it"
+            if self._left_s() < math.inf:
+                raise Preempted(f"asked to stop; {text}")
+            raise (BusyError if mirror.taken else SaveError)(text)
 
     def trust(self, step: int) -> None:
         """Note the last step at which replicas were compared and were alike: a checkpoint from before it is kept."""

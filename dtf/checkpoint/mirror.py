@@ -65,7 +65,9 @@ class Mirror:
         self._woken = self._idle = self._taken = False
         self._thread: threading.Thread | None = None
         self._failed, self._failures = "", 0
-        self._lost = ""  # who took the place
+        self._lost = ""  # why it is this run's no more
+        self.taken = False
+        """Whether another run has taken the place."""
         self._origin: tuple[str, int] | None = None  # who wrote what this launch goes on from, and its step
         self.owner: dict[str, Any] = {}
         """Who wrote there before this run."""
@@ -270,9 +272,10 @@ class Mirror:
     def _check_owner(self) -> None:
         owner = self.place.read_owner()
         if owner.get("run") != self._run_id:
+            self.taken = "run" in owner
             who = f"run {str(owner.get('run'))[:64]!r} on host {str(owner.get('host'))[:64]!r} mirrors to it now"
             self._lost = (
-                f"{who if 'run' in owner else f'its {OWNER} was removed'}; give each run a checkpoint.mirror of its own"
+                f"{who}; give each run a checkpoint.mirror of its own" if self.taken else f"its {OWNER} was removed"
             )
             raise OSError(self._lost)
 

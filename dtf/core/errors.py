@@ -149,12 +149,13 @@ _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room"),
     **dict.fromkeys((errno.EIO, errno.EROFS, errno.ESTALE), "mend the disk"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
+    errno.EFBIG: "allow larger files (ulimit -f)",
 }
 
 
 def io_failure(error: BaseException, folder: str | Path = "") -> SaveError | None:
-    """The SaveError for an OSError that says that a disk or a quota is full, that a disk fails, or that no more files
-    may be opened. None for any other error. `folder`: of the run, where there is one.
+    """The SaveError for an OSError that says that a disk or a quota is full, that a disk fails, or that no more or no
+    larger files are allowed. None for any other error. `folder`: of the run, where there is one.
     """
     if not isinstance(error, OSError) or error.errno not in _REMEDIES:
         return None

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn, Self
 
 from dtf.core.errors import Preempted
+from dtf.host import starting
 
 _ONE_SIGNAL_S = 0.2
 """Signals closer than this are one: `timeout` and schedulers signal a process and then its whole group."""
@@ -40,7 +41,9 @@ class Stop:
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._old.items():
-            signal.signal(number, handler)
+            # after a signal the command ends, and has told so: `starting` would say that nothing had begun
+            ends = self.count and starting.answers(handler)
+            signal.signal(number, signal.SIG_IGN if ends else handler)
         self.close()
 
     def close(self) -> None:

@@ -58,6 +58,11 @@ def ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def answers(handler: object) -> bool:
+    """Whether a handler of signals is the one here."""
+    return handler is _hear
+
+
 def _hear(number: int, frame: object) -> None:
     _heard.append(number)
 

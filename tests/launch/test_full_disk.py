@@ -116,6 +116,7 @@ def test_a_failed_replacement_keeps_the_old_text(tmp_path: Path, monkeypatch: py
         (errno.EDQUOT, "make room"),
         (errno.EIO, "mend the disk"),
         (errno.EMFILE, "ulimit -n"),
+        (errno.EFBIG, "ulimit -f"),
     ],
 )
 def test_a_disk_that_fails_ends_a_rank_with_the_code_of_disks(number: int, remedy: str) -> None:

@@ -201,6 +201,24 @@ def test_a_forked_process_stops_by_default() -> None:
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
+def test_a_command_that_ends_by_a_signal_has_its_own_exit_code() -> None:
+    """A second one while it ends changes nothing, and tells nothing wrong."""
+    code = (
+        "import os, signal, sys, time\n"
+        "from dtf.host import starting\n"
+        "starting.listen()\n"
+        "from dtf.host.signals import Stop\n"
+        "with Stop() as stop:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "for number in (signal.SIGTERM, signal.SIGHUP):\n"
+        "    os.kill(os.getpid(), number)\n"
+        "time.sleep(0.3)\n"  # in which the thread would end it
+        "sys.exit(7)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
 def test_an_ignored_hangup_stays_ignored() -> None:
     code = (
         "import os, signal\n"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtf.core.errors import ConfigError, Exit, Preempted
+from dtf.core.errors import BusyError, Exit, Preempted
 from dtf.host.heartbeat import Beat
 from dtf.jobs.chaos import processes, reference, results, trial
 from dtf.jobs.chaos.command import Command
@@ -282,19 +282,23 @@ def test_a_reference_of_other_options_is_no_reference(tmp_path: Path, monkeypatc
     subject = Subject("ddp", ("strategy=ddp", "run.dir=a"), ("trainer",), True, (5.0, 60.0, 1.0))
     place = tmp_path / "references" / "ddp"
     place.mkdir(parents=True)
-    made = {"command": reference._key(subject), "seconds": 1.0, "repeats": True, "timeline": {}}
+    made = {"command": subject.command, "seconds": 1.0, "repeats": True, "timeline": {}}
     (place / "reference.json").write_text(json.dumps(made))
     elsewhere = replace(subject, command=("strategy=ddp", "run.dir=b"))
     assert reference.add_reference(elsewhere, tmp_path, lambda: None).repeats
     other = replace(subject, command=("strategy=ddp", "strategy.bucket_mb=1", "run.dir=a"))
     made_anew: list[str] = []
     monkeypatch.setattr(reference, "_make", lambda plan, *_: made_anew.append(plan.strategy))
-    with pytest.raises(ConfigError):
-        reference.add_reference(other, tmp_path, lambda: None)
+    reference.refuse_other_options([other], tmp_path)
+    reference.add_reference(other, tmp_path, lambda: None)
     assert made_anew == ["ddp"], "no trial was compared with it"
     results.append(tmp_path / "trials.jsonl", Outcome(0, 0, "term", "ddp"))
-    with pytest.raises(ConfigError, match="holds trials of strategy 'ddp' with other options"):
-        reference.add_reference(other, tmp_path, lambda: None)
+    twice = replace(subject, command=("strategy=dp", "strategy=ddp"))
+    reference.refuse_other_options([elsewhere, twice], tmp_path)
+    with pytest.raises(BusyError, match="'ddp' with other options than strategy.bucket_mb=1; their"):
+        reference.refuse_other_options([other], tmp_path)
+    (place / "reference.json").write_text('{"command": ["a')  # by an older dtf that was killed
+    reference.refuse_other_options([other], tmp_path)
 
 
 def test_who_asks_to_stop_does_not_wait_for_the_trial(tmp_path: Path) -> None:

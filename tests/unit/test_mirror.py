@@ -340,6 +340,7 @@ def test_a_place_that_another_run_took_is_left_to_it(place: Place, tmp_path: Pat
     one.update()
     assert place.steps() == [5, 2] and len(one.warnings) == 1
     assert "run 'two' on host" in one.warnings[0] and "a checkpoint.mirror of its own" in one.mirror.missing()[1]
+    assert one.mirror.taken
     again = Mirrored(place, here, "one", attempt=1)
     again.open()
     again.update()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import threading
@@ -105,6 +106,24 @@ def test_a_run_whose_mirror_lacks_its_end_says_so(tmp_path: Path, monkeypatch: p
                 and str(error).startswith("asked to stop; ") == (kind is Preempted)
             )
             assert "No space left on device; start again with the same command, which sends it" in str(error)
+
+
+def test_a_run_that_has_lost_its_mirror_is_not_told_to_start_again(tmp_path: Path) -> None:
+    place = tmp_path / "there"
+
+    def run(world: Together) -> None:
+        writer = checkpointer(run_folder(tmp_path, "a"), world, mirror=str(place))
+        writer.find()
+        writer.save(5, state(world, 5), {"step": 5})
+        writer.finish_mirror()
+        owner = json.loads((place / "mirror.json").read_text())
+        (place / "mirror.json").write_text(json.dumps(owner | {"run": "other"}))
+        writer.save(6, state(world, 6), {"step": 6})
+        writer.finish_mirror()
+
+    [error] = on_ranks(1, run)
+    assert isinstance(error, BusyError) and "run 'other' on host" in str(error)
+    assert str(error).endswith("give each run a checkpoint.mirror of its own")
 
 
 def test_a_run_that_is_asked_to_stop_does_not_wait_longer_than_it_may(tmp_path: Path) -> None:

@@ -57,10 +57,10 @@ class Chaos(Job):
 
     def run(self, composed: Composed) -> int:
         from dtf.jobs.chaos.faults import FAULTS, fits
-        from dtf.jobs.chaos.reference import add_reference
+        from dtf.jobs.chaos.reference import add_reference, refuse_other_options
         from dtf.launch.forkserver_cache import shut_down
 
-        plans = [self._planned(composed, text) for text in self.strategies or [""]]
+        plans = [self._planned(composed, text) for text in self.strategies or [None]]
         faults = self._faults(_no_heirs(composed, plans))
         pairs = [
             (name, number) for number, plan in enumerate(plans) for name in faults if fits(FAULTS[name], plan.roles)
@@ -72,6 +72,7 @@ class Chaos(Job):
         shut_down()  # each trial has its own
         with trials_folder(folder, composed.config, self._lengths()), Stop() as stop:
             print(f"run.dir={folder}\n{self._told_lengths()}", flush=True)
+            refuse_other_options(plans, folder)
             subjects = [add_reference(plan, folder, lambda: _stopped(stop, folder)) for plan in plans]
             heirs = [subject for subject in subjects if subject.repeats]  # others have no numbers to hand over
             chosen = [
@@ -117,8 +118,8 @@ class Chaos(Job):
         evaluated = f"evaluated every {self.save_every + 2} on {self.eval_rows} rows (job.eval_rows)"
         return f"each run: {self.steps} steps (job.steps), saved every {self.save_every} (job.save_every), {evaluated}"
 
-    def _planned(self, composed: Composed, text: str) -> Subject:
-        """The runs of a strategy, an entry of job.strategies; empty: the one of this command line."""
+    def _planned(self, composed: Composed, text: str | None) -> Subject:
+        """The runs of a strategy, an entry of job.strategies; None: the one of this command line."""
         from dtf.jobs.chaos.reference import plan
 
         if composed.config["launcher"]["name"] != "local":
@@ -132,7 +133,7 @@ class Chaos(Job):
                 "checkpoint.every_steps=0 saves nothing, and job=chaos is about going on from what was saved, every "
                 "job.save_every steps; leave it out"
             )
-        entry = read_entry(composed, "job.strategies", text, ("processes",), elsewhere) if text else None
+        entry = read_entry(composed, "job.strategies", text, ("processes",), elsewhere) if text is not None else None
         processes = entry.list_options.get("processes") if entry else None
         if processes is not None and not (processes.isdecimal() and int(processes)):
             raise ConfigError(f"job.strategies has '{text}'; processes={processes} must be a whole number from 1 on")
@@ -162,7 +163,7 @@ class Chaos(Job):
             settings.launcher.check(settings.strategy)
         except ConfigError as refusal:
             raise ConfigError(f"job.strategies has '{text}': {refusal}" if text else str(refusal)) from refusal
-        return plan(again, settings, text)
+        return plan(again, settings, text or "")
 
     # ------------------------------------------------------------ doing it
 

@@ -6,12 +6,12 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtf.core.errors import ConfigError, Exit, Preempted
+from dtf.core.errors import BusyError, ConfigError, Exit, Preempted, SaveError
 from dtf.core.files import replace_text
 from dtf.jobs.chaos import results
 from dtf.jobs.chaos.command import Command
@@ -49,19 +49,14 @@ def add_reference(subject: Subject, folder: Path, check: Callable[[], None]) -> 
     """The same with its reference, which is run twice unless `folder` has it from an earlier command. `check` is called
     all the time.
 
-    ConfigError when a run does not end well, and where the folder has that of other options.
+    ConfigError when a run does not end well, or SaveError where a disk was full.
     """
-    place = folder / REFERENCES / re.sub(r"[^A-Za-z0-9.-]+", "_", subject.strategy)
+    place = _place(subject, folder)
     made = read_json(place / _NAME)
     tried = any(outcome.strategy == subject.strategy for outcome in results.read(folder / TRIALS))
-    if not made or (made["command"] != _key(subject) and not tried):
+    if not made or (_options(made["command"]) != _options(subject.command) and not tried):
         _make(subject, place, check)
         made = read_json(place / _NAME)
-    if made["command"] != _key(subject):
-        raise ConfigError(
-            f"{folder} holds trials of strategy '{subject.strategy}' with other options; their numbers would mix; "
-            "choose another run.dir"
-        )
     timeline = Timeline.from_json(made["timeline"])
     given_s, start_s, grace_s = subject.limits
     hang_s = min(given_s, max(_LEAST_HANG_S, _HANG_STEPS * timeline.longest("step")))
@@ -81,9 +76,28 @@ def add_reference(subject: Subject, folder: Path, check: Callable[[], None]) -> 
     )
 
 
-def _key(subject: Subject) -> list[str]:
-    """What the runs of a strategy have in common, wherever their folder is."""
-    return [word for word in subject.command if not word.startswith("run.")]
+def refuse_other_options(subjects: Sequence[Subject], folder: Path) -> None:
+    """BusyError where the folder has trials of one of these strategies with other options."""
+    tried = {outcome.strategy for outcome in results.read(folder / TRIALS)}
+    for subject in subjects:
+        made = read_json(_place(subject, folder) / _NAME)
+        if made and subject.strategy in tried:
+            known, now = _options(made["command"]), _options(subject.command)
+            if other := [f"{key}={now.get(key)}" for key in {**known, **now} if known.get(key) != now.get(key)]:
+                raise BusyError(
+                    f"{folder} holds trials of strategy '{subject.strategy}' with other options than {', '.join(other)}"
+                    "; their numbers would mix; choose another run.dir"
+                )
+
+
+def _place(subject: Subject, folder: Path) -> Path:
+    return folder / REFERENCES / re.sub(r"[^A-Za-z0-9.-]+", "_", subject.strategy)
+
+
+def _options(command: Sequence[str]) -> dict[str, str]:
+    """What the runs of a strategy have in common, wherever their folder is: of a key that is given twice, the last."""
+    pairs = (word.partition("=") for word in command if not word.startswith("run."))
+    return {key: value for key, _, value in pairs}
 
 
 def _make(subject: Subject, place: Path, check: Callable[[], None]) -> None:
@@ -106,11 +120,11 @@ def _make(subject: Subject, place: Path, check: Callable[[], None]) -> None:
             raise Preempted(f"the undisturbed run of {subject.strategy} was asked to stop")
         if code != Exit.OK:
             words = log.read_text(errors="replace").splitlines()[-1:] or ["it said nothing"]
-            raise ConfigError(
+            raise (SaveError if code == Exit.IO else ConfigError)(
                 f"the run fails by itself, undisturbed, under {subject.strategy}, with exit code {code}: {words[0]}"
             )
     made = {
-        "command": _key(subject),
+        "command": list(subject.command),
         "seconds": max(took),
         "repeats": same_bits(RecordedRun.read(place / "first"), RecordedRun.read(place / "second")),
         "timeline": timeline.to_json(),
