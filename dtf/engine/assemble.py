@@ -41,10 +41,12 @@ from dtf.engine.turns import Turns, build
 from dtf.host import heartbeat, starting
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.ema import with_ema
-from dtf.model.memory_format import convolves, objection
 from dtf.model.init import construct, refuse_untrainable, start_from
+from dtf.model.memory_format import convolves, objection
 from dtf.model.metric_checks import TRIAL_ROWS, check_evaluated, check_names
 from dtf.model.pretrained import WeightMatch, Weights, match_weights, open_weights
+
+_FORMAT = "memory format"
 
 
 @dataclass(frozen=True)
@@ -195,11 +197,22 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
             turns.share(model)
         task.built.append(model)
     start = _recall_start_check(joined, task, model, facts["training data"])
-    memory_format = _choose_memory_format(joined, task, model)
+    last, memory_format = _choose_memory_format(joined, task, model)
+    task = replace(task, channels_last=last)
     numbers = sum(p.numel() for p in parameters.values())
     learning = sum(p.numel() for name, p in parameters.items() if name not in frozen)
     return TaskInputs(
-        task, splits, epochs, facts, (numbers, learning), weights, weights_digest, weights_fit, start, turns, memory_format
+        task,
+        splits,
+        epochs,
+        facts,
+        (numbers, learning),
+        weights,
+        weights_digest,
+        weights_fit,
+        start,
+        turns,
+        memory_format,
     )
 
 
@@ -233,20 +246,18 @@ def _recall_start_check(joined: JoinedRank, task: Task, model: nn.Module, data: 
     return record
 
 
-def _choose_memory_format(joined: JoinedRank, task: Task, model: nn.Module) -> str:
-    """Decide where the channels of images lie in memory; returns a text for people. Ranks that run the engine do as
+def _choose_memory_format(joined: JoinedRank, task: Task, model: nn.Module) -> tuple[bool, str]:
+    """Whether the channels of images lie last in memory, and a text for people. Ranks that run the engine do as
     rank 0 finds, all others find it by themselves. A run that goes on does as it began. Collective.
     """
     chosen, plans = task.step.memory_format, task.start_check.plans
     if chosen is not MemoryFormat.auto or not convolves(model):
-        task.channels_last = chosen is MemoryFormat.channels_last
-        return ""
+        return chosen is MemoryFormat.channels_last, ""
     reason = plans.get(_FORMAT)
     if reason is None and (not joined.trains or joined.world.rank == 0):
         reason = "its parameters are drawn by name" if draws_by_name(task.recipe) else objection(task, model)
     plans[_FORMAT] = reason = joined.world.broadcast(reason) if joined.trains else reason or ""
-    task.channels_last = not reason
-    return f"contiguous: {reason}" if reason else "channels last"
+    return not reason, f"contiguous: {reason}" if reason else "channels last"
 
 
 def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
