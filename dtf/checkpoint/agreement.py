@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -9,8 +10,9 @@ from typing import Any, Protocol
 
 from dtf.core.errors import BusyError, ConfigError, DataError, DtfError, Exit, Preempted, SaveError, by_all
 
-REMEDY = "make room or mend the disk, then start again"
+REMEDY, AGAIN = "make room or mend the disk", "then start again"
 """The end of a SaveError that ends the run."""
+_LARGER = "allow larger files (ulimit -f)"
 _ERRORS: dict[int, type[DtfError]] = {
     cls.exit: cls for cls in (DtfError, ConfigError, DataError, BusyError, SaveError, Preempted)
 }
@@ -71,7 +73,8 @@ class Agreement:
             if answer["removed"]:
                 rest = f": {answer['removed']}; its checkpoints are gone; start again, or with another run.dir"
             else:
-                rest = f" to {folder}: {text}; {f'{newest} is kept; ' if newest else ''}{REMEDY}"
+                remedy = _LARGER if os.strerror(errno.EFBIG) in text else REMEDY
+                rest = f" to {folder}: {text}; {f'{newest} is kept; ' if newest else ''}{remedy}, {AGAIN}"
             text = f"{what} could not be written{rest}"
         elif kind is DtfError or answer["exit"] is None:
             text = f"{what}: {text}"

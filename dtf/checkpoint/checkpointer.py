@@ -310,6 +310,8 @@ class Checkpointer:
         if path in self._fetched and not self._ranks.world.rank:
             with suppress(OSError):
                 storage.discard(path, self._run_id)
+                if not storage.checkpoints(self._folder):
+                    (self._folder / storage.LATEST).unlink()
 
     def load(self, path: Path) -> StoredCheckpoint:
         """Open a checkpoint for reading. Not collective."""

@@ -198,9 +198,10 @@ class Mirror:
                 self._changed.wait_for(lambda: self._woken)
                 self._woken = False
             try:
-                if not self._lost:
-                    self._bring_up_to_date()
-                    self._failed, self._failures = "", 0
+                if self._lost:
+                    raise OSError(self._lost)  # people are told again and again
+                self._bring_up_to_date()
+                self._failed, self._failures = "", 0
             except Exception as error:  # noqa: BLE001 - training goes on, and people are told
                 self._tell(error)
             with self._changed:

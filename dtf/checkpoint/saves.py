@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from dtf.checkpoint.agreement import REMEDY
+from dtf.checkpoint.agreement import AGAIN
 from dtf.checkpoint.checkpointer import Checkpointer
 from dtf.core.errors import DtfError, SaveError
 from dtf.core.types import Box, State
@@ -167,10 +167,8 @@ class Saves:
             raise error
 
     def _tell_failure(self, error: SaveError) -> None:
-        self._note(
-            f"{str(error).removesuffix(REMEDY)}training goes on; make room or mend the disk: the run ends when the "
-            "next save fails too"
-        )
+        text = str(error).removesuffix(f", {AGAIN}")
+        self._note(f"{text}; training goes on, and the run ends when the next save fails too")
 
 
 class Copies:

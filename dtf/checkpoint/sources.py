@@ -136,7 +136,12 @@ class Sources:
         self.mirror = Mirror(open_place(name), self._folder, self._run_id, attempt, self._note, self._say)
         try:
             with self._asking(name, "checkpoint.mirror"):
-                return [] if attempt and has_own else self.mirror.look()
+                if attempt and has_own:
+                    return []
+                steps = self.mirror.look()
+                if not steps and not attempt:
+                    self._say(f"the mirror {name} holds no checkpoint yet")
+                return steps
         except (SaveError, ConfigError) as error:
             if not attempt:
                 raise

@@ -79,7 +79,11 @@ class Board:
 
     def __init__(self, ranks: int) -> None:
         self.fd = os.memfd_create(self.NAME)
-        os.ftruncate(self.fd, ranks * _CELL)
+        try:
+            os.ftruncate(self.fd, ranks * _CELL)
+        except OSError as error:  # such as a limit on the size of files
+            error.filename = f"memory of {ranks * _CELL:,} bytes that ranks share"
+            raise
         self._memory = mmap.mmap(self.fd, 0)
         self._bytes = memoryview(self._memory)
         for rank in range(ranks):

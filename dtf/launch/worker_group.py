@@ -167,6 +167,8 @@ class WorkerGroup:
         if self.stop.count and not self._stopping_since:
             self._stopping_since = now
             if self.others or not all(self._starting(rank) for rank in self._ranks):
+                grace = f"within {self.limits.grace_s:g} s (launcher.grace_s); a second signal kills them at once"
+                self.see(Note("info", f"asked to stop: ranks finish their step, save and leave, {grace}"))
                 self._signal(signal.SIGTERM)
             else:  # nothing to save, and a start may take longer than the grace
                 self._kill(now)

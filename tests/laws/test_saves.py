@@ -258,7 +258,7 @@ def test_a_failed_save_is_told_and_the_next_one_makes_up_for_it(
     assert (
         f"step_000002 could not be written to {tmp_path}: " in note
         and "No space left on device" in note
-        and "; step_000001 is kept; training goes on" in note
+        and "; step_000001 is kept; make room or mend the disk; training goes on" in note
     )
     assert [Path(path).name for path, *_ in run.told] == ["step_000001", "step_000003", "step_000004"]
     assert run.told[1][1] == run.told[1][2] > run.told[2][2]  # the one after it was waited for

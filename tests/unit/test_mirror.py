@@ -338,7 +338,8 @@ def test_a_place_that_another_run_took_is_left_to_it(place: Place, tmp_path: Pat
     save(here, 3)
     one.update()
     one.update()
-    assert place.steps() == [5, 2] and len(one.warnings) == 1
+    assert place.steps() == [5, 2] and len(one.warnings) == 2, "at the first save and the second"
+    assert all("run 'two' on host" in text for text in one.warnings)
     assert "run 'two' on host" in one.warnings[0] and "a checkpoint.mirror of its own" in one.mirror.missing()[1]
     assert one.mirror.taken
     again = Mirrored(place, here, "one", attempt=1)

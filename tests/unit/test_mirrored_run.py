@@ -317,7 +317,10 @@ def test_a_run_that_waits_for_its_mirror_says_so(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Folder, "read_owner", silent)
     folder = run_folder(tmp_path, "a")
     sources.Sources(folder, Every(mirror=str(place)), "a", said.append, said.append).candidates(0)
-    assert said == [f"waiting for checkpoint.mirror={place}, which has not answered for 0 s"]
+    assert said == [
+        f"waiting for checkpoint.mirror={place}, which has not answered for 0 s",
+        f"the mirror {place} holds no checkpoint yet",
+    ]
     assert lines == [f"the start takes long: rank 0 in requests to checkpoint.mirror={place} after 40 s"]
     board.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,13 @@ _BEFORE = {LOCK, f".{_CONFIG}.new"}  # what a command killed in its first millis
 
 
 @contextmanager
-def trials_folder(folder: Path, config: dict[str, Any], lengths: dict[str, Any]) -> Iterator[None]:
+def trials_folder(
+    folder: Path, config: dict[str, Any], lengths: dict[str, Any], own: Collection[str] = ()
+) -> Iterator[None]:
     """A context in which this process alone works in `folder`, and what it writes is its user's alone.
 
-    `lengths`: options of the job that trials have in common. ConfigError for a folder that holds something else.
+    `lengths`: options of the job that trials have in common. `own`: keys that the job sets itself, whatever `config`
+    has. ConfigError for a folder that holds something else.
     BusyError where another process works in it, or where it holds trials of another config, which would stand in one
     table with these.
     """
@@ -34,14 +37,21 @@ def trials_folder(folder: Path, config: dict[str, Any], lengths: dict[str, Any])
         if not (folder / _CONFIG).exists() and any(path.name not in _BEFORE for path in folder.iterdir()):
             raise ConfigError(f"run.dir={folder} is not empty, and holds no trials; choose another folder")
         with os.fdopen(take_lock(folder)):
-            _keep_config(folder, _facts(config, lengths))
+            _keep_config(folder, _facts(config, lengths, own))
             yield
     finally:
         os.umask(before)
 
 
-def _facts(config: dict[str, Any], lengths: dict[str, Any]) -> dict[str, Any]:
-    shared = {key: value for key, value in config.items() if key not in ("job", "strategy", "run")}
+def _facts(config: dict[str, Any], lengths: dict[str, Any], own: Collection[str]) -> dict[str, Any]:
+    left_out = {"job", "strategy", "run", *own}
+    shared = {
+        name: {key: value for key, value in node.items() if f"{name}.{key}" not in left_out}
+        if isinstance(node, dict)
+        else node
+        for name, node in config.items()
+        if name not in left_out
+    }
     return json.loads(json.dumps(config_facts(shared) | {"job": lengths}, default=str))
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 from signal import strsignal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtf.api.job import Job
 from dtf.api.registry import option, register
@@ -70,7 +70,7 @@ class Chaos(Job):
         run = composed.config["run"]
         folder = Path(run["dir"] or Path("outputs", run["name"] or "chaos", unique_id())).absolute()
         shut_down()  # each trial has its own
-        with trials_folder(folder, composed.config, self._lengths()), Stop() as stop:
+        with trials_folder(folder, composed.config, self._lengths(), self._own_options().keys()), Stop() as stop:
             print(f"run.dir={folder}\n{self._told_lengths()}", flush=True)
             refuse_other_options(plans, folder)
             subjects = [add_reference(plan, folder, lambda: _stopped(stop, folder)) for plan in plans]
@@ -141,6 +141,20 @@ class Chaos(Job):
             "job": "train",
             **(entry.overrides if entry else {}),
             **({"launcher.processes": processes} if processes else {}),
+            "launcher.threads": composed.config["launcher"]["threads"] or 1,
+            **self._own_options(),
+        }
+        try:
+            again = composed.recompose([f"{key}={value}" for key, value in overrides.items()])
+            settings = again.check()
+            settings.launcher.check(settings.strategy)
+        except ConfigError as refusal:
+            raise ConfigError(f"job.strategies has '{text}': {refusal}" if text else str(refusal)) from refusal
+        return plan(again, settings, text or "")
+
+    def _own_options(self) -> dict[str, Any]:
+        """What the job sets in each run, whatever the user's config has."""
+        return {
             "train.steps": self.steps,
             "train.epochs": "null",
             "train.until": "null",
@@ -154,16 +168,8 @@ class Chaos(Job):
             "checkpoint.every_steps": self.save_every,
             "checkpoint.resume": "auto",
             "checkpoint.mirror": "''",
-            "launcher.threads": composed.config["launcher"]["threads"] or 1,
             "observer": "[jsonl,events]",
         }
-        try:
-            again = composed.recompose([f"{key}={value}" for key, value in overrides.items()])
-            settings = again.check()
-            settings.launcher.check(settings.strategy)
-        except ConfigError as refusal:
-            raise ConfigError(f"job.strategies has '{text}': {refusal}" if text else str(refusal)) from refusal
-        return plan(again, settings, text or "")
 
     # ------------------------------------------------------------ doing it
 
@@ -186,6 +192,8 @@ class Chaos(Job):
                 continue
             if self.minutes and time.monotonic() - began > self.minutes * 60:
                 break
+            if stop.count:
+                self._report(composed, folder, results.read(path), 0)
             check()
             place = folder / f"trial_{self.seed}_{number}"
             shutil.rmtree(place, ignore_errors=True)
