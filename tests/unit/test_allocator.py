@@ -10,12 +10,13 @@ import pytest
 
 CODE = """
 import resource
-import numpy as np
 from dtf.host.allocator import keep_freed_memory
+
+size = 100_000_000
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    np.full(12_500_000, 1.0)  # 100 MB, freed at once
+    b"1" * size  # 100 MB, freed at once
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 text = keep_freed_memory()
