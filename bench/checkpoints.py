@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.common import interval, machine
+from bench.medians import interval, machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What benches share: the machine's name, and intervals."""
+"""Intervals of medians, and the machine that they hold for."""
 
 from __future__ import annotations
 
