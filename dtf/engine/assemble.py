@@ -255,7 +255,11 @@ def _choose_memory_format(joined: JoinedRank, task: Task, model: nn.Module) -> t
         return chosen is MemoryFormat.channels_last, ""
     reason = plans.get(_FORMAT)
     if reason is None and (not joined.trains or joined.world.rank == 0):
-        reason = "its parameters are drawn by name" if draws_by_name(task.recipe) else objection(task, model)
+        reason = (
+            "its parameters are drawn by name"
+            if draws_by_name(task.recipe)
+            else objection(task, model, task.step.rows_each(joined.world.size))
+        )
     plans[_FORMAT] = reason = joined.world.broadcast(reason) if joined.trains else reason or ""
     return not reason, f"contiguous: {reason}" if reason else "channels last"
 

@@ -38,19 +38,27 @@ def weights_channels_last(model: nn.Module) -> None:
             module.weight.data = _put(module.weight.data)
 
 
-def objection(task: Task, model: nn.Module) -> str:
-    """Why its model, on CPU with its values, does not bear channels last, as two rows show; empty: it does. Without a
-    trace.
+def objection(task: Task, model: nn.Module, rows: int) -> str:
+    """Why channels last are not for a model, on CPU with its values, as two rows show; empty: they are. `rows`: of a
+    micro-batch. Without a trace.
+
+    They cost more than they give where convolutions have more weights than outputs: `python -m bench.memory_format`.
     """
     with _unchanged(model, task.recipe) as outputs:
         try:
             assert task.sample is not None
             inputs = tree_map(lambda leaf: leaf.float() if _is_floating(leaf) else leaf, task.sample(2))
-            plain = outputs(inputs, training=False)
+            with _counted(model) as made:
+                plain = outputs(inputs, training=False)
         except Exception as error:  # noqa: BLE001 - what is wrong is told where the model is used
             return f"two rows cannot be computed here ({type(error).__name__})"
         if not any(_is_image(leaf) for leaf in tree_leaves(inputs)):
             return "no input has the shape (B, C, H, W)"
+        weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, _CONVOLUTIONS))
+        if sum(made) // 2 * rows < weights:
+            return (
+                f"convolutions have more weights ({weights:,}) than outputs ({sum(made) // 2 * rows:,} of {rows} rows)"
+            )
         try:
             with _watched(model) as misplaced:
                 last = outputs(channels_last(inputs), training=False)
@@ -81,6 +89,22 @@ def _unchanged(model: nn.Module, recipe: object) -> Iterator[Callable[..., list[
         shared.restore()
         for name, module in model.named_modules():
             module.training = training[name]
+
+
+@contextmanager
+def _counted(model: nn.Module) -> Iterator[list[int]]:
+    """A context for a pass. Its list gets how many numbers each convolution puts out."""
+    counts: list[int] = []
+
+    def count(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        counts.append(output.numel())
+
+    hooks = [module.register_forward_hook(count) for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -12,7 +12,14 @@ from tests.support.harness import difference, reference, spread, variants
 OF_SHAPES: dict[str, Any] = {"recipe": {"name": "shapes_toy"}, "steps": 3}
 
 
-@pytest.mark.parametrize(("strategy", "options"), [way for way in variants() if not way[1]])
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        pytest.param(*way, marks=() if way[0] in ("ddp", "fsdp") else pytest.mark.slow)
+        for way in variants()
+        if not way[1]
+    ],
+)
 def test_the_numbers_are_those_of_channels_first(strategy: str, options: dict[str, Any]) -> None:
     found = spread(strategy, 2, options=options, channels_last=True, **OF_SHAPES)
     assert difference(reference(**OF_SHAPES), found) < 1e-10

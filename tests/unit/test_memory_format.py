@@ -80,13 +80,19 @@ def test_a_model_shows_whether_it_bears_channels_last(kind: type[Net], why: str)
     model.norm.eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     drawn, modes = torch.get_rng_state(), [module.training for module in model.modules()]
-    found = objection(rows, model)
+    found = objection(rows, model, 8)
     assert found.startswith(why) and bool(found) is bool(why)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(module.weight.is_contiguous() for module in (model.first, model.second))
     assert torch.equal(torch.get_rng_state(), drawn) and model.seen == 0
     assert [module.training for module in model.modules()] == modes
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_with_more_weights_than_outputs_is_left_as_it_is() -> None:
+    rows, model = task(), Net().eval()  # 504 weights, and 432 outputs of a row
+    assert objection(rows, model, 1) == "convolutions have more weights (504) than outputs (432 of 1 rows)"
+    assert objection(rows, model, 2) == ""
 
 
 def test_inputs_that_are_no_images_stay_as_they_are() -> None:
@@ -98,7 +104,7 @@ def test_inputs_that_are_no_images_stay_as_they_are() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.conv(x.view(-1, 1, 4, 4)).sum((1, 2, 3))
 
-    assert objection(task(torch.randn(2, 16)), Folds()) == "no input has the shape (B, C, H, W)"
+    assert objection(task(torch.randn(2, 16)), Folds(), 8) == "no input has the shape (B, C, H, W)"
     inputs = {"image": torch.randn(2, 3, 4, 5), "id": torch.ones(2, 3, 4, 5, dtype=torch.long), "x": torch.randn(2, 3)}
     put = channels_last(inputs)
     assert put["image"].is_contiguous(memory_format=LAST) and torch.equal(put["image"], inputs["image"])
