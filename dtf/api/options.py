@@ -51,6 +51,14 @@ class Remat(Enum):
     selective = "selective"
 
 
+class MemoryFormat(Enum):
+    """Where the channels of images lie in memory."""
+
+    auto = "auto"
+    channels_last = "channels_last"
+    contiguous = "contiguous"
+
+
 @dataclass(kw_only=True)
 class StepOptions:
     """Config node `step`."""
@@ -70,6 +78,12 @@ class StepOptions:
         doc="activation checkpointing, at the same numbers: what the blocks named by the recipe's layout compute again "
         "in backward: `none`, `blocks` (all, a third more arithmetic, least memory) or `selective` (all but "
         "convolutions, matrix products and collectives, a few per cent more)",
+    )
+    memory_format: MemoryFormat = option(
+        default=MemoryFormat.auto,
+        doc="where the channels of images (B, C, H, W) lie in memory, at the same shapes and checkpoints: "
+        "`channels_last` makes convolutions faster; `contiguous` leaves them first; `auto`: last where the model has "
+        "two-dimensional convolutions and two rows show that it bears it",
     )
     ema: float = option(
         default=0.0,

@@ -95,6 +95,9 @@ class Task:
 
     start_check: StartCheck = field(default_factory=StartCheck)
 
+    channels_last: bool = False
+    """Whether images have their channels last in memory, as `step.memory_format` says or the model bears."""
+
 
 class Source(Protocol):
     """A checkpoint, as programs and updates read it. Any rank may read any part of any tensor."""
@@ -111,5 +114,11 @@ class Source(Protocol):
         """The part of a global tensor at `offset` with shape `shape` (default: all of it), on CPU.
 
         DataError when the checkpoint has no such tensor, or one of another shape, or a damaged one.
+        """
+        ...
+
+    def read_into(self, name: str, out: Tensor, offset: tuple[int, ...] | None = None) -> None:
+        """Fill `out` with the part at `offset` (default: `out` has the whole tensor). As `read`, without memory of its
+        own where `out` has the stored format. What `out` holds after a DataError is of no use.
         """
         ...

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf.checkpoint import storage
+from dtf.checkpoint.blocks import Blocks
 from dtf.checkpoint.manifest import (
     ITEM_BYTES,
     MAX_BYTES,
@@ -86,6 +87,11 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
+def _is_flat(tensor: Tensor, dtype: str) -> bool:
+    """Whether its bytes lie in the memory of this host as in a file of this number format."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and _STORED_DTYPES.get(str(tensor.dtype)) == dtype
+
+
 def write_scalars(folder: Path, scalars: dict[str, Any]) -> StoredFile:
     """Inverse of `read_scalars`. ValueError for what that would refuse."""
     data = exact_json(scalars)
@@ -102,7 +108,7 @@ def read_scalars(folder: Path, manifest: Manifest) -> dict[str, Any]:
     if file.size > MAX_BYTES:
         raise DataError(f"{STATE} has {file.size} bytes; {MAX_BYTES} is the limit")
     try:
-        scalars = parse_json(bytes(storage.Blocks(folder, STATE, file).read(0, file.size)))
+        scalars = parse_json(bytes(Blocks(folder, STATE, file).read(0, file.size)))
     except ValueError as error:
         raise DataError(f"{STATE} is no JSON: {ascii(str(error))[:120]}") from None
     if not isinstance(scalars, dict):
@@ -159,7 +165,7 @@ def content_faults(
                 judge(read_scalars(folder, manifest))
             else:
                 file = manifest.files[name]
-                stored[name] = slots(storage.Blocks(folder, name, file).read, file.size)
+                stored[name] = slots(Blocks(folder, name, file).read, file.size)
         except (DataError, OSError) as error:
             yield f"{name}: {error}" if name not in str(error) else str(error)
     for name, tensor in manifest.tensors.items():
@@ -199,6 +205,22 @@ class StoredCheckpoint:
         """
         import torch
 
+        offset, shape = self._part(name, offset, shape)
+        out = torch.empty(shape, dtype=getattr(torch, TORCH_DTYPES[self.manifest.tensors[name].dtype]))
+        self._fill(name, out, offset)
+        return out
+
+    def read_into(self, name: str, out: Tensor, offset: tuple[int, ...] | None = None) -> None:
+        """Fill `out`, of any format and device, with the part of a global tensor at `offset`; see `read`. Memory of
+        this host that has the stored format is read into directly: what it holds after a DataError is of no use.
+        """
+        offset, _ = self._part(name, offset, tuple(out.shape))
+        self._fill(name, out, offset)
+
+    def _part(
+        self, name: str, offset: tuple[int, ...] | None, shape: tuple[int, ...] | None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offset and shape of what is to be read. DataError where there is no such part."""
         stored = self.manifest.tensors.get(name)
         if stored is None:
             near = difflib.get_close_matches(name, self.manifest.tensors, n=1)
@@ -224,45 +246,53 @@ class StoredCheckpoint:
                 f"checkpoint {self.folder}: {name} has shape {stored.shape}, wanted is {shape} at {offset}; was it "
                 "written by another model? A buffer has the shape that the constructor gives it"
             )
-        out = torch.empty(shape, dtype=getattr(torch, TORCH_DTYPES[stored.dtype]))
+        return offset, shape
+
+    def _fill(self, name: str, out: Tensor, offset: tuple[int, ...]) -> None:
+        stored, shape = self.manifest.tensors[name], tuple(out.shape)
         for box in stored.boxes:
             common = intersect(offset, shape, box.offset, box.shape)
             if common is None:
                 continue
             at, size = common
-            rows = (at[0] - box.offset[0], size[0]) if at else (0, 1)
-            part = self._rows(box, stored.dtype, *rows)
+            first, count = (at[0] - box.offset[0], size[0]) if at else (0, 1)
+            part = out[tuple(slice(a - b, a - b + n) for a, b, n in zip(at, offset, size, strict=True))]
+            if size[1:] == box.shape[1:] and _is_flat(part, stored.dtype):
+                self._read_rows(box, stored.dtype, first, count, _bytes(part))
+                continue
+            rows = self._rows(box, stored.dtype, first, count)
             inner = tuple(slice(a - b, a - b + n) for a, b, n in zip(at[1:], box.offset[1:], size[1:], strict=True))
-            where = tuple(slice(a - b, a - b + n) for a, b, n in zip(at, offset, size, strict=True))
-            out[where].copy_(part[(slice(None), *inner)] if at else part)
-        return out
+            part.copy_(rows[(slice(None), *inner)] if at else rows)
 
     def _rows(self, box: StoredBox, dtype: str, first: int, count: int) -> Tensor:
         """Rows [first, first + count) along the first axis of a stored box; a scalar for a scalar."""
         import torch
 
+        shape = (count, *box.shape[1:]) if box.shape else ()
+        rows = torch.empty(shape, dtype=getattr(torch, TORCH_DTYPES[dtype]))
+        self._read_rows(box, dtype, first, count, _bytes(rows))
+        return rows
+
+    def _read_rows(self, box: StoredBox, dtype: str, first: int, count: int, data: memoryview) -> None:
+        """Fill `data` with the bytes of `count` rows of a stored box."""
         slot = self._slot(box)
         if (slot.dtype, slot.shape) != (dtype, box.shape):
             raise DataError(
                 f"checkpoint {self.folder}: {box.file} holds {slot.dtype} {slot.shape} under {box.key!a}, not what "
                 "the manifest says"
             )
-        row = volume(box.shape[1:]) * ITEM_BYTES[dtype]
-        start = slot.start + first * row
+        assert len(data) == count * volume(box.shape[1:]) * ITEM_BYTES[dtype]
         try:
-            data = self._blocks[box.file].read(start, start + count * row)
+            self._blocks[box.file].read_into(slot.start + first * (len(data) // max(1, count)), data)
         except OSError as error:
             raise DataError(f"checkpoint {self.folder}: {error}") from None
         except DataError as error:
             raise DataError(f"checkpoint {self.folder} is damaged: {error}") from None
-        return torch.frombuffer(data, dtype=getattr(torch, TORCH_DTYPES[dtype])).reshape(
-            (count, *box.shape[1:]) if box.shape else ()
-        )
 
     def _slot(self, box: StoredBox) -> Slot:
         if box.file not in self._slots:
             file = self.manifest.files[box.file]
-            reader = self._blocks[box.file] = storage.Blocks(self.folder, box.file, file)
+            reader = self._blocks[box.file] = Blocks(self.folder, box.file, file)
             try:
                 self._slots[box.file] = slots(reader.read, file.size)
             except (DataError, OSError) as error:

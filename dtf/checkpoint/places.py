@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dtf.checkpoint import storage
+from dtf.checkpoint.blocks import Blocks
 from dtf.checkpoint.durable_renames import sync_folder
 from dtf.checkpoint.manifest import BLOCK_BYTES, MAX_BYTES, Manifest, StoredFile, decode, encode
 from dtf.checkpoint.place_names import allows_http, is_url
@@ -128,7 +129,7 @@ def open_place(name: str) -> Place:
 
 def _read(folder: Path, name: str, stored: StoredFile) -> Pieces:
     """A file of a checkpoint of this machine. DataError when it is damaged."""
-    blocks = storage.Blocks(folder, name, stored)
+    blocks = Blocks(folder, name, stored)
     for start in range(0, stored.size, _PIECE_BYTES):
         yield blocks.read(start, min(start + _PIECE_BYTES, stored.size))
 

@@ -12,20 +12,21 @@ import os
 import re
 import shutil
 import stat
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 from pathlib import Path
 
+from zlib_ng.zlib_ng import crc32
+
+from dtf.checkpoint.blocks import Blocks, fill, open_regular
 from dtf.checkpoint.durable_renames import move_aside, sync_folder
-from dtf.checkpoint.manifest import BLOCK_BYTES, MAX_BYTES, NAME, Manifest, StoredFile, decode, encode
+from dtf.checkpoint.manifest import BLOCK_BYTES, MAX_BYTES, Manifest, StoredFile, decode, encode
 from dtf.core.errors import DataError
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _STEP = re.compile(r"step_(\d{6,18})")
 _LEFTOVER = re.compile(r"(?:step_\d{6,18}|latest)\.tmp-.+|\.trash-.+")
-_CACHED_BLOCKS = 8
+_WINDOW = 1024  # blocks that are compared before their damage is told
 _FaultOf = Callable[[Path], str | None]
 
 
@@ -62,7 +63,7 @@ def write(path: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> Store
     try:
         size, digests = 0, []
         for block in _in_blocks(pieces):
-            digests.append(zlib.crc32(block))
+            digests.append(crc32(block))
             size += len(block)
             rest = memoryview(block)
             while rest:
@@ -164,12 +165,12 @@ def read_manifest(folder: Path) -> Manifest:
         names = {entry.name for entry in entries}
     if MANIFEST not in names:
         raise DataError(f"{MANIFEST} is missing; the checkpoint is not complete")
-    file, size = _open(folder / MANIFEST)
+    file, size = open_regular(folder / MANIFEST)
     try:
         if size > MAX_BYTES:
             raise DataError(f"{MANIFEST} has {size} bytes; {MAX_BYTES} is the limit")
         data = bytearray(size)
-        manifest = decode(bytes(data[: _fill(file, memoryview(data), 0)]))
+        manifest = decode(bytes(data[: fill(file, memoryview(data), 0)]))
     finally:
         os.close(file)
     named = step_of(folder.name)
@@ -210,15 +211,15 @@ def faults(folder: Path, manifest: Manifest, index: int = 0, count: int = 1) -> 
 
 def _file_faults(file: Blocks, numbers: range) -> Iterator[str]:
     start: int | None = None
-    for number in numbers:
-        try:
-            file.check(number)
-        except DataError:
-            start = number if start is None else start
-            continue
-        if start is not None:
-            yield file.damage(start, number)
-            start = None
+    for at in range(numbers.start, numbers.stop, _WINDOW):
+        window = range(at, min(at + _WINDOW, numbers.stop))
+        damaged = file.damaged(window)
+        for number in window:
+            if number in damaged:
+                start = number if start is None else start
+            elif start is not None:
+                yield file.damage(start, number)
+                start = None
     if start is not None:
         yield file.damage(start, numbers.stop)
 
@@ -231,88 +232,6 @@ def first_fault(folder: Path, index: int = 0, count: int = 1) -> str | None:
         return str(error)
     except NotADirectoryError:
         return "is no folder"
-
-
-class Blocks:
-    """Reads one file of a checkpoint.
-
-    Every byte handed out belongs to a block whose digest was compared, after it was read.
-    """
-
-    def __init__(self, folder: Path, name: str, stored: StoredFile) -> None:
-        if not NAME.fullmatch(name):
-            raise DataError(f"unusable file name {ascii(name)[:120]}")
-        self._path, self._stored = folder / name, stored
-        self._block = lru_cache(maxsize=_CACHED_BLOCKS)(lambda number: bytes(self._read(number, number + 1)))
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop), writable. DataError when a block they touch is damaged."""
-        first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
-        if last - first <= 2:  # small tensors share blocks: read and compare those once
-            data = memoryview(bytearray().join(self._block(number) for number in range(first, last)))
-        else:
-            data = self._read(first, last)
-        return data[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
-
-    def check(self, number: int) -> None:
-        """DataError when block `number` is damaged."""
-        self._read(number, number + 1)
-
-    def damage(self, first: int, last: int) -> str:
-        """Text for damage in blocks [first, last)."""
-        return (
-            f"{self._path.name}: bytes {first * BLOCK_BYTES} to {min(last * BLOCK_BYTES, self._stored.size)} are "
-            "damaged or unreadable"
-        )
-
-    def _read(self, first: int, last: int) -> memoryview:
-        start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self._stored.size)
-        file, size = _open(self._path)
-        try:
-            if size != self._stored.size:
-                raise DataError(f"{self._path.name}: has {size} bytes instead of {self._stored.size}")
-            data = memoryview(bytearray(stop - start))
-            for number in range(first, last):
-                block = data[(number - first) * BLOCK_BYTES : (number - first + 1) * BLOCK_BYTES]
-                if (
-                    _fill(file, block, number * BLOCK_BYTES) < len(block)
-                    or zlib.crc32(block) != self._stored.crc32[number]
-                ):
-                    raise DataError(self.damage(number, number + 1))
-        finally:
-            os.close(file)
-        return data
-
-
-def _open(path: Path) -> tuple[int, int]:
-    """Descriptor and size of a regular file; links are not followed, a pipe is not waited for."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP, errno.EIO, errno.EISDIR, errno.ENXIO):
-            raise DataError(f"{path.name}: {error.strerror}") from None
-        raise
-    status = os.fstat(file)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(file)
-        raise DataError(f"{path.name}: is no regular file")
-    return file, status.st_size
-
-
-def _fill(file: int, data: memoryview, offset: int) -> int:
-    """Read into `data` from `offset`; bytes read, fewer at the end of the file or where the device fails."""
-    done = 0
-    while done < len(data):
-        try:
-            count = os.preadv(file, [data[done:]], offset + done)
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            count = 0
-        if not count:
-            break
-        done += count
-    return done
 
 
 # ---------------------------------------------------------------- removing

@@ -65,7 +65,7 @@ MODULES = {
         "dtf.optim.update",
         {
             "Piece": "dtf.optim.sharding:ParamShard",
-            "made": "update_applied",
+            "made": "LocalUpdate",
             "rehearsed": "trial_update",
             "whole": "dtf.optim.sharding:full_params",
         },

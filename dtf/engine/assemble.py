@@ -16,6 +16,7 @@ from torch import nn
 
 from dtf.api.helper_roles import RendezvousContext
 from dtf.api.name_patterns import check_used
+from dtf.api.options import MemoryFormat
 from dtf.api.recipe import Recipe
 from dtf.api.strategy import Program
 from dtf.api.task import Task
@@ -41,8 +42,11 @@ from dtf.host import heartbeat, starting
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.ema import with_ema
 from dtf.model.init import construct, refuse_untrainable, start_from
+from dtf.model.memory_format import convolves, objection
 from dtf.model.metric_checks import TRIAL_ROWS, check_evaluated, check_names
 from dtf.model.pretrained import WeightMatch, Weights, match_weights, open_weights
+
+_FORMAT = "memory format"
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,9 @@ class TaskInputs:
 
     turns: Turns | None
     """How ranks built the model, where they did so one after another."""
+
+    memory_format: str
+    """For the start-up table: the format of images, and why; empty where there is nothing to tell."""
 
 
 @dataclass(frozen=True)
@@ -190,10 +197,22 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
             turns.share(model)
         task.built.append(model)
     start = _recall_start_check(joined, task, model, facts["training data"])
+    last, memory_format = _choose_memory_format(joined, task, model)
+    task = replace(task, channels_last=last)
     numbers = sum(p.numel() for p in parameters.values())
     learning = sum(p.numel() for name, p in parameters.items() if name not in frozen)
     return TaskInputs(
-        task, splits, epochs, facts, (numbers, learning), weights, weights_digest, weights_fit, start, turns
+        task,
+        splits,
+        epochs,
+        facts,
+        (numbers, learning),
+        weights,
+        weights_digest,
+        weights_fit,
+        start,
+        turns,
+        memory_format,
     )
 
 
@@ -225,6 +244,24 @@ def _recall_start_check(joined: JoinedRank, task: Task, model: nn.Module, data: 
         task.start_check.keep = record.write
     task.start_check.found, task.start_check.plans = found, plans
     return record
+
+
+def _choose_memory_format(joined: JoinedRank, task: Task, model: nn.Module) -> tuple[bool, str]:
+    """Whether the channels of images lie last in memory, and a text for people. Ranks that run the engine do as
+    rank 0 finds, all others find it by themselves. A run that goes on does as it began. Collective.
+    """
+    chosen, plans = task.step.memory_format, task.start_check.plans
+    if chosen is not MemoryFormat.auto or not convolves(model):
+        return chosen is MemoryFormat.channels_last, ""
+    reason = plans.get(_FORMAT)
+    if reason is None and (not joined.trains or joined.world.rank == 0):
+        reason = (
+            "its parameters are drawn by name"
+            if draws_by_name(task.recipe)
+            else objection(task, model, task.step.rows_each(joined.world.size))
+        )
+    plans[_FORMAT] = reason = joined.world.broadcast(reason) if joined.trains else reason or ""
+    return not reason, f"contiguous: {reason}" if reason else "channels last"
 
 
 def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:

@@ -20,6 +20,7 @@ from dtf.config.settings import Settings, parse_settings
 from dtf.core.errors import DtfError, Exit, PeerError, Preempted, io_failure
 from dtf.core.types import Event, Failed, Place
 from dtf.host import heartbeat
+from dtf.host.allocator import keep_freed_memory
 from dtf.host.signals import asked_to_stop
 from dtf.model.author_errors import author_error, memory_error
 
@@ -80,6 +81,7 @@ def run_rank(
 
     try:
         beat("start", 0)
+        keep_freed_memory()
         with stop_signals() as received:
             body(
                 Rank(

@@ -30,6 +30,7 @@ from dtf.engine.resume import Resumed, hyperparameters, identity, resume
 from dtf.engine.saving import Saving, open_saves
 from dtf.engine.summary import startup_table
 from dtf.host import heartbeat
+from dtf.host.allocator import keep_freed_memory
 from dtf.model.author_errors import name_author_errors
 from dtf.model.memory import MemoryMeter
 from dtf.model.perturb import perturb
@@ -131,6 +132,9 @@ def _report_start(setup: TrainingSetup, resumed: Resumed, saving: Saving) -> lis
         table |= inputs.turns.row(planned)
     table |= saving.row
     table |= _best_possible(splits.eval, world)
+    table["allocator"] = keep_freed_memory()
+    if inputs.memory_format:
+        table["memory format"] = inputs.memory_format
     if inputs.weights and inputs.weights_fit:
         digest = inputs.weights_digest[:19]
         table["weights"] = f"{inputs.weights.about}, {digest}: {inputs.weights_fit.text()}"

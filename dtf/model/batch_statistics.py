@@ -190,8 +190,8 @@ class BatchNormStatistics:
                 )
         self._correct()
 
-    def finish(self, applied: Tensor) -> None:
-        """Called after the update of a step. `applied`: whether there was an update, bool (). Without host
+    def finish(self, applied: bool | Tensor) -> None:
+        """Called after the update of a step. `applied`: whether there was an update, on a GPU bool (). Without host
         synchronisation.
         """
         if not self._layers:
@@ -199,7 +199,10 @@ class BatchNormStatistics:
         for _, layer, _ in self._layers:
             calls_of(layer).begin(self._steps)
         self._average_steps()
-        self._set(torch.where(applied.to(self._last.device), self._flat(), self._last))
+        if isinstance(applied, Tensor):
+            self._set(torch.where(applied.to(self._last.device), self._flat(), self._last))
+        elif not applied:
+            self._set(self._last)
 
     def _average_steps(self) -> None:
         if self._ema and self._layers:

@@ -143,9 +143,9 @@ class ChangingBuffers:
         return torch.cat([buffer.total.reshape(-1) for buffer in self._stepped]) if self._stepped else None
 
     @torch.no_grad()
-    def finish(self, total: Tensor | None, micro_batches: int, applied: Tensor) -> None:
-        """Take the sum of `total` over all replicas. `applied`: whether there was an update, bool (); without one all
-        stay as they were.
+    def finish(self, total: Tensor | None, micro_batches: int, applied: bool | Tensor) -> None:
+        """Take the sum of `total` over all replicas. `applied`: whether there was an update, on a GPU bool (); without
+        one all stay as they were.
         """
         if total is None:
             return
@@ -235,12 +235,16 @@ class _Stepped:
         if self._rule is BufferUpdate.sum:
             self.total -= self._before.double()
 
-    def finish(self, total: Tensor, micro_batches: int, applied: Tensor) -> None:
+    def finish(self, total: Tensor, micro_batches: int, applied: bool | Tensor) -> None:
         total = total.view(self._before.shape)
         new = self._before.double() + total if self._rule is BufferUpdate.sum else total / micro_batches
         if not self._before.dtype.is_floating_point:
             new = (new + 1e-6).floor()
-        new = torch.where(applied.to(new.device), new.to(self._before.dtype), self._before)
+        new = new.to(self._before.dtype)
+        if isinstance(applied, Tensor):
+            new = torch.where(applied.to(new.device), new, self._before)
+        elif not applied:
+            new = self._before
         self._tensor.copy_(new)
         self._module._buffers[self._key] = self._tensor
 

@@ -20,6 +20,7 @@ from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
 from dtf.model.init import DTYPES
 from dtf.model.loss_terms import Losses, LossTerms
+from dtf.model.memory_format import channels_last
 from dtf.model.metric_checks import check_rows, check_sums
 
 HALF = (torch.bfloat16, torch.float16)
@@ -35,13 +36,16 @@ class ForwardPass:
         """Is shown each tensor that is to be differentiated."""
         self._measured, self._evaluated = False, False  # whether the first answers of the recipe were checked
         compute = DTYPES[task.precision.compute]
+        self._channels_last = task.channels_last
         self._autocast = compute if task.precision.cast is Cast.autocast else None
         self._input = None if self._autocast else compute
 
     def forward(self, model: Callable[..., Any], *inputs: Any, cast: bool = True) -> Any:
-        """`model(*inputs)` in the dtypes of the run. `cast`: convert floating inputs to the dtype of the parameters;
-        False for a part of a model that gets the outputs of another part.
+        """`model(*inputs)` in the dtypes and the memory format of the run. `cast`: convert floating inputs to the dtype
+        of the parameters; False for a part of a model that gets the outputs of another part.
         """
+        if self._channels_last:
+            inputs = tuple(map(channels_last, inputs))
         if self._autocast is None:
             return model(*(cast_floating(value, self._input if cast else None) for value in inputs))
         with torch.autocast(self._device.type, dtype=self._autocast):

@@ -19,6 +19,7 @@ from dtf.core.errors import ConfigError, LayoutError
 from dtf.core.text import suggest
 from dtf.model.draw_by_name import draws_by_name, init_modules
 from dtf.model.freeze import freeze
+from dtf.model.memory_format import weights_channels_last
 
 DTYPES = {
     Format.fp64: torch.float64,
@@ -63,6 +64,16 @@ def start_from(model: nn.Module, weights: Weights) -> None:
 def model_of(task: Task) -> nn.Module:
     """The model of a task, as of `init_model`: the one that this process has built already, or one more like it."""
     return task.built.pop() if task.built else init_model(task.recipe, task.seed, task.weights)
+
+
+def whole_model(task: Task) -> nn.Module:
+    """As `model_of`, for ranks that compute with whole parameters: those of convolutions are in the run's memory
+    format.
+    """
+    model = model_of(task)
+    if task.channels_last:
+        weights_channels_last(model)
+    return model
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:

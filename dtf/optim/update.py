@@ -32,11 +32,6 @@ _COMPLETING, _FETCHING = (
 )
 
 
-def update_applied(norm: Tensor) -> Tensor:
-    """Whether there was an update, bool (), from what `LocalUpdate.apply` returned. Stays on the device."""
-    return torch.isfinite(norm[0]) & (norm[1] > 0)
-
-
 def state_bytes(model: nn.Module, optimizer: Optimizer, precision: Precision) -> int:
     """Bytes of a model's parameters, gradients and optimizer state in a run, computed from shapes. The model may be on
     meta.
@@ -123,6 +118,8 @@ class LocalUpdate:
         self._scale = torch.full((), loss_scale, dtype=torch.float32, device=device) if loss_scale else None
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped: int | Tensor = 0 if self._host else torch.zeros((), device=device)
+        self.applied: bool | Tensor = False
+        """Whether the last `apply` changed parameters: on a GPU bool (), which is not waited for."""
         # of the parameters here, at the last step; and at the first one that was skipped, with its number from 1
         self._norms = self._first_norms = self._none
         self._first: float | Tensor = 0.0 if self._host else torch.zeros((), device=device, dtype=torch.float64)
@@ -158,13 +155,15 @@ class LocalUpdate:
             factor = (1.0 if factor is None else factor) / self._scale
         if self._host:
             # Reading a host tensor waits for nothing, and a skipped step then touches nothing at all.
-            finite = math.isfinite(norm.item())
-            if finite:
+            number = norm.item()
+            self.applied = math.isfinite(number)
+            if self.applied:
                 self._step(gradients, factor, lr, None)
                 self._step_tables(factor, lr)
-            self._count(not finite, step)
+            self._count(not self.applied, step)
         else:
-            skip = torch.isfinite(norm).logical_not_().to(torch.float32)
+            finite = self.applied = torch.isfinite(norm)
+            skip = finite.logical_not().to(torch.float32)
             self._step(gradients, factor, lr, skip)
             self._count_device(skip, step)
             # tables lie in host memory, which has to wait for their gradients anyway
@@ -172,11 +171,12 @@ class LocalUpdate:
                 self._step_tables(factor, lr)
         for shard in self._trained:
             shard.parameter.grad = None
+        self._drop_gathered()
+        if self._host:
+            return norm.new_tensor([0.0, 0.0] if self._scale is not None and not self.applied else [number, 1.0])
         known = torch.ones_like(norm)
         if self._scale is not None:  # an overflow is routine then, and says nothing of the gradient's size
-            known = torch.isfinite(norm).to(norm.dtype)
-            norm = norm.where(known > 0, 0.0)
-        self._drop_gathered()
+            known, norm = finite.to(norm.dtype), norm.where(finite, 0.0)
         return torch.stack([norm, known])
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
@@ -345,14 +345,14 @@ class LocalUpdate:
     def load(self, source: Source) -> None:
         """Take this rank's part from a checkpoint."""
         for name, shard in [*self._shards.items(), *self._frozen.items()]:
-            shard.master.copy_(source.read(f"model/{name}", shard.offset, tuple(shard.master.shape)))
+            source.read_into(f"model/{name}", shard.master, shard.offset)
             if shard.local is not shard.master:
                 shard.local.copy_(shard.master)
         for name, state in self._bound.states.items():
             shard = self._shards[name]
             for key, tensor in state.items():
                 offset = shard.offset if tensor.dim() else ()
-                tensor.copy_(source.read(f"optimizer/{name}/{key}", offset, tuple(tensor.shape)))
+                source.read_into(f"optimizer/{name}/{key}", tensor, offset)
         if self._tables is not None and self._sharding.steps_tables:
             self._tables.clear()  # of rows to start from, where the run goes on
             self._tables.load(source)

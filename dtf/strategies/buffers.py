@@ -68,7 +68,7 @@ def load_buffers(part: Part, source: Source, shard: Shard) -> None:
 
     def take(name: str, tensor: Tensor, into: Tensor) -> None:
         # a part of a whole tensor would fit too: one that passes let grow, or another model's
-        into.copy_(source.read(name, offset(tensor) if is_dtensor(tensor) else None, tuple(into.shape)))
+        source.read_into(name, into, offset(tensor) if is_dtensor(tensor) else None)
 
     for name, buffer in whole.items():
         if name in persistent:

@@ -109,14 +109,14 @@ class Ddp(Strategy):
 
     def setup(self, task: Task, world: World) -> Program:
         from dtf.distributed.sharding import byte_count, greedy_balance
-        from dtf.model.init import cast, model_of
+        from dtf.model.init import cast, whole_model
         from dtf.optim.sharding import Sharding, full_params
         from dtf.sparse.make_tables import tables_of
         from dtf.strategies.own_memory import refuse_shared_memory
         from dtf.strategies.replica import Replica
         from dtf.strategies.spmd import Spmd, microbatch_load
 
-        model = model_of(task)
+        model = whole_model(task)
         if self.shard_optimizer and world.size > 1:  # two ranks would step one memory
             refuse_shared_memory(
                 model, "strategy.shard_optimizer=true", "strategy.shard_optimizer=false", parameters_only=True

@@ -19,14 +19,14 @@ from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
 from dtf.model.forward import copy_of, few_rows, loss_dtype, merge_evaluated, rows_of, to_device
-from dtf.model.init import cast, model_of
+from dtf.model.init import cast, whole_model
 from dtf.model.loss_terms import per_count, scale_gradients
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.outside_tensors import refuse_kept_copies, refuse_reached
 from dtf.model.receive import Receiver
 from dtf.model.shared_state import SharedState
 from dtf.optim.sharding import Sharding, full_params
-from dtf.optim.update import LocalUpdate, update_applied
+from dtf.optim.update import LocalUpdate
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.guard.thread_guard import thread_guard
@@ -59,7 +59,7 @@ class DataParallelProgram(Program):
         self._receiver = Receiver(task)
         self._updates: list[LocalUpdate] = []
         self._tables = tables_of(task, world, Placement.replicated)
-        models = [model_of(task) for _ in devices]
+        models = [whole_model(task) for _ in devices]
         for model in models[1:]:  # a constructor may draw from what no seed reaches
             _copy_tensors(models[0], model)
         for model, device in zip(models, devices, strict=True):
@@ -134,7 +134,7 @@ class DataParallelProgram(Program):
             self._push_row_gradients([i for i, (first, last) in enumerate(parts) if first < last])
         with section("optimizer"):
             norms = self._each(lambda i: self._updates[i].apply(ticket.step, ticket.lr), len(self._updates))
-        applied = update_applied(norms[0])
+        applied = self._updates[0].applied
         self._finish_buffers(len(bounds) - 1, applied)
         for replica in self._replicas:
             replica.statistics.finish(applied)
@@ -252,7 +252,7 @@ class DataParallelProgram(Program):
         """Rows [first, last) on the device of replica i."""
         return to_device(rows_of(batch, first, last), self._devices[i], self._task)
 
-    def _finish_buffers(self, micro_batches: int, applied: Tensor) -> None:
+    def _finish_buffers(self, micro_batches: int, applied: bool | Tensor) -> None:
         """Give all replicas what their micro-batches together make of buffers that the forward pass changes."""
         totals = [total for replica in self._replicas if (total := replica.changing.total()) is not None]
         if totals:

@@ -27,12 +27,12 @@ from dtf.model.forward import (
     loss_dtype,
     to_device,
 )
-from dtf.model.init import cast, model_of
+from dtf.model.init import cast, whole_model
 from dtf.model.loss_terms import per_count, scale_gradients
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.seeded_dropout import find_drawing_modules
 from dtf.optim.sharding import Sharding, full_params
-from dtf.optim.update import LocalUpdate, update_applied
+from dtf.optim.update import LocalUpdate
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.guard.spmd_guard import spmd_guard
@@ -166,7 +166,7 @@ class Spmd(Program):
         self._synced = False
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
-        applied = update_applied(norm)
+        applied = self._update.applied
         changed = self._replica.changing.total()
         if changed is not None:
             self._average(changed)
@@ -273,7 +273,7 @@ class Spmd(Program):
 
 def single_process(task: Task, world: World) -> Program:
     """The program of a run with one rank: the bare model, the same under every strategy."""
-    model = model_of(task)
+    model = whole_model(task)
     masters = cast(model, task.precision, world.device)
     tables = tables_of(task, world, Placement.replicated)
     sharding = Sharding(params=full_params(model, masters), tables=tables)

@@ -171,6 +171,9 @@ class Stored:
     def read(self, name: str, offset: Any = None, shape: Any = None) -> torch.Tensor:
         return self._tensors[name]
 
+    def read_into(self, name: str, out: torch.Tensor, offset: Any = None) -> None:
+        out.copy_(self._tensors[name])
+
 
 @pytest.mark.slow
 def test_half_precision_learns_what_fp32_learns() -> None:

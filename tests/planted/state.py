@@ -110,9 +110,9 @@ FAULTS = [
     ),
     Fault(
         "digests are not compared",
-        "dtf/checkpoint/storage.py",
-        "zlib.crc32(block) != self._stored.crc32[number]",
-        "zlib.crc32(block) < 0",
+        "dtf/checkpoint/blocks.py",
+        "crc32(block) != self._stored.crc32[number]",
+        "crc32(block) < 0",
         ("tests/laws/test_checkpoint_faults.py::test_200_of_200_damages_are_found",),
     ),
     Fault(
@@ -132,8 +132,8 @@ FAULTS = [
     Fault(
         "a part of a box is read from its first row",
         "dtf/checkpoint/boxes.py",
-        "start = slot.start + first * row",
-        "start = slot.start",
+        "slot.start + first * (len(data) // max(1, count))",
+        "slot.start",
         ("tests/laws/test_checkpoint.py::test_any_cut_by_any_ranks_is_read_back_under_any_other_cut",),
     ),
     Fault(
@@ -167,7 +167,7 @@ FAULTS = [
     Fault(
         "a resumed run begins with a new optimizer",
         "dtf/optim/update.py",
-        'tensor.copy_(source.read(f"optimizer/{name}/{key}", offset, tuple(tensor.shape)))',
+        'source.read_into(f"optimizer/{name}/{key}", tensor, offset)',
         'source.read(f"optimizer/{name}/{key}", offset, tuple(tensor.shape))',
         ("tests/laws/test_update.py::test_rows_count_the_steps_that_dense_adam_counts",),
     ),

@@ -48,6 +48,7 @@ from tests.support.known_checks import keep, known
 from tests.support.lossy_network import LossyTransport
 from tests.support.ranks import ranks
 from tests.support.saves import Halt, saves
+from tests.support.shapes_toy import ShapesToy  # noqa: F401 (registers itself)
 from tests.support.sparse_toy import Tabled  # noqa: F401 (registers itself)
 from tests.support.toy import Toy  # noqa: F401
 
@@ -90,6 +91,7 @@ class Case:
     guard_every: int = 0  # as `train.guard_every`
     plugin: str = ""
     remat: str = "none"
+    channels_last: bool = False
     ema: float = 0.0
     freeze: list[str] = field(default_factory=list)
     weights: str = ""
@@ -124,7 +126,8 @@ class Case:
             weights = match_weights(open_weights(self.weights, "weights"), toy, construct(toy), "weights")[0]
         stepper = with_ema(lookup("optimizer", self.optimizer)(lr_factors=self.lr_factors), self.ema)
         rows = lookup("sparse", self.sparse)(**self.sparse_options)
-        return Task(toy, stepper, PRECISIONS[self.precision], step, 0, weights=weights, rows=rows)
+        precision, last = PRECISIONS[self.precision], self.channels_last
+        return Task(toy, stepper, precision, step, 0, weights=weights, rows=rows, channels_last=last)
 
     def epochs(self, training: Dataset) -> Epochs:
         """The global batches of these rows."""

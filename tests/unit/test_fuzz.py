@@ -137,7 +137,7 @@ def test_scalars(count: int, tmp_path: Path) -> None:
 
     now: list[bytes] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dtf.checkpoint.storage.Blocks", Reader)
+        patch.setattr("dtf.checkpoint.boxes.Blocks", Reader)
         fuzz(
             judge,
             [exact_json(SCALARS)],

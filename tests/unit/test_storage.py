@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,18 +77,6 @@ def test_blocks_are_the_pieces_joined(lengths: list[int]) -> None:
         for block in storage._in_blocks(memoryview(source)[end - n : end] for n, end in zip(lengths, ends, strict=True))
     ]
     assert found == [source[i : i + BLOCK_BYTES] for i in range(0, len(source), BLOCK_BYTES)]
-
-
-def test_reading_any_range_gives_what_was_written(tmp_path: Path) -> None:
-    source = random.Random(1).randbytes(4 * BLOCK_BYTES + 17)
-    stored = storage.write(tmp_path / "f", [source])
-    assert stored.crc32[1] == zlib.crc32(source[BLOCK_BYTES : 2 * BLOCK_BYTES])
-    file = storage.Blocks(tmp_path, "f", stored)
-    draw = random.Random(2)
-    for _ in range(60):
-        start, stop = sorted(draw.choices(range(len(source) + 1), k=2))
-        assert file.read(start, stop) == source[start:stop]
-    assert file.read(0, 0) == b""
 
 
 def test_a_disk_that_takes_little_at_a_time_gets_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

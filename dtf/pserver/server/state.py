@@ -22,7 +22,7 @@ from dtf.distributed.world import World
 from dtf.model.init import cast, model_of
 from dtf.model.loss_terms import per_count
 from dtf.optim.sharding import ParamShard, Sharding
-from dtf.optim.update import LocalUpdate, update_applied
+from dtf.optim.update import LocalUpdate
 from dtf.pserver.net.compression import WIRE_DTYPES
 from dtf.pserver.net.messages import ANY, NONE
 from dtf.pserver.param_slices import balance, lay_out, state_fields, views, wire_layout
@@ -149,7 +149,7 @@ class ServerState:
         elif not finite and self._arriving:
             torch._foreach_mul_(self._arriving, float("nan"))  # all servers see it in the norm
         known = self._update.apply(ticket.step, ticket.lr)
-        whole = bool(update_applied(known))
+        whole = bool(self._update.applied)
         if whole and self._norm is not None and len(pushes) > 1:
             known = torch.tensor([float("nan"), 1.0], dtype=torch.float64)  # the norm of the sum is not known
         self._norm = None

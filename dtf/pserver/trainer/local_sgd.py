@@ -15,7 +15,7 @@ from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
 from dtf.optim.sharding import Sharding, full_params
-from dtf.optim.update import LocalUpdate, update_applied
+from dtf.optim.update import LocalUpdate
 from dtf.pserver.param_slices import Field, Layout, state_fields, views
 from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.trainer.compute import ByTable, LeaseResult, TrainerModel
@@ -100,8 +100,8 @@ class LocalSgd:
             for parameter in self._model.parameters.values():
                 parameter.grad = None if parameter.grad is None else torch.full_like(parameter.grad, torch.nan)
         self._update.table_steps = prepared.ticket.step
-        norm = self._update.apply(prepared.ticket.step, prepared.ticket.lr)
-        finite = bool(update_applied(norm))
+        self._update.apply(prepared.ticket.step, prepared.ticket.lr)
+        finite = bool(self._update.applied)
         self._statistics.append(added if finite else np.full_like(added, np.nan))
         self._updates += finite
 

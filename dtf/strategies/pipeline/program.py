@@ -38,7 +38,7 @@ from dtf.model.loss_terms import per_count, scale_gradients
 from dtf.model.memory import Footprint, activations
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
-from dtf.optim.update import LocalUpdate, update_applied
+from dtf.optim.update import LocalUpdate
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.pipeline.messages import PipelineRanks, StageMessages
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
@@ -201,7 +201,7 @@ class PipelineProgram(Program):
         self._synced = False
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
-        applied = update_applied(norm)
+        applied = self._update.applied
         for stage in self._stages.values():
             changed = stage.changing.total()
             if changed is not None:

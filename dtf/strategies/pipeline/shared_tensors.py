@@ -212,5 +212,11 @@ class RenamedSource:
         return self._source.names()
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        return self._source.read(self._first(name), offset, shape)
+
+    def read_into(self, name: str, out: Tensor, offset: tuple[int, ...] | None = None) -> None:
+        self._source.read_into(self._first(name), out, offset)
+
+    def _first(self, name: str) -> str:
         place, _, rest = name.partition("/")
-        return self._source.read(f"{place}/{self._names.get(rest, rest)}", offset, shape)
+        return f"{place}/{self._names.get(rest, rest)}"

@@ -1,0 +1,1 @@
+"""What dtf costs, beside its peers and beside the floor."""

@@ -1,0 +1,40 @@
+"""Intervals of medians, and the machine that they hold for."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def machine() -> str:
+    """Processor, cores that may be used, and versions; figures hold for these."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    return f"{processor()}, {cores} cores, torch {torch.__version__}, python {platform.python_version()}"
+
+
+def processor() -> str:
+    """Its name, and the features that decide how fast numbers are computed."""
+    names, flags = [platform.machine()], set[str]()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            names = [value.strip()]
+        elif key.strip() == "flags":
+            flags = set(value.split())
+    return f"{names[0]} ({', '.join(flag for flag in ('avx2', 'avx512f', 'avx512_bf16', 'amx_bf16') if flag in flags)})"
+
+
+def interval(values: Sequence[float]) -> str:
+    """The 95 % interval of the median, by ranks: no shape is assumed. With fewer than six values: all of them."""
+    ordered, count = sorted(values), len(values)
+    tail, low = 0.0, 0
+    for low in range(count // 2):
+        tail += math.comb(count, low) / 2**count
+        if tail > 0.025:
+            break
+    return f"{ordered[low]:.2f} to {ordered[count - 1 - low]:.2f}"
