@@ -80,10 +80,10 @@ class StepOptions:
         "convolutions, matrix products and collectives, a few per cent more)",
     )
     memory_format: MemoryFormat = option(
-        default=MemoryFormat.auto,
+        default=MemoryFormat.contiguous,
         doc="where the channels of images (B, C, H, W) lie in memory, at the same shapes and checkpoints: "
-        "`channels_last` makes convolutions faster; `contiguous` leaves them first; `auto`: last where the model has "
-        "two-dimensional convolutions and two rows show that it bears it",
+        "`contiguous` leaves them first; `channels_last` makes most convolutions faster; `auto`: last where the model "
+        "has two-dimensional convolutions and two rows show that it bears it and is likely to gain",
     )
     ema: float = option(
         default=0.0,

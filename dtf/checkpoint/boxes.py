@@ -190,7 +190,7 @@ class StoredCheckpoint:
             self.scalars = read_scalars(folder, self.manifest)
         except (DataError, OSError) as error:
             raise DataError(f"checkpoint {folder} cannot be loaded: {error}") from None
-        self._blocks: dict[str, storage.Blocks] = {}
+        self._blocks: dict[str, Blocks] = {}
         self._slots: dict[str, dict[str, Slot]] = {}
 
     def names(self) -> set[str]:

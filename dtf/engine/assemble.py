@@ -248,7 +248,8 @@ def _recall_start_check(joined: JoinedRank, task: Task, model: nn.Module, data: 
 
 def _choose_memory_format(joined: JoinedRank, task: Task, model: nn.Module) -> tuple[bool, str]:
     """Whether the channels of images lie last in memory, and a text for people. Ranks that run the engine do as
-    rank 0 finds, all others find it by themselves. A run that goes on does as it began. Collective.
+    rank 0 finds, all others find it by themselves. A run that goes on does as it began where its record of the start
+    fits, see `StartRecord`; else it is tried again. Collective.
     """
     chosen, plans = task.step.memory_format, task.start_check.plans
     if chosen is not MemoryFormat.auto or not convolves(model):

@@ -65,13 +65,17 @@ class StartRecord:
         """
         if not self.digest:
             return None, {}
+        plans: dict[str, str] = {}
         for folder in (self.folder, run_folder_of(resume)):
             record = _read(folder / NAME, self.digest) if folder is not None else None
             if record is not None:
-                return record["found"], record.get("plans", {})
+                plans = record.get("plans", {})
+                if record["found"] is not None:
+                    return record["found"], plans
+                break  # a run that had plans alone
         cache = cache_folder()
         record = _read(cache / self._name, self.digest) if cache is not None else None
-        return record["found"] if record is not None and record["processes"] == self.processes else None, {}
+        return record["found"] if record is not None and record["processes"] == self.processes else None, plans
 
     def write(self, check: StartCheck) -> None:
         """Remember what the check has found, for those who go on with this run; in the cache if it is news.

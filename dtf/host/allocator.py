@@ -7,8 +7,10 @@ from __future__ import annotations
 import ctypes
 import os
 
-_MMAP_BYTES = 1 << 28
-"""Larger blocks are given back at once: a table that has grown leaves no hole."""
+_MMAP_BYTES = 1 << 28, 1 << 25
+"""Larger blocks are given back at once: a table that has grown leaves no hole. The second one where glibc, before 2.35,
+does not take the first.
+"""
 _KEPT_BYTES = (1 << 31) - 1  # the largest that mallopt takes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
@@ -30,6 +32,6 @@ def keep_freed_memory() -> str:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:
         return "the system's"
-    if not (mallopt(_MMAP_THRESHOLD, _MMAP_BYTES) and mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)):
+    if not (any(mallopt(_MMAP_THRESHOLD, size) for size in _MMAP_BYTES) and mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)):
         return "the system's"
     return "keeps freed memory (MALLOC_TRIM_THRESHOLD_=131072 gives it back)"

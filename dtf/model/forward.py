@@ -41,10 +41,10 @@ class ForwardPass:
         self._input = None if self._autocast else compute
 
     def forward(self, model: Callable[..., Any], *inputs: Any, cast: bool = True) -> Any:
-        """`model(*inputs)` in the dtypes and the memory format of the run. `cast`: convert floating inputs to the dtype
-        of the parameters; False for a part of a model that gets the outputs of another part.
+        """`model(*inputs)` in the dtypes and the memory format of the run. `cast`: convert floating inputs to these;
+        False for a part of a model that gets the outputs of another part.
         """
-        if self._channels_last:
+        if self._channels_last and cast:
             inputs = tuple(map(channels_last, inputs))
         if self._autocast is None:
             return model(*(cast_floating(value, self._input if cast else None) for value in inputs))

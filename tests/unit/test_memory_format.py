@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +55,42 @@ class ReadsMemory(Net):
         return x.as_strided(x.shape, torch.empty(x.shape).stride()).contiguous(memory_format=LAST)
 
 
+class Standardised(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        spread = self.weight.view(len(self.weight), -1).std(1)
+        return self._conv_forward(x, self.weight / spread[:, None, None, None], self.bias)
+
+
+class ViewsWeights(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = Standardised(8, 4, 3, padding=1)
+
+
+class WantsManyRows(Net):
+    """As a batch normalisation of parts of a batch does in training."""
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.training and len(x) < 4:
+            raise ValueError("Expected more than 1 value per channel when training")
+        return x
+
+
+class Merges(Net):
+    """Evaluation with a weight into which another one is merged, and draws from generators that torch does not seed."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> nn.Module:
+        if self.merged is mode:
+            self.first.weight.data += 0.1 * (1 if not mode else -1)
+            self.merged = not mode
+        return super().train(mode)
+
+    def between(self, x: Tensor) -> Tensor:
+        return x * random.random() * np.random.rand()
+
+
 class Fails(Net):
     def between(self, x: Tensor) -> Tensor:
         raise LookupError("no device")
@@ -71,6 +109,9 @@ def task(inputs: Any = None) -> Any:
         (ViewsInTraining, "the model does not compute images whose channels are last: view size is not compatible"),
         (Copies, "second gets its input with channels first"),
         (ReadsMemory, "the model's outputs are others with channels last: it reads memory by its place"),
+        (ViewsWeights, "the model does not compute images whose channels are last: view size is not compatible"),
+        (WantsManyRows, "two rows cannot be computed here (ValueError)"),
+        (Merges, ""),
         (Fails, "two rows cannot be computed here (LookupError)"),
     ],
 )
@@ -80,11 +121,13 @@ def test_a_model_shows_whether_it_bears_channels_last(kind: type[Net], why: str)
     model.norm.eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     drawn, modes = torch.get_rng_state(), [module.training for module in model.modules()]
+    others = random.getstate(), str(np.random.get_state())
     found = objection(rows, model, 8)
     assert found.startswith(why) and bool(found) is bool(why)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(module.weight.is_contiguous() for module in (model.first, model.second))
     assert torch.equal(torch.get_rng_state(), drawn) and model.seen == 0
+    assert others == (random.getstate(), str(np.random.get_state()))
     assert [module.training for module in model.modules()] == modes
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -109,6 +152,16 @@ def test_inputs_that_are_no_images_stay_as_they_are() -> None:
     put = channels_last(inputs)
     assert put["image"].is_contiguous(memory_format=LAST) and torch.equal(put["image"], inputs["image"])
     assert put["id"] is inputs["id"] and put["x"] is inputs["x"]
+
+
+def test_weights_in_the_memory_of_others_stay_there() -> None:
+    model = Net()
+    model.alias = nn.Parameter(model.first.weight.data)
+    flat = torch.randn(4 * 8 * 9 + 5)
+    model.second.weight.data = flat[5:].view(4, 8, 3, 3)
+    weights_channels_last(model)
+    assert model.first.weight.data_ptr() == model.alias.data_ptr()
+    assert model.second.weight.data_ptr() == flat[5:].data_ptr()
 
 
 def test_weights_keep_their_numbers_and_who_shares_them() -> None:
