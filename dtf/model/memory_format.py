@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.api.task import Task
 from dtf.model.attributes import without_trace
+from dtf.model.changing_buffers import buffers_restored
 from dtf.model.shared_state import SharedState
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
@@ -60,7 +61,8 @@ def _objection(task: Task, model: nn.Module, rows: int) -> str:
         inputs = tree_map(lambda leaf: leaf.float() if _is_floating(leaf) else leaf, task.sample(2))
         with _counted(model) as made:
             plain = outputs(inputs, training=False)
-        outputs(inputs, training=True)
+        with buffers_restored(model):  # running averages: the outputs below are compared with those above
+            outputs(inputs, training=True)
         if not any(_is_image(leaf) for leaf in tree_leaves(inputs)):
             return "no input has the shape (B, C, H, W)"
         weights, put_out = sum(weight.numel() for weight in _weights(model)), sum(made) // 2 * rows
