@@ -28,7 +28,9 @@ Collective.
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters with one weight decay and one learning rate, and their state, as a kernel takes them."""
+    """Parameters of one type on one device, with one weight decay and one learning rate, and their state, as a kernel
+    takes them.
+    """
 
     parameters: list[Tensor]
     slots: dict[str, list[Tensor]]  # key of the state -> its tensor for each parameter
@@ -138,8 +140,8 @@ class Bound:
         counted = [float(counts.get(name, True)) for name in parameters]
         states = list(self.states.values())
         kinds = [
-            (decay, name_patterns.factor(optimizer.lr_factors, name))
-            for name, decay in zip(parameters, decays, strict=True)
+            (decay, name_patterns.factor(optimizer.lr_factors, name), str(parameter.dtype), str(parameter.device))
+            for (name, parameter), decay in zip(parameters.items(), decays, strict=True)
         ]
         self._groups: list[tuple[list[int], Group, float]] = []
         for kind in sorted(set(kinds), key=lambda kind: (kind[0] is None, kind)):
@@ -149,7 +151,7 @@ class Bound:
             add = combine
             if combine is not None and not all(counted):
                 add = _Counting(combine, torch.tensor([counted[index] for index in chosen], device=members[0].device))
-            decay, factor = kind
+            decay, factor, *_ = kind
             self._groups.append((chosen, Group(members, slots, decay is not None, decay or 0.0, add), factor))
 
     def apply(self, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
@@ -258,17 +260,11 @@ def sgd_step(
     weight_decay: float = 0.0,
     nesterov: bool = False,
 ) -> None:
-    """SGD of torch on lists of tensors, in place, with the fused kernel where that is correct. `skip`: as in
-    `Bound.apply`; `momenta`: None without momentum.
+    """SGD of torch on lists of tensors of one type and device, in place, with the fused kernel where that is correct.
+    `skip`: as in `Bound.apply`; `momenta`: None without momentum.
     """
-    from torch.optim.sgd import sgd
+    import torch
 
-    fused = all(_fused_sgd_is_right(parameter.device.type, parameter.dtype) for parameter in parameters)
-    if not fused and skip is not None:
-        if skip.item():  # on the host, nothing is waited for
-            return
-        skip = None
-    kept: list[Tensor | None] = [*momenta] if momenta is not None else [None] * len(parameters)
     more = {
         "lr": lr,
         "momentum": momentum,
@@ -277,7 +273,17 @@ def sgd_step(
         "nesterov": nesterov,
         "maximize": False,
     }
-    sgd(parameters, gradients, kept, fused=fused, found_inf=skip, **more)
+    if _fused_sgd_is_right(parameters[0].device.type, parameters[0].dtype):
+        # the kernel itself: torch.optim.sgd would sort the tensors by type and device first, which takes longer than
+        # to step a small model
+        torch._fused_sgd_(
+            parameters, gradients, momenta or [], is_first_step=False, grad_scale=None, found_inf=skip, **more
+        )
+    elif skip is None or not skip.item():  # on the host, nothing is waited for
+        from torch.optim.sgd import sgd
+
+        kept: list[Tensor | None] = [*momenta] if momenta is not None else [None] * len(parameters)
+        sgd(parameters, gradients, kept, fused=False, **more)
 
 
 @cache

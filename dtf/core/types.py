@@ -102,8 +102,9 @@ class StepOutput(NamedTuple):
     """The result of one optimizer step, on the device, without host synchronisation."""
 
     sums: Tensor  # (M,) additive metric state; zeros on a rank that owns no outputs
-    # (2,) [global norm before clipping, 1] on one rank; [0, 0] on the others, and on all when an overflow hid it
-    grad_norm: Tensor
+    # (global norm before clipping, 1) on one rank; (0, 0) on the others, and on all when an overflow hid it: a tensor
+    # (2,), or two numbers where the host has them
+    grad_norm: Tensor | tuple[float, float]
 
 
 class Evaluated(NamedTuple):

@@ -91,6 +91,8 @@ class Loader:
         if self._shard is None:
             return None
         future = self._pending.pop((epoch, index), None)
+        if not self._dataset.queue_rows:
+            return future.result() if future is not None else self._fetch(self._ids(epoch, index), epoch)
         # of at most MOST_AHEAD
         ready = sum(other.done() for other in self._pending.values()) + (future is not None and future.done())
         started = time.perf_counter()

@@ -103,6 +103,7 @@ class PlannedClock(Clock):
         self._plan, self._epochs, self._schedule = plan, epochs, schedule
         self._at = Progress(**state) if state else Progress()
         self._stop_reason, self._poll_at, self._polled = "", 0, self._at.step
+        self._known: dict[int, Train] = {}  # tickets that were made ahead
         self._tickets = self._all_tickets()
 
     def __next__(self) -> Ticket:
@@ -116,6 +117,7 @@ class PlannedClock(Clock):
         match ticket:
             case Train():
                 self._at.step = ticket.step + 1
+                self._known.pop(ticket.step, None)
             case Poll(step):
                 self._stop_reason = "preempted" if values[STOP_REQUESTS] else "budget" if values[OVER_BUDGET] else ""
                 steps = min(int(POLL_S / max(values[STEP_SECONDS], 1e-6)), POLL_GROWTH * (step - self._polled))
@@ -131,6 +133,7 @@ class PlannedClock(Clock):
                 else:
                     self._at.since_best += 1
                     self._at.fallen *= self._schedule.fall(self._at.since_best)
+                    self._known.clear()  # their learning rates
 
     def state(self) -> dict:
         return asdict(self._at)
@@ -144,10 +147,12 @@ class PlannedClock(Clock):
         return None if self._at.best is None else (self._at.best, self._at.best_step)
 
     def _train(self, step: int) -> Train:
-        epoch, index = divmod(step, self._epochs.batches)
-        return Train(
-            step, epoch, index, self._epochs.size(index), self._schedule(step, self._plan.total) * self._at.fallen
-        )
+        ticket = self._known.get(step)
+        if ticket is None:
+            epoch, index = divmod(step, self._epochs.batches)
+            lr = self._schedule(step, self._plan.total) * self._at.fallen
+            ticket = self._known[step] = Train(step, epoch, index, self._epochs.size(index), lr)
+        return ticket
 
     def _all_tickets(self) -> Iterator[Ticket]:
         """The tickets in order, the same on every rank, as `values` given to `done` are the same bits on all."""

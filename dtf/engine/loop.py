@@ -55,18 +55,27 @@ class Window:
 
     def __init__(self, carried: list[float] | None = None) -> None:
         self._sums: Tensor | None = None
+        self._norms: Tensor | None = None  # where the device has them
+        self._norm, self._known = 0.0, 0.0  # where the host has them
         self._carried = carried  # totals from before a checkpoint, the same on every rank
 
     def add(self, output: StepOutput) -> None:
-        """No synchronisation. The gradient norm's two numbers go to the end of the metric sums."""
-        sums = torch.cat([output.sums, output.grad_norm.to(output.sums)])
-        self._sums = sums if self._sums is None else self._sums.add_(sums)
+        """No synchronisation, and no operation on tensors for what the host knows."""
+        sums, norms = output
+        self._sums = sums.clone() if self._sums is None else self._sums.add_(sums)
+        if isinstance(norms, tuple):
+            self._norm, self._known = self._norm + norms[0], self._known + norms[1]
+        else:
+            self._norms = norms.double() if self._norms is None else self._norms + norms
 
     def total(self, world: Peers, width: int) -> list[float]:
         """Sums over ranks, [metric sums (M), sum of norms, their number]; waits for the device. Collective."""
         local = torch.zeros(width + 2, dtype=torch.float64)
         if self._sums is not None:
-            local += self._sums.cpu()
+            local[:width] += self._sums.cpu()
+        local[width:] += torch.tensor([self._norm, self._known], dtype=torch.float64)
+        if self._norms is not None:
+            local[width:] += self._norms.cpu()
         total = world.reduce(local)
         if self._carried is not None:
             total += torch.tensor(self._carried, dtype=torch.float64)

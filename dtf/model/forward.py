@@ -6,6 +6,7 @@ Knows no other micro-batch and no rank. B: rows of the micro-batch; M: numbers o
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from dtf.api.sparse_table import Table
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
+from dtf.distributed.sharding import is_dtensor
 from dtf.model.init import DTYPES
 from dtf.model.loss_terms import Losses, LossTerms
 from dtf.model.memory_format import channels_last
@@ -64,7 +66,9 @@ class ForwardPass:
         if self.watch is not None:
             self.watch(loss.total)
         # 0 x a non-finite loss is NaN: it reaches every gradient here and, summed, every rank, before anything is
-        # updated.
+        # updated. Where the host can read the loss without waiting, it need not compute that.
+        if loss.total.is_cpu and not is_dtensor(loss.total) and math.isfinite(loss.total.item()):
+            return loss.total, factor
         return loss.total, loss.total.detach() * 0 + factor
 
     @torch.no_grad()

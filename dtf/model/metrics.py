@@ -23,5 +23,4 @@ def weighted_sums(weight: Tensor, *values: Tensor) -> Tensor:
                 f"weighted_sums() got values of shape {tuple(value.shape)} for {len(weight)} rows; give one number for "
                 f"each row, ({len(weight)},)"
             )
-    rows = torch.stack([torch.ones_like(weight), *(value.to(weight.dtype) for value in values)])
-    return (rows * weight).sum(dim=1, dtype=torch.float64)
+    return torch.stack([weight, *(weight * value for value in values)]).sum(dim=1, dtype=torch.float64)

@@ -129,13 +129,13 @@ class LocalUpdate:
         return factor if self._scale is None else factor * self._scale
 
     @torch.no_grad()
-    def apply(self, step: int, lr: float) -> Tensor:
+    def apply(self, step: int, lr: float) -> Tensor | tuple[float, float]:
         """Clip, step and clear gradients. Called once after the backward passes of step `step` (counted from 0), with
         the learning rate `lr`. Collective where ranks share parameters.
 
-        Returns the global L2 norm of the gradient before clipping and after unscaling, as (2,) [norm, 1], the same on
-        all ranks; [0, 0] when an overflow hides it. A norm that is not finite changes no parameter: every rank skips
-        and counts the step.
+        Returns the global L2 norm of the gradient before clipping and after unscaling, as (norm, 1), the same on all
+        ranks; (0, 0) when an overflow hides it. On a CPU two numbers, on a GPU a tensor (2,). A norm that is not finite
+        changes no parameter: every rank skips and counts the step.
         """
         # Zeros for parameters that the loss did not reach: their update is the optimizer's own (decay, momentum).
         gradients = [
@@ -173,7 +173,7 @@ class LocalUpdate:
             shard.parameter.grad = None
         self._drop_gathered()
         if self._host:
-            return norm.new_tensor([0.0, 0.0] if self._scale is not None and not self.applied else [number, 1.0])
+            return (0.0, 0.0) if self._scale is not None and not self.applied else (number, 1.0)
         known = torch.ones_like(norm)
         if self._scale is not None:  # an overflow is routine then, and says nothing of the gradient's size
             known, norm = finite.to(norm.dtype), norm.where(finite, 0.0)

@@ -93,8 +93,8 @@ class Spmd(Program):
         replica.divided = self.shares > 1
         bounds = micro_batch_bounds(task.step.batch_size, self.micro_batch_rows)
         replica.pads = pads(len(bounds) - 1, self.shares, replica.equal_passes)
-        self._no_norm = torch.zeros(2, device=world.device)
         self._factor = torch.full((), 1.0 if dims else world.size, device=world.device, dtype=loss_dtype(task))
+        self._factors: dict[int, Tensor] = {}  # rows of a global batch -> what its loss is multiplied by
 
     @property
     def update(self) -> LocalUpdate:
@@ -142,6 +142,7 @@ class Spmd(Program):
             )
         self._to_sum()
         self._factor = self._factor / self._world.size
+        self._factors.clear()
 
     def memory(self) -> Memory:
         return self._replica.memory(self._update, *microbatch_load(self._task, self.shares))._replace(
@@ -154,7 +155,10 @@ class Spmd(Program):
         micro_batches = micro_batches_of(len(bounds) - 1, self._share)
         if self._tables is not None:
             batch = self._tables.lookup(self._received(ticket, batch, bounds, micro_batches), train=True)
-        factor = self._update.scale(self._factor / ticket.rows)
+        factor = self._factors.get(ticket.rows)
+        if factor is None:
+            factor = self._factors[ticket.rows] = self._factor / ticket.rows
+        factor = self._update.scale(factor)
         sums = self._replica.accumulate(ticket, batch, bounds, micro_batches, self._share, factor)
         if self._replica.counts is not None:
             counts = self._replica.counts.double().reshape(1)
@@ -174,7 +178,7 @@ class Spmd(Program):
         self._replica.changing.finish(changed, len(bounds) - 1, applied)
         self._replica.statistics.finish(applied)
         # every rank knows the norm, one reports it
-        return StepOutput(self._counted_once(sums), norm if self._world.rank == 0 else self._no_norm)
+        return StepOutput(self._counted_once(sums), norm if self._world.rank == 0 else (0.0, 0.0))
 
     def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None

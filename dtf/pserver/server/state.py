@@ -149,6 +149,8 @@ class ServerState:
         elif not finite and self._arriving:
             torch._foreach_mul_(self._arriving, float("nan"))  # all servers see it in the norm
         known = self._update.apply(ticket.step, ticket.lr)
+        if isinstance(known, tuple):
+            known = torch.tensor(known, dtype=torch.float64)
         whole = bool(self._update.applied)
         if whole and self._norm is not None and len(pushes) > 1:
             known = torch.tensor([float("nan"), 1.0], dtype=torch.float64)  # the norm of the sum is not known

@@ -108,7 +108,6 @@ class PipelineProgram(Program):
         self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=world.device, dtype=dtype)
         self._counts, self._counted = torch.zeros((), device=world.device, dtype=dtype), False
         """What the sum of losses of a step is divided by in place of rows, on the rank that computes losses."""
-        self._no_norm = torch.zeros(2, device=world.device, dtype=dtype)
 
     def about(self) -> dict[str, str]:
         return {"stages": self._table}
@@ -210,7 +209,7 @@ class PipelineProgram(Program):
             stage.changing.finish(changed, len(bounds) - 1, applied)
             stage.statistics.finish(applied)
         # every rank knows the norm, one reports it
-        return StepOutput(sums, norm if self._world.rank == 0 else self._no_norm)
+        return StepOutput(sums, norm if self._world.rank == 0 else (0.0, 0.0))
 
     def _rescale(self, rows: int, row_gradients: Mapping[str, Tensor]) -> None:
         """Divide all gradients, those of looked up rows too, by the counts of the loss, over all ranks, in place of
