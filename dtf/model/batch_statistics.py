@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.core.errors import ConfigError
-from dtf.model.ema import decay_at
+from dtf.model.ema import decay_after
 from dtf.model.norm_calls import calls_of, count_calls_of, goes_its_own_way, is_torchs_own
 
 _KINDS = ("running_mean", "running_var")
@@ -206,7 +206,7 @@ class BatchNormStatistics:
 
     def _average_steps(self) -> None:
         if self._ema and self._layers:
-            weight = 1 - float(decay_at(self._ema, torch.tensor(self._steps - 1, dtype=torch.float64)))
+            weight = 1 - decay_after(self._ema, self._steps - 1)
             torch._foreach_lerp_(_averages(self._layers, EMA_SUFFIX), _averages(self._layers), weight)
 
     def forget(self, steps: int) -> None:

@@ -23,9 +23,14 @@ class ChangingBuffers:
     """The buffers of one replica of a model, or of a part of it.
 
     `rules`: patterns of names -> rule. `owned`: names of buffers that others keep right, such as running averages.
+    `overlapping`: whether a micro-batch may start before the backward pass of another has ended. Otherwise buffers stay
+    where they are in memory.
     """
 
-    def __init__(self, model: nn.Module, rules: Mapping[str, BufferUpdate], owned: set[str]) -> None:
+    def __init__(
+        self, model: nn.Module, rules: Mapping[str, BufferUpdate], owned: set[str], overlapping: bool = False
+    ) -> None:
+        self._overlapping = overlapping
         self._model, self._rules, self._owned = model, {**_known(model), **rules}, owned
         self._stepped: list[_Stepped] = []
         self._watched: list[tuple[dict[str, Tensor | None], str, Tensor | None, int, str]] = []
@@ -131,7 +136,7 @@ class ChangingBuffers:
     def begin_micro_batch(self) -> None:
         """Called before each pass of the model: buffers are as before the step."""
         for buffer in self._stepped:
-            buffer.rewind()
+            buffer.rewind(self._overlapping)
 
     def end_micro_batch(self) -> None:
         """Called after a pass that counts."""
@@ -218,9 +223,10 @@ class _Stepped:
         self.total = torch.zeros(self._tensor.shape, dtype=torch.float64, device=self._tensor.device)
 
     @torch.no_grad()
-    def rewind(self) -> None:
-        # a tensor of its own for each micro-batch: the backward pass of another may still need the last one
-        self._module._buffers[self._key] = self._before.clone()
+    def rewind(self, overlapping: bool) -> None:
+        # a tensor of its own for each micro-batch where the backward pass of another may still need the last one
+        rewound = self._before.clone() if overlapping else self._tensor.copy_(self._before)
+        self._module._buffers[self._key] = rewound
 
     @torch.no_grad()
     def add(self) -> None:

@@ -25,6 +25,11 @@ def decay_at(decay: float, steps: Tensor) -> Tensor:
     return ((1 + steps) / (10 + steps)).clamp(max=decay)
 
 
+def decay_after(decay: float, steps: int) -> float:
+    """As `decay_at`, of numbers on the host."""
+    return min(decay, (1 + steps) / (10 + steps))
+
+
 def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
     """The optimizer, with averages of what it steps; with a decay of 0, the optimizer itself."""
     return EmaOptimizer(optimizer, decay) if decay else optimizer
@@ -57,7 +62,7 @@ class EmaOptimizer(Optimizer):
         # one by one: a list of differences would take as much memory as they
         for parameter, average in zip(group.parameters, averages, strict=True):
             average.lerp_(parameter.to(average.dtype), weight.to(average.dtype))
-        torch._foreach_add_(steps, done)
+        torch._foreach_add_(steps, done if skip is None else [done] * len(steps))  # a list is not read by the host
 
 
 EMA_PREFIX = "ema/"

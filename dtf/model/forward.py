@@ -20,6 +20,7 @@ from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
 from dtf.distributed.sharding import is_dtensor
+from dtf.host import devices
 from dtf.model.init import DTYPES
 from dtf.model.loss_terms import Losses, LossTerms
 from dtf.model.memory_format import channels_last
@@ -67,7 +68,8 @@ class ForwardPass:
             self.watch(loss.total)
         # 0 x a non-finite loss is NaN: it reaches every gradient here and, summed, every rank, before anything is
         # updated. Where the host can read the loss without waiting, it need not compute that.
-        if loss.total.is_cpu and not is_dtensor(loss.total) and math.isfinite(loss.total.item()):
+        read = devices.host_reads(self._device.type) and not is_dtensor(loss.total)
+        if read and math.isfinite(loss.total.item()):
             return loss.total, factor
         return loss.total, loss.total.detach() * 0 + factor
 

@@ -15,6 +15,7 @@ from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
 from dtf.distributed.sharding import is_dtensor, local
+from dtf.host import devices
 from dtf.model.communication import Communication
 from dtf.model.mean_proof import Mean, labels, proved, tensors
 
@@ -156,7 +157,7 @@ class Losses:
             return LossTerms(loss.expand(rows), loss * rows * self._of_all(batch.weight), None)
         counts = labels(batch.targets).to(batch.weight)
         mean = torch.where(counts > 0, loss, torch.zeros_like(loss))  # that over no label is NaN
-        if loss.requires_grad and (counts.device.type != "cpu" or not counts):  # and so is its gradient
+        if loss.requires_grad and (not devices.host_reads(counts.device.type) or not counts):  # and so is its gradient
             for tensor in tensors(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda gradient: torch.where(counts > 0, gradient, 0.0))
@@ -168,7 +169,7 @@ class Losses:
         rows cannot leave out some. On a CPU that is a ConfigError.
         """
         least, most = weight.amin(), weight.amax()
-        if weight.device.type == "cpu" and bool(least != most):
+        if devices.host_reads(weight.device.type) and bool(least != most):
             raise ConfigError(
                 f"{self._who} returns one number for all rows of a micro-batch, and some of its rows cannot be read; "
                 "return the loss of each row, or repair the data"

@@ -72,6 +72,7 @@ class DataParallelProgram(Program):
                 self._updates.append(LocalUpdate(sharding, *options))
         self._trained = [[p for p in replica.model.parameters() if p.requires_grad] for replica in self._replicas]
         self._synced = True
+        self._factors: dict[int, Tensor] = {}  # rows of a global batch -> what its loss is multiplied by
         for replica in self._replicas:
             replica.divided = self.shares > 1
         self._few: Batch | None = None  # for passes of all replicas over the same rows
@@ -233,7 +234,10 @@ class DataParallelProgram(Program):
 
     def _factor(self, ticket: Train) -> Tensor:
         """Of the sum of losses over the rows of a step."""
-        one = torch.tensor(1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0])
+        one = self._factors.get(ticket.rows)
+        if one is None:
+            one = torch.full((), 1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0])
+            self._factors[ticket.rows] = one
         return self._updates[0].scale(one)
 
     def replicated(self) -> list[dict[str, Tensor]]:

@@ -38,7 +38,7 @@ class Stage:
     ) -> None:
         self.index, self.model = index, model
         self.statistics = BatchNormStatistics(model, task.step.ema)
-        self.changing = ChangingBuffers(model, rules, {*self.statistics.names(), *self.statistics.counters()})
+        self.changing = ChangingBuffers(model, rules, {*self.statistics.names(), *self.statistics.counters()}, True)
         self.changing.take_declared(self.statistics)
         self.masks = SeededDropout(model, task.seed, device)
         apply_activation_checkpointing(model, checkpointed, task.step.remat, self.masks)
