@@ -19,44 +19,19 @@ from dtf.strategies.replica import Replica
 from tests.support.harness import Case, _Run
 
 _CALLS = frozenset(
-    [
-        "item",
-        "tolist",
-        "numpy",
-        "cpu",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__complex__",
-        "__contains__",
-        "__array__",
-        "nonzero",
-        "argwhere",
-        "unique",
-        "masked_select",
-        "equal",
-        "is_nonzero",
-        "allclose",
-        "pin_memory",
-        "new_tensor",
-        "tensor",
-        "as_tensor",
-    ]
+    {
+        *("item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "unique", "masked_select", "equal", "is_nonzero"),
+        *("allclose", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__array__"),
+        *("pin_memory", "new_tensor", "tensor", "as_tensor"),
+    }
 )
 """Of torch's Python interface. The last four copy memory that is not pinned."""
 
 _OPERATORS = frozenset(
-    [
-        "_local_scalar_dense",
-        "nonzero",
-        "masked_select",
-        "equal",
-        "is_nonzero",
-        "_unique2",
-        "unique_dim",
-        "unique_consecutive",
-    ]
+    {
+        *("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"),
+        *("_unique2", "unique_dim", "unique_consecutive"),
+    }
 )
 """Of the dispatcher: what functions in C++ and the backward pass call."""
 
@@ -95,8 +70,8 @@ def _place() -> str:
 
 
 def train(rank: int, size: int, **case: Any) -> dict[str, Any]:
-    """As `harness.train`. Returns how often the steps after the first made the host wait, `waits`; and `places`, for each
-    replica the addresses of all parameters and buffers in each pass.
+    """As `harness.train`. Returns how often the steps after the first made the host wait, `waits`; and `places`, for
+    each replica the addresses of all parameters and buffers in each pass.
     """
     torch.set_num_threads(1)
     found: Counter[str] = Counter()
