@@ -26,8 +26,9 @@ STRATEGIES = {
 def run(job: Job) -> None:
     """ResNet-50 of 64-pixel images with AdamW in fp32, four steps of 64 rows: small enough for all to fit."""
     arch, rows = ("resnet8", 16) if job.rehearsed else ("resnet50", 64)
-    names = ["one process", "ddp"] if job.rehearsed else list(STRATEGIES)
-    for name in names:
+    for name in STRATEGIES:
+        if job.rehearsed and "strategy.offload=true" in STRATEGIES[name]:
+            continue
         try:
             done = job.dtf(
                 *PLUGIN, "recipe=resnet_shapes", f"launcher.devices={DEVICES[job.rehearsed][1]}",

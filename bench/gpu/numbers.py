@@ -14,6 +14,7 @@ STEPS = 8
 RESNET = ("recipe=resnet_shapes", "recipe.data.train_rows=512", "recipe.data.eval_rows=64")
 RECORDED = ("train.record=true", "train.log_every=1", "observer=[jsonl]", "checkpoint.keep_best=0")
 DEVICES = {False: ("cpu", "cuda"), True: ("cpu", "cpu")}
+STRATEGIES = "dp,pserver,ddp,fsdp,zero1,tensor,pipeline"
 WITHIN = {"tf32": 0.02, "bf16": 0.05, "bf16_master": 0.05, "bf16_params": 0.1, "fp16": 0.05}
 """How far the mean loss of the last steps may be from that of fp32, as a share of it."""
 
@@ -59,10 +60,9 @@ def _as_on_the_cpu(job: Job, precision: str) -> None:
 def _one_process_strategies(job: Job) -> None:
     """Of the strategies with one rank, dp and pserver are programs of their own; the others are ddp's."""
     where = DEVICES[job.rehearsed][1]
-    strategies = "dp,ddp,fsdp,zero1,tensor,pipeline,pserver" if not job.rehearsed else "dp,fsdp"
     precisions = "fp64" if job.rehearsed else "fp64,fp32"
     job.check(
-        "verify one rank", "job=verify", *RESNET, f"launcher.devices={where}", f"job.strategies=[{strategies}]",
+        "verify one rank", "job=verify", *RESNET, f"launcher.devices={where}", f"job.strategies=[{STRATEGIES}]",
         "job.processes=[1]", "job.micro_batches=[2]", f"job.precisions=[{precisions}]", "job.eval_rows=64",
     )  # fmt: skip
 

@@ -72,6 +72,7 @@ PAIR = ("numpy", "torchvision")
 STEPS = (
     Step("machine", "GPU, driver, libraries, processor", "bench.gpu.machine:run", 60, 5, alone=False),
     Step("waits", "host waits in dtf's steps: none", "bench.gpu.waits:run", 120, 25, PAIR),
+    Step("kernels", "optimizers, digests, masks, copies", "bench.gpu.kernels:run", 90, 15, ("numpy",), alone=False),
     Step("nccl", "collectives in a group of one rank", "bench.gpu.collectives:run", 90, 15, alone=False),
     Step("numbers", "a GPU against the CPU, and precisions", "bench.gpu.numbers:run", 180, 45, COMMAND, alone=False),
     Step("shared", "two ranks on one GPU, ResNet", "bench.gpu.shared:resnet", 200, 60, COMMAND, alone=False),

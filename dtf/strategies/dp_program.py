@@ -233,7 +233,7 @@ class DataParallelProgram(Program):
 
     def _factor(self, ticket: Train) -> Tensor:
         """Of the sum of losses over the rows of a step."""
-        one = torch.tensor(1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0])
+        one = torch.full((), 1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0])
         return self._updates[0].scale(one)
 
     def replicated(self) -> list[dict[str, Tensor]]:

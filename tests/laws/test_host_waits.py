@@ -1,5 +1,5 @@
-"""A step on a GPU leaves the host free: it reads nothing of the device, and makes no numbers on the host that the device
-has to wait for.
+"""A step on a GPU leaves the host free: it reads nothing of the device, and makes no numbers on the host for which the
+device would have to be waited for.
 
 Held here on CPUs, by the operations of a step whose update is told that its tensors are not on the host. What only a
 GPU shows, copies among them, is in `python -m bench.gpu --only waits`.
@@ -19,8 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtf.api.options import StepOptions
 from dtf.api.registry import lookup
 from dtf.config.settings import load_parts
-from dtf.core.types import Batch, Place, Train
+from dtf.core.types import WHOLE, Batch, Place, Train
+from dtf.data.batches import Epochs
+from dtf.data.loader import Loader
+from dtf.data.samplers import Sequential
 from dtf.distributed.world import World
+from dtf.model.forward import to_device
 from dtf.optim import update
 from dtf.strategies.dp_program import DataParallelProgram
 from tests.support.harness import Case
@@ -41,13 +45,17 @@ class Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: Counter[str] = Counter()
+        self.moved: list[tuple[torch.dtype, torch.dtype]] = []  # formats before and after a copy to another device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         self.names[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].device != result.device:
+            self.moved.append((args[0].dtype, result.dtype))
+        return result
 
 
-load_parts()
+load_parts([])
 
 
 def batch() -> Batch:
@@ -57,7 +65,7 @@ def batch() -> Batch:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adagrad", "lars"])
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "bf16_master", "fp16"])
+@pytest.mark.parametrize("precision", ["fp64", "bf16_master", "fp16"])
 @pytest.mark.parametrize("strategy", ["ddp", "dp"])
 def test_a_step_waits_for_nothing(strategy: str, precision: str, optimizer: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(update, "on_host", lambda device: False)
@@ -71,6 +79,34 @@ def test_a_step_waits_for_nothing(strategy: str, precision: str, optimizer: str,
             program.step(Train(step, 0, step, ROWS, 0.1), rows)
     assert operations.names["mm"] + operations.names["addmm"]  # it was watched
     assert not {name: count for name, count in operations.names.items() if name in WAITING | MADE}
+
+
+def test_all_of_a_batch_is_pinned(monkeypatch: Any) -> None:
+    """From memory that is not pinned a copy may wait for all that the device was given before."""
+    pinned: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    data = Case().task().recipe.open_data("train", 0)
+    loader = Loader(data, Epochs(Sequential(), len(data), ROWS, 0), WHOLE, 5, pin=True)
+    found = loader.get(0, 0)
+    assert found is not None
+    for tensor in (found.inputs, found.targets, found.weight):
+        assert any(tensor is other for other in pinned)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_batches_are_converted_where_they_go(precision: str) -> None:
+    """What the host converts lies in memory that is not pinned."""
+    copies = Operations()
+    with copies:
+        moved = to_device(batch(), torch.device("meta"), Case(precision=precision).task())
+    assert moved.weight.is_meta
+    assert copies.moved
+    assert all(before is after for before, after in copies.moved)
 
 
 def _in_turn(program: Any, work: Any, count: int | None) -> list[Any]:
