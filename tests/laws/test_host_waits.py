@@ -1,5 +1,4 @@
-"""A step on a GPU leaves the host free: it reads nothing of the device, and makes no numbers on the host for which the
-device would have to be waited for.
+"""A step on a GPU leaves the host free: it reads nothing from the device, and sends it nothing that has to wait.
 
 Held here on CPUs, by the operations of a step whose update is told that its tensors are not on the host. What only a
 GPU shows, copies among them, is in `python -m bench.gpu --only waits`.
