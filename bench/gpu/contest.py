@@ -56,7 +56,10 @@ class Case:
         if self.compile != "off":
             options["compile"] = compile_option(self.compile)
         step = StepOptions(**options)
-        return Task(self.recipe, self.optimizer, self.precision, step, 0, channels_last=self.channels_last)
+        chosen: dict[str, Any] = {"channels_last": self.channels_last}
+        if self.compile == "model":
+            chosen["compiled"] = ("",)  # what a run chooses for it: the model itself
+        return Task(self.recipe, self.optimizer, self.precision, step, 0, **chosen)
 
     @property
     def precision(self) -> Precision:

@@ -63,9 +63,10 @@ def _no_compile() -> str:
     from dataclasses import fields
 
     from dtf.api.options import StepOptions
+    from dtf.api.task import Task
 
-    known = any(field.name == "compile" for field in fields(StepOptions))
-    return "" if known else "this dtf has no option step.compile"
+    known = {field.name for kind in (StepOptions, Task) for field in fields(kind)}
+    return "" if {"compile", "compiled"} <= known else "this dtf has no option step.compile"
 
 
 PAIR = ("numpy", "torchvision")

@@ -26,6 +26,11 @@ class Devices(NamedTuple):
     indices: tuple[int, ...]
 
 
+def host_reads(device_type: str) -> bool:
+    """Whether the host reads tensors on a device of this type without waiting for it."""
+    return device_type == "cpu"
+
+
 def choose(devices: str) -> Devices:
     """The devices of this host that `launcher.devices` stands for. ConfigError for devices that are not there."""
     if devices == "cpu":

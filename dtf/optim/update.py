@@ -17,6 +17,7 @@ from dtf.api.task import Source
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Box, State
 from dtf.distributed.sharding import byte_count, local
+from dtf.host import devices
 from dtf.host.waits import Group, Operation
 from dtf.model.ema import EMA
 from dtf.model.init import formats
@@ -68,11 +69,6 @@ def trial_update(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], Non
     return prepare
 
 
-def on_host(device: torch.device) -> bool:
-    """Whether it costs no wait to read what was computed there."""
-    return device.type == "cpu"
-
-
 class LocalUpdate:
     """What happens after the backward passes. The optimizer runs in this process, over the parameters that are here, or
     over those that this rank owns. Tensors are on the device of the parameters.
@@ -114,7 +110,7 @@ class LocalUpdate:
         ]
         like = next(iter(params.values())).local if sharding.like is None else sharding.like
         device, self._norm_dtype = like.device, _norm_dtype([like])
-        self._host, self._none = on_host(device), torch.zeros(0, dtype=self._norm_dtype, device=device)
+        self._host, self._none = devices.host_reads(device.type), torch.zeros(0, dtype=self._norm_dtype, device=device)
         self._counts = (
             None
             if all(shard.is_primary for shard in self._trained)

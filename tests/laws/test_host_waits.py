@@ -23,8 +23,8 @@ from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.samplers import Sequential
 from dtf.distributed.world import World
+from dtf.host import devices
 from dtf.model.forward import to_device
-from dtf.optim import update
 from dtf.strategies.dp_program import DataParallelProgram
 from tests.support.harness import Case
 
@@ -67,7 +67,7 @@ def batch() -> Batch:
 @pytest.mark.parametrize("precision", ["fp64", "bf16_master", "fp16"])
 @pytest.mark.parametrize("strategy", ["ddp", "dp"])
 def test_a_step_waits_for_nothing(strategy: str, precision: str, optimizer: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(update, "on_host", lambda device: False)
+    monkeypatch.setattr(devices, "host_reads", lambda device_type: False)
     monkeypatch.setattr(DataParallelProgram, "_each", lambda self, work, count=None: _in_turn(self, work, count))
     options = StepOptions(batch_size=ROWS, micro_batch_rows=5, clip_norm=1.0)
     task = replace(Case(precision=precision, optimizer=optimizer, recipe={"dropout": 0.0}).task(), step=options)
