@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bench.gpu.contest import Case
 from dtf.api.recipe import Dataset, Recipe
+from dtf.model.losses import cross_entropy, target_rank
 from dtf.model.metrics import weighted_sums
 from dtf.optim.optimizers import Adam, Sgd
 from dtf.recipes.ctr.model import Inputs, Tower, WideDeep, draw
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 CLASSES = 1000
 FIELDS, NUMBERS = 26, 13
+
+
+EPOCH = 1000
+"""How often the rows in memory come by in an epoch: at the end of an epoch dtf polls its ranks."""
 
 
 class Pixels(Dataset):
@@ -32,10 +37,10 @@ class Pixels(Dataset):
         self.labels = torch.randint(CLASSES, (rows,), generator=generator)
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return EPOCH * len(self.labels)
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
-        rows = torch.from_numpy(ids)
+        rows = torch.from_numpy(ids % len(self.labels))
         return self.bytes[rows], self.labels[rows]
 
 
@@ -52,10 +57,10 @@ class Clicks(Dataset):
         self.clicks = torch.from_numpy((random.random(rows) < 0.25).astype(np.float32))
 
     def __len__(self) -> int:
-        return len(self.clicks)
+        return EPOCH * len(self.clicks)
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[dict[str, Tensor], Tensor]:
-        rows = torch.from_numpy(ids)
+        rows = torch.from_numpy(ids % len(self.clicks))
         return {"ids": self.ids[rows], "dense": self.dense[rows]}, self.clicks[rows]
 
 
@@ -63,10 +68,6 @@ class Noise(Recipe):
     """What all cases have in common."""
 
     rows: Dataset
-
-    @property
-    def train_metrics(self) -> tuple[str, ...]:
-        return ("loss",)
 
     @property
     def objective(self) -> tuple[str, str]:
@@ -77,9 +78,6 @@ class Noise(Recipe):
 
     def open_data(self, split: str, seed: int) -> Dataset:
         return self.rows
-
-    def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
-        return weighted_sums(batch.weight, loss)
 
 
 class Images(Noise):
@@ -94,8 +92,16 @@ class Images(Noise):
     def receive(self, inputs: Tensor) -> Tensor:
         return inputs.permute(0, 3, 1, 2).float().mul_(1 / 64).sub_(2)
 
+    @property
+    def train_metrics(self) -> tuple[str, ...]:
+        return ("loss", "top1", "top5")
+
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+        return cross_entropy(outputs, targets, 0.1)
+
+    def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
+        rank = target_rank(outputs, batch.targets)
+        return weighted_sums(batch.weight, loss, rank <= 1, rank <= 5)
 
 
 class ClickThrough(Noise):
@@ -107,6 +113,13 @@ class ClickThrough(Noise):
         model = WideDeep(Inputs(FIELDS, NUMBERS, self.table_rows), self.dim, tower, pairs=True)
         draw(model, 1e-4)
         return model
+
+    @property
+    def train_metrics(self) -> tuple[str, ...]:
+        return ("loss", "predicted", "observed")
+
+    def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
+        return weighted_sums(batch.weight, loss, outputs.sigmoid(), batch.targets)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from bench.endless import Endless
 from bench.gpu import device
@@ -24,7 +25,7 @@ from dtf.api.options import MemoryFormat, StepOptions
 from dtf.api.precision import Cast, Format, Precision, set_switches
 from dtf.api.recipe import Recipe
 from dtf.api.task import Task
-from dtf.core.types import Place, Ticket, Train
+from dtf.core.types import Batch, Place, Ticket, Train
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.samplers import Sequential
@@ -34,6 +35,8 @@ from dtf.model.init import init_model
 from dtf.strategies.ddp import Ddp
 
 LR = 0.01
+STEP = "step of dtf"
+NO_IDS = np.empty(0, np.int64)
 BF16 = Precision(compute=Format.bf16, cast=Cast.autocast)
 
 
@@ -73,13 +76,26 @@ def compile_option(name: str) -> Any:
 
 
 class Clock(Endless):
-    """Forbids waits in steps alone: reports and the end of a turn may wait for the device."""
+    """Knows where steps begin and end: reports, polls and the end of a turn may wait for the device, steps may not."""
 
     forbids = False
+    """Whether torch raises where a step waits."""
+
+    marks = False
+    """Whether steps are sections of a trace, named STEP."""
+
+    _section: Any = None
 
     def __next__(self) -> Ticket:
+        if self._section is not None:
+            self._section.__exit__(None, None, None)
+            self._section = None
         ticket = super().__next__()
-        device.forbid_waits(self.forbids and isinstance(ticket, Train))
+        steps = isinstance(ticket, Train)
+        device.forbid_waits(self.forbids and steps)
+        if self.marks and steps:
+            self._section = record_function(STEP)
+            self._section.__enter__()
         return ticket
 
 
@@ -169,22 +185,26 @@ class Hand:
         self.forward: Any = torch.compile(self.model) if compiled else self.model
         self.parameters = list(self.model.parameters())
         self.case, self.place, self.optimizer = case, place, case.hand(self.parameters)
-        self.sums = torch.zeros(2, dtype=torch.float64, device=place)
+        self.sums = torch.zeros(1 + len(case.recipe.train_metrics), dtype=torch.float64, device=place)
         self.norm = torch.zeros((), device=place)
-        self.rows, self.batches = 0, iter(Reader(case, place))
+        self.weight = torch.ones(case.batch, device=place)
+        self.batches = iter(Reader(case, place))
 
-    def gradients(self, inputs: Any, targets: Tensor) -> Tensor:
-        """The losses of the rows."""
+    def gradients(self, inputs: Any, targets: Tensor) -> None:
+        """Forward and backward; the metrics are added up, as the recipe computes them."""
+        recipe = self.case.recipe
         autocast = torch.autocast(self.place.partition(":")[0], torch.bfloat16, cache_enabled=False)
         with autocast if self.case.bf16 else nullcontext():
-            outputs = self.forward(self.case.recipe.receive(inputs))
-        losses = self.case.recipe.loss(outputs.float(), targets)
+            outputs = self.forward(recipe.receive(inputs))
+        outputs = outputs.float()
+        losses = recipe.loss(outputs, targets)
         losses.mean().backward()
-        return losses.detach()
+        with torch.no_grad():
+            batch = Batch(inputs, targets, self.weight, NO_IDS)
+            self.sums.add_(recipe.measure(outputs.detach(), batch, losses.detach()))
 
     def step(self, inputs: Any, targets: Tensor) -> None:
-        losses = self.gradients(inputs, targets)
-        self.sums.add_(torch.stack([torch.ones_like(losses), losses]).sum(1, dtype=torch.float64))
+        self.gradients(inputs, targets)
         self.norm = self.norm + nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -197,7 +217,7 @@ class Hand:
 
     @property
     def loss(self) -> float:
-        rows, total = self.sums.tolist()
+        rows, total, *_ = self.sums.tolist()
         return total / rows
 
 
@@ -212,9 +232,8 @@ class Graphed(Hand):
 
         def step() -> None:
             self.optimizer.zero_grad()
-            losses = self.gradients(self._inputs, self._targets)
+            self.gradients(self._inputs, self._targets)
             self.optimizer.step()
-            self.sums.add_(torch.stack([torch.ones_like(losses), losses]).sum(1, dtype=torch.float64))
 
         device.choose_kernels(self.benchmark)
         self._replay = device.captured(step)

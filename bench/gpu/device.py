@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -53,19 +53,27 @@ def forbid_waits(forbid: bool) -> None:
         torch.cuda.set_sync_debug_mode("error" if forbid else "default")
 
 
-def counted_calls(work: Callable[[], object]) -> dict[str, int]:
-    """How often `work` entered the calls of WAITS, and copied from memory that is not pinned, as a trace says."""
+def calls_in(section: str, work: Callable[[], object], names: Sequence[str] = WAITS) -> dict[str, int]:
+    """How often `work` entered the calls `names` within sections of this name, see `record_function`, as a trace says.
+    And, wherever that was, PAGEABLE copies to the device: the trace has them by the time of the device.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if present() else [])]
     with profile(activities=activities) as trace:
         work()
         settle()
-    counts: dict[str, int] = dict.fromkeys((*WAITS, PAGEABLE), 0)
-    for event in trace.key_averages():
-        for key in counts:
-            if event.key == key or (key == PAGEABLE and PAGEABLE in event.key):
-                counts[key] += event.count
+    events = trace.events() or ()
+    sections = [event.time_range for event in events if event.name == section]
+    if not sections:
+        raise RuntimeError(f"the trace has no section {section}")
+    counts = dict.fromkeys((*names, PAGEABLE), 0)
+    for event in events:
+        start = event.time_range.start
+        if event.name in names and any(part.start <= start <= part.end for part in sections):
+            counts[event.name] += 1
+        elif PAGEABLE in event.name:
+            counts[PAGEABLE] += 1
     return counts
 
 

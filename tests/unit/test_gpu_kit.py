@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import figures, images, kernels
+from bench.gpu import device, figures, images, kernels
 from bench.gpu.__main__ import Kit, main
 from bench.gpu.cases import deepfm
-from bench.gpu.contest import Engine
+from bench.gpu.contest import STEP, Engine
 from bench.gpu.job import ROOT, Job
 from bench.gpu.record import FAILED, NOT_RUN, PASSED, Lines, NotRun, read, state_of, summary
 from bench.gpu.steps import BY_NAME, STEPS
@@ -69,6 +69,17 @@ def test_waits_are_forbidden_in_steps_alone(monkeypatch: pytest.MonkeyPatch) -> 
     told.clear()
     engine.run(2)
     assert told.count(True) == 2 and told[-2:] == [False, False]
+
+
+def test_a_trace_tells_what_steps_call() -> None:
+    """Not what a report calls after them."""
+    engine = Engine(deepfm(True), "cpu")
+    engine.run(1)
+    engine.clock.marks = True
+    calls = device.calls_in(STEP, lambda: engine.run(2), ["aten::mm", "aten::addmm", "aten::_fused_adam_"])
+    assert calls["aten::_fused_adam_"] == 2 and calls["aten::addmm"]
+    with pytest.raises(RuntimeError, match="no section"):
+        device.calls_in("another", lambda: None)
 
 
 def test_a_missing_package_is_named_and_its_steps_do_not_run(tmp_path: Path) -> None:
