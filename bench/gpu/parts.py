@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 RANKS = 16
 """The most ranks on one GPU."""
 
+GLOO = "cpu:gloo,cuda:gloo"
+"""By this name, and not as `gloo`: device meshes of some versions of torch give a world of plain gloo groups of NCCL."""
+
 SHARE = 0.01
 """Of the GPU's memory, for `gpu_crowded`."""
 
@@ -43,7 +46,7 @@ class FsdpGloo(Fsdp):
     """`fsdp` for ranks that share a GPU."""
 
     def communication(self, devices: str) -> str | None:
-        return "gloo"
+        return GLOO
 
 
 @register("strategy", "tensor_gloo")
@@ -51,7 +54,7 @@ class TensorGloo(TensorParallel):
     """`tensor` for ranks that share a GPU."""
 
     def communication(self, devices: str) -> str | None:
-        return "gloo"
+        return GLOO
 
 
 @register("strategy", "pipeline_gloo")
@@ -59,7 +62,7 @@ class PipelineGloo(Pipeline):
     """`pipeline` for ranks that share a GPU. Messages go through host memory: gloo sends no others."""
 
     def communication(self, devices: str) -> str | None:
-        return "gloo"
+        return GLOO
 
     def setup(self, task: Task, world: World) -> Program:
         from dtf.distributed import p2p

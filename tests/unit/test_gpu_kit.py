@@ -147,7 +147,7 @@ def test_ranks_share_the_first_gpu() -> None:
     assert done.returncode == 0, done.stderr
     places, backend = done.stdout.splitlines()
     assert json.loads(places) == [["cuda:0", ["cuda:0", "cuda:0"]]] * 2
-    assert backend == "gloo"
+    assert backend == "cpu:gloo,cuda:gloo"
 
 
 @pytest.mark.slow
