@@ -26,7 +26,7 @@ RANKS = 16
 """The most ranks on one GPU."""
 
 GLOO = "cpu:gloo,cuda:gloo"
-"""By this name, and not as `gloo`: device meshes of some versions of torch give a world of plain gloo groups of NCCL."""
+"""In this form, and not as `gloo`: some versions of torch give device meshes of a world of gloo groups of NCCL."""
 
 SHARE = 0.01
 """Of the GPU's memory, for `gpu_crowded`."""
