@@ -24,8 +24,11 @@ from bench.gpu.job import ROOT
 from bench.gpu.record import FAILED, NOT_RUN, Lines, read, state_of, summary
 from bench.gpu.steps import STEPS, Step
 
-RESERVE_S = 10.0
+RESERVE_S = 15.0
 """Left at the end for the last writes."""
+
+GRACE_S = 5.0
+"""A step that goes by its limit has ended by then."""
 
 BESIDE = 4
 """So many steps that measure no time run at once: most of theirs is the start of processes."""
@@ -76,12 +79,13 @@ class Kit:
 
     def start(self, step: Step, seconds: float) -> None:
         command = [sys.executable, "-m", "bench.gpu.job", step.name, "--lines", str(self.path)]
-        command += ["--seconds", f"{seconds:.0f}", *(["--rehearse"] if self.rehearsed else [])]
+        until = time.monotonic() + seconds
+        command += ["--until", f"{until:.1f}", *(["--rehearse"] if self.rehearsed else [])]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         print(f"-- {step.name}: {step.about} (at most {seconds:.0f} s)", flush=True)
         with (self.folder / "log.txt").open("a") as log:
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        self.running[step.name] = (step, process, time.monotonic(), time.monotonic() + seconds)
+        self.running[step.name] = (step, process, time.monotonic(), until + GRACE_S)
 
     def wait(self, most: int) -> None:
         """Until at most so many steps run."""
@@ -97,7 +101,7 @@ class Kit:
                 time.sleep(0.1)
 
     def stop(self, process: subprocess.Popen) -> None:
-        process.terminate()  # commands of dtf that it started end with it, see `Job.dtf`
+        process.terminate()  # it stops the command of dtf that it has started
         try:
             process.wait(15)
         except subprocess.TimeoutExpired:

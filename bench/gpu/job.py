@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,22 +49,20 @@ class Job:
 
     def dtf(self, *overrides: str, folder: str, most_s: float = 600.0) -> Done:
         """Run a command of dtf in the run folder `folder` of this step. NotRun where no time is left for it."""
-        seconds = min(most_s, self.left_s - 3)
+        seconds = min(most_s, self.left_s - 5)
         if seconds < 5:
             raise NotRun("the time is up")
         place = self.scratch / re.sub("[^a-z0-9]+", "-", folder.lower())
         command = [sys.executable, "-m", "dtf", *overrides, f"run.dir={place}"]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            try:
-                out, err = process.communicate(timeout=seconds)
-            except subprocess.TimeoutExpired:
-                process.terminate()  # ranks end with the process that started them
-                try:
-                    out, err = process.communicate(timeout=10)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    out, err = process.communicate()
-                err += f"\nstopped after {seconds:.0f} s"
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            out, err = _stopped(process)
+            err += f"\nstopped after {seconds:.0f} s"
+        except BaseException:  # this process is told to end
+            _stopped(process)
+            raise
         print(" ".join(command), out, err, sep="\n", flush=True)  # the log keeps all of it
         return Done(process.returncode, out, err, place)
 
@@ -78,18 +77,29 @@ class Job:
         return done
 
 
+def _stopped(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Stop a command of dtf, whose ranks end with it; what it has said."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=4)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()
+
+
 def main() -> int:
     """The process of one step."""
     parser = argparse.ArgumentParser()
     parser.add_argument("step", choices=BY_NAME)
     parser.add_argument("--lines", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--until", type=float, required=True, help="time.monotonic(), which is that of the host")
     parser.add_argument("--rehearse", action="store_true")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that its commands are stopped
     lines = Lines(given.lines, given.step)
     module, _, function = BY_NAME[given.step].entry.partition(":")
     with tempfile.TemporaryDirectory(prefix="dtf-gpu-") as scratch:
-        job = Job(lines, given.rehearse, time.monotonic() + given.seconds, Path(scratch))
+        job = Job(lines, given.rehearse, given.until, Path(scratch))
         try:
             getattr(importlib.import_module(module), function)(job)
         except NotRun as reason:

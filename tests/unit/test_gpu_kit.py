@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +92,7 @@ def test_a_missing_package_is_named_and_its_steps_do_not_run(tmp_path: Path) -> 
 
 
 def test_no_step_begins_that_the_time_does_not_suffice_for(tmp_path: Path) -> None:
-    kit = Kit(tmp_path, 0.2, True)  # two seconds beside the reserve
+    kit = Kit(tmp_path, 0.3, True)  # three seconds beside the reserve
     assert kit.run([BY_NAME["kernels"]])
     state, reason = ends(tmp_path)["kernels"]
     assert state == NOT_RUN and "it needs 15" in reason
@@ -121,9 +123,30 @@ def test_a_part_that_failed_decides(tmp_path: Path) -> None:
 
 
 def test_a_command_does_not_begin_without_time(tmp_path: Path) -> None:
-    late = replace(job(tmp_path, "step"), until=time.monotonic() + 5)
+    late = replace(job(tmp_path, "step"), until=time.monotonic() + 9)
     with pytest.raises(NotRun, match="time is up"):
         late.dtf(folder="none")
+
+
+def test_a_step_that_is_stopped_stops_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would go on beside the figures of the next steps."""
+
+    class Command(subprocess.Popen):
+        def communicate(self, *arguments: Any, **options: Any) -> Any:
+            if not stopped:
+                stopped.append(self)
+                raise SystemExit(143)  # as the signal does
+            return super().communicate(*arguments, **options)
+
+    stopped: list[Command] = []
+    monkeypatch.setattr(subprocess, "Popen", Command)
+    endless = tmp_path / "python"
+    endless.write_text("#!/bin/sh\nexec sleep 600\n")
+    endless.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(endless))
+    with pytest.raises(SystemExit):
+        job(tmp_path, "step").dtf(folder="none")
+    assert stopped[0].returncode == -signal.SIGTERM
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
