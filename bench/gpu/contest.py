@@ -261,7 +261,7 @@ class Outcome:
     """Seconds a step of each contestant, round by round."""
 
     seconds: dict[str, list[float]]
-    losses: dict[str, float]  # of the last round
+    losses: dict[str, float]  # of the first round: later ones differ by what rounding has grown to
 
     def ratios(self, one: str, other: str) -> list[float]:
         return [a / b for a, b in zip(self.seconds[one], self.seconds[other], strict=True)]
@@ -283,11 +283,12 @@ def contest(runs: dict[str, Any], steps: int, rounds: int, left_s: Callable[[], 
     order, seconds, names = random.Random(0), {name: [] for name in runs}, list(runs)
     for run in runs.values():
         run.run(warmup)
-    number, longest = 0, 0.0
+    number, longest, losses = 0, 0.0, {}
     while number < rounds and (number < 3 or left_s() > 2 * longest):
         order.shuffle(names)
         took = {name: device.timed(lambda name=name: runs[name].run(steps)) for name in names}
         for name, value in took.items():
             seconds[name].append(value / steps)
+        losses = losses or {name: run.loss for name, run in runs.items()}
         number, longest = number + 1, max(longest, sum(took.values()))
-    return Outcome(seconds, {name: run.loss for name, run in runs.items()})
+    return Outcome(seconds, losses)

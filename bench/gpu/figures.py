@@ -32,7 +32,9 @@ def _against_hand(job: Job, case: Case, steps: int, rows: str) -> None:
         "by hand": Hand(case, place),
         "by hand, cudnn.benchmark": Hand(case, place, benchmark=True),
     }
-    tell(job, case, contest(runs, steps, rounds, lambda: job.left_s - 30), rows)
+    outcome = contest(runs, steps, rounds, lambda: job.left_s - 30)
+    tell(job, case, outcome, rows)
+    tell_same(job, outcome)
     tell_peaks(job, runs)
     if job.left_s < 20:
         raise NotRun("no time is left for a CUDA graph")
@@ -45,7 +47,7 @@ def _against_hand(job: Job, case: Case, steps: int, rows: str) -> None:
 
 
 def tell(job: Job, case: Case, outcome: Outcome, rows: str, base: str = "by hand") -> None:
-    """The figures of a contest; a part fails where the losses show that not the same was trained."""
+    """The figures of a contest."""
     for name, seconds in outcome.seconds.items():
         value = case.batch / median(seconds)
         ms = 1e3 * median(seconds)
@@ -53,6 +55,10 @@ def tell(job: Job, case: Case, outcome: Outcome, rows: str, base: str = "by hand
     for name in outcome.seconds:
         if name != base:
             job.lines.figure(f"time of {name} / {base}", outcome.text(name, base), "(95 % interval of the median)")
+
+
+def tell_same(job: Job, outcome: Outcome, base: str = "by hand") -> None:
+    """A part that fails where losses show that not the same was trained."""
     one, other = outcome.losses["dtf"], outcome.losses[base]
     apart = abs(one - other) / abs(other)
     reason = "" if apart < APART else f"dtf {one:.4f}, {base} {other:.4f}"
@@ -85,4 +91,6 @@ def compiled(job: Job) -> None:
         raise NotRun("the time is up after compiling")
     runs = {"dtf": engine, "by hand": hand, "by hand, not compiled": plain}
     steps, rounds = (2, 3) if job.rehearsed else (10, 25)
-    tell(job, case, contest(runs, steps, rounds, lambda: job.left_s - 10), "images")
+    outcome = contest(runs, steps, rounds, lambda: job.left_s - 10)
+    tell(job, case, outcome, "images")
+    tell_same(job, outcome)
