@@ -57,6 +57,7 @@ def calls_in(section: str, work: Callable[[], object], names: Sequence[str] = WA
     """How often `work` entered the calls `names` within sections of this name, see `record_function`, as a trace says.
     And, wherever that was, PAGEABLE copies to the device: the trace has them by the time of the device.
     """
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if present() else [])]
@@ -64,7 +65,8 @@ def calls_in(section: str, work: Callable[[], object], names: Sequence[str] = WA
         work()
         settle()
     events = trace.events() or ()
-    sections = [event.time_range for event in events if event.name == section]
+    # a trace shows sections once more, by when the device did what they gave it
+    sections = [event.time_range for event in events if event.name == section and event.device_type == DeviceType.CPU]
     if not sections:
         raise RuntimeError(f"the trace has no section {section}")
     counts = dict.fromkeys((*names, PAGEABLE), 0)
