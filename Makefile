@@ -3,7 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 FAST = --fast tests/unit tests/laws/test_same_numbers.py
 
-.PHONY: run test test-fast test-oldest check
+.PHONY: run test test-fast test-oldest check gpu
 
 run: .venv/ready  ## make run ARGS='strategy=ddp precision=bf16'
 	.venv/bin/python -m dtf $(ARGS)
@@ -21,6 +21,9 @@ check: .venv/ready  ## lint, formats, types
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/pyright --pythonpath .venv/bin/python
+
+gpu:  ## prove the CUDA paths on one NVIDIA GPU and take the figures, ten minutes; installs nothing: docs/gpu.md
+	$(PYTHON) -m bench.gpu $(ARGS)
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv

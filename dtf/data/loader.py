@@ -180,5 +180,5 @@ class Loader:
             self._unread.setdefault(epoch, set()).update(unreadable)
         if self._pin:
             inputs = {k: v.pin_memory() for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.pin_memory()
-            targets = targets.pin_memory()
+            targets, weight = targets.pin_memory(), weight.pin_memory()
         return Batch(inputs, targets, weight, np.full_like(rows, -1) if padding else rows)

@@ -104,11 +104,17 @@ class SupervisedLauncher(Launcher):
         return 1
 
     def devices_kind(self) -> str:
-        return devices.choose(self.devices).kind
+        return self.chosen_devices().kind
 
     def count(self) -> int:
         self.check_host()
-        return self.hosts * devices.processes(self.processes, devices.choose(self.devices))
+        return self.hosts * devices.processes(self.processes, self.chosen_devices())
+
+    def chosen_devices(self) -> devices.Devices:
+        """The devices of this host, in the order in which its ranks of a role get one each. ConfigError for those that
+        are not there.
+        """
+        return devices.choose(self.devices)
 
     def check_host(self) -> None:
         """Raise ConfigError where this host cannot start ranks with these options."""
@@ -198,7 +204,7 @@ class SupervisedLauncher(Launcher):
 
         No cores means all. ConfigError where these processes cannot run here.
         """
-        slots, chosen = self.count(), devices.choose(self.devices)
+        slots, chosen = self.count(), self.chosen_devices()
         roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
         self._check_hosts(roles)
         local_size, cores = len(roles) // self.hosts, sorted(os.sched_getaffinity(0))

@@ -172,7 +172,8 @@ def to_device(batch: Batch, device: torch.device, task: Task) -> Batch:
 
     `Recipe.receive` comes next, see `Receiver`.
     """
-    weights = batch.weight.to(device, loss_dtype(task), non_blocking=True)
+    # converted there: the host would convert into memory that is not pinned
+    weights = batch.weight.to(device, non_blocking=True).to(loss_dtype(task))
     targets = batch.targets.to(device, non_blocking=True)
     if loss_dtype(task) is torch.float64:
         targets = cast_floating(targets, torch.float64)

@@ -246,7 +246,7 @@ class TrainerModel:
         part = micro_batches_of(len(bounds) - 1, share_within(lease, self._part))
         self.replica.model.train()
         self.replica.statistics.forget(ticket.step)
-        scale = torch.tensor(factor, dtype=loss_dtype(self._task), device=self.device)
+        scale = torch.full((), factor, dtype=loss_dtype(self._task), device=self.device)
         with self._randomness_to_itself():
             return self.replica.accumulate(ticket, batch, bounds, part, lease, scale)
 
