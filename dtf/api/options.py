@@ -80,7 +80,7 @@ class StepOptions:
         "convolutions, matrix products and collectives, a few per cent more)",
     )
     memory_format: MemoryFormat = option(
-        default=MemoryFormat.contiguous,
+        default=MemoryFormat.auto,
         doc="where the channels of images (B, C, H, W) lie in memory, at the same shapes and checkpoints: "
         "`contiguous` leaves them first; `channels_last` makes most convolutions faster; `auto`: last where the model "
         "has two-dimensional convolutions and two rows show that it bears it and is likely to gain",

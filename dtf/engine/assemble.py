@@ -42,7 +42,7 @@ from dtf.host import heartbeat, starting
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.ema import with_ema
 from dtf.model.init import construct, refuse_untrainable, start_from
-from dtf.model.memory_format import convolves, objection
+from dtf.model.memory_format import convolves, objection, objection_of_format
 from dtf.model.metric_checks import TRIAL_ROWS, check_evaluated, check_names
 from dtf.model.pretrained import WeightMatch, Weights, match_weights, open_weights
 
@@ -233,7 +233,9 @@ def _recall_start_check(joined: JoinedRank, task: Task, model: nn.Module, data: 
     others read by themselves. Collective.
     """
     rank, world = joined.rank, joined.world
-    reads = rank.place.slots > 1 and (world.rank == 0 or not joined.trains)
+    # one process has nothing to check, but may have plans
+    needed = rank.place.slots > 1 or (task.step.memory_format is MemoryFormat.auto and convolves(model))
+    reads = needed and (world.rank == 0 or not joined.trains)
     kind = rank.place.device.partition(":")[0]
     digest = start_digest(rank.config, task.recipe, model, kind, data) if reads else ""
     record = StartRecord(digest, rank.place.slots, rank.folder)
@@ -256,11 +258,14 @@ def _choose_memory_format(joined: JoinedRank, task: Task, model: nn.Module) -> t
         return chosen is MemoryFormat.channels_last, ""
     reason = plans.get(_FORMAT)
     if reason is None and (not joined.trains or joined.world.rank == 0):
-        reason = (
-            "its parameters are drawn by name"
-            if draws_by_name(task.recipe)
-            else objection(task, model, task.step.rows_each(joined.world.size))
-        )
+        place, roles = joined.rank.place, joined.rank.settings.strategy.roles(joined.rank.place.slots)
+        shares = place.slots if len(roles) == 1 else next(iter(roles.values()))
+        if draws_by_name(task.recipe):
+            reason = "its parameters are drawn by name"
+        elif why := objection_of_format(task.precision, place.device):
+            reason = why
+        else:
+            reason = objection(task, model, task.step.rows_each(shares))
     plans[_FORMAT] = reason = joined.world.broadcast(reason) if joined.trains else reason or ""
     return not reason, f"contiguous: {reason}" if reason else "channels last"
 

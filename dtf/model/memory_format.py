@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dtf.api.precision import Format, Precision
 from dtf.api.task import Task
 from dtf.model.attributes import without_trace
 from dtf.model.changing_buffers import buffers_restored
@@ -41,6 +42,15 @@ def weights_channels_last(model: nn.Module) -> None:
     """
     for weight in _weights(model):
         weight.data = _put(weight.data)
+
+
+def objection_of_format(precision: Precision, device: str) -> str:
+    """Why channels last are not for this precision on this device; empty: they are."""
+    if precision.compute is Format.fp64:
+        return "they are for fp32 and half precision"
+    if device.startswith("cuda") and precision.compute is Format.fp32 and not precision.tf32:
+        return "a GPU gains from them in half precision and tf32"
+    return ""
 
 
 def objection(task: Task, model: nn.Module, rows: int) -> str:
