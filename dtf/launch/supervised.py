@@ -168,7 +168,8 @@ class SupervisedLauncher(Launcher):
         """
         strategy = run.strategy
         places, pins = self._places(strategy)
-        reserve_cores(core for pin in pins for core in pin)
+        if self.pin:
+            reserve_cores(core for pin in pins for core in pin)
         order = {
             "entry": entry,
             "config": run.config,
@@ -205,7 +206,7 @@ class SupervisedLauncher(Launcher):
     def _places(self, strategy: Strategy) -> tuple[list[dict[str, Any]], list[list[int]]]:
         """The fields of each rank's `Place` on this host, but for those of an attempt; and the cores of each.
 
-        No cores means all. ConfigError where these processes cannot run here.
+        ConfigError where these processes cannot run here.
         """
         slots, chosen = self.count(), devices.choose(self.devices)
         roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
@@ -231,7 +232,9 @@ class SupervisedLauncher(Launcher):
             }
             for local, role in enumerate(local_roles)
         ]
-        return places, devices.divided_cores(local_size) if self.pin else [[]] * local_size
+        self._check_binding(local_size)
+        cores = devices.divided_cores(local_size) if self.pin else [sorted(os.sched_getaffinity(0))] * local_size
+        return places, cores
 
     def _check_hosts(self, roles: list[str]) -> None:
         """Raise ConfigError when ranks of these roles do not divide among the hosts."""
@@ -244,6 +247,20 @@ class SupervisedLauncher(Launcher):
             raise ConfigError(
                 f"this strategy has {len(roles)} process(es), which do not divide among launcher.nodes={self.hosts} "
                 "hosts; use another strategy"
+            )
+
+    def _check_binding(self, ranks: int) -> None:
+        """Raise ConfigError when OpenMP would bind threads, which it does in all ranks alike: they are forks of one
+        process, which has chosen.
+        """
+        environment = {**os.environ, **self.env}
+        bind = environment.get("OMP_PROC_BIND", "")
+        causes = ("OMP_PROC_BIND",) if bind else ("GOMP_CPU_AFFINITY", "OMP_PLACES")
+        name = next((name for name in causes if environment.get(name)), "")
+        if ranks > 1 and name and bind.lower() != "false":
+            raise ConfigError(
+                f"{name}={environment[name]} binds the threads of all {ranks} ranks to the same cores; undo it with "
+                "'launcher.env.OMP_PROC_BIND=\"false\"'; launcher.pin=true gives ranks cores of their own"
             )
 
     def _check_files(self, slots: int, size: int) -> None:

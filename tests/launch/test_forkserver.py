@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from dtf.config.settings import load_parts
+from dtf.launch import forkserver_cache
 from dtf.launch.forkserver import ForkServer
 from dtf.launch.supervised import _package_of
+from tests.support.launching import launch
 
 
 def test_a_run_names_the_package_of_its_recipe_and_its_modules_are_imported(
@@ -40,7 +44,7 @@ def test_a_run_names_the_package_of_its_recipe_and_its_modules_are_imported(
 def test_the_package_of_a_recipe_is_named_where_it_is_one_of_dtf() -> None:
     load_parts([])
     assert _package_of("resnet_shapes") == "dtf.recipes.resnet"
-    assert _package_of("ctr_clicks") == "dtf.recipes.ctr"
+    assert _package_of("ctr_log") == "dtf.recipes.ctr"
     assert _package_of("") == _package_of("somebody_elses") == ""
 
 
@@ -48,6 +52,18 @@ def test_the_package_of_a_recipe_is_named_where_it_is_one_of_dtf() -> None:
 def test_what_every_rank_has_brings_neither_hydra_nor_libraries_of_recipes() -> None:
     """They take a fifth of the time until the first step."""
     names = "{'hydra', 'omegaconf', 'numba', 'pyarrow', 'torchvision', 'dtf.recipes.ctr.log'}"
-    code = f"import dtf.cli.preload, sys; sys.exit(', '.join({names} & sys.modules.keys()))"
+    code = f"import dtf.cli.preload, sys; sys.exit(', '.join({names} & sys.modules.keys()) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_openmp_binds_no_rank_to_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It binds the thread that imports torch, in the fork server; the loader of a rank would share that core."""
+    monkeypatch.setattr(forkserver_cache, "_server", None)
+    monkeypatch.setattr(forkserver_cache, "PRELOAD", ["torch"])
+    try:
+        done = launch("tests.support.entries:add", tmp_path, processes=1, env={"OMP_PROC_BIND": "close"})
+    finally:
+        forkserver_cache.shut_down()
+    assert json.loads((done.folder / "0.json").read_text())["cores"] == sorted(os.sched_getaffinity(0))

@@ -346,6 +346,8 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
         ({"env": {"A\0": "1"}}, r"launcher.env=A\\x00 must be text without NUL"),
         ({"devices": "tpu"}, "launcher.devices=tpu is no choice"),
         ({"pin": True, "processes": 1000}, "launcher.pin=true needs a core for each"),
+        ({"env": {"OMP_PROC_BIND": "close"}}, "OMP_PROC_BIND=close binds the threads of all 2 ranks to the same cores"),
+        ({"env": {"OMP_PLACES": "cores"}}, "OMP_PLACES=cores binds the threads of all 2 ranks to the same cores"),
     ],
 )
 def test_impossible_options_are_refused(tmp_path: Path, options: dict, words: str) -> None:
