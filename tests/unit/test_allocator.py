@@ -38,6 +38,10 @@ print(faults() < 1000, text)
         ({}, "True keeps freed memory (MALLOC_TRIM_THRESHOLD_=131072 gives it back)"),
         ({"MALLOC_TRIM_THRESHOLD_": "131072"}, "False as MALLOC_TRIM_THRESHOLD_ says"),
         ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}, "False as GLIBC_TUNABLES says"),
+        (
+            {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+            "True keeps freed memory (MALLOC_TRIM_THRESHOLD_=131072 gives it back)",
+        ),
         ({"LD_PRELOAD": "libtcmalloc_none.so"}, "False LD_PRELOAD=libtcmalloc_none.so"),
     ],
 )
