@@ -67,3 +67,14 @@ def test_openmp_binds_no_rank_to_a_core(tmp_path: Path, monkeypatch: pytest.Monk
     finally:
         forkserver_cache.shut_down()
     assert json.loads((done.folder / "0.json").read_text())["cores"] == sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.slow
+def test_ranks_of_click_recipes_do_not_each_have_numba_learn_its_types() -> None:
+    code = (
+        "import sys; from dtf.launch.forkserver import _modules_of; list(_modules_of('dtf.recipes.ctr')); "
+        "before = set(sys.modules); from numba.core.registry import cpu_target as numba; "
+        "numba.typing_context.refresh(); numba.target_context.refresh(); sys.exit(len(sys.modules.keys() - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
