@@ -1,34 +1,42 @@
 """How long a person waits: from the command to an answer, and from the command to the first optimizer step of two
 ranks.
 
-    python bench/startup.py
+    python -m bench.startup [--rounds 7] [--part answers | steps] [--cold]
 
-The commands alternate with `python -c "import torch"`; the medians and their spread are printed. The first step is the
-moment when its report appears on standard output. It is compared with that of torchrun: two ranks of a script which
-trains the same network on the same rows by hand, and two ranks of dtf under `launcher=env`. Ends with status 1 when an
-answer takes more than 0.25 s of the processor beyond a bare Hydra application, or a heartbeat more than a microsecond.
+An answer is compared with that of a bare Hydra application over the same tree of config files, which prints the same
+config. The first step is the moment when its report appears on standard output. It is compared with that of torchrun:
+two ranks of a script which trains the same network on the same rows by hand, and two ranks of dtf under `launcher=env`.
+The commands take turns; medians and their spread are printed. `--cold`: nothing of Python and its packages is in the
+page cache when a command of `steps` starts, as on a host that has just been taken. Ends with status 1 when an answer
+takes more of the processor beyond Hydra's than `ALLOWED_S`, the first step more than `MOST_OF_TORCHRUN` of torchrun's
+(not with `--cold`), or a heartbeat a microsecond.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import platform
+import shutil
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+from bench.medians import interval, machine
 from dtf.host.heartbeat import beat
 
-ROUNDS = 7
-FIRST = "first step of 2 ddp ranks"
-ALLOWED_S = 0.25  # an answer over that of a bare Hydra application, of the processor
-ANSWERS = ("dtf --help", "dtf --cfg job", "dtf strategy=ddpp")
 ROOT = Path(__file__).resolve().parent.parent
+ANSWERS = {"--help": ["--help"], "--cfg job": ["--cfg", "job"], "strategy=ddpp": ["strategy=ddpp"]}
+ALLOWED_S = {"--help": 0.2, "--cfg job": 0.2, "strategy=ddpp": 0.4}
+"""Over the same answer of a bare Hydra application, of the processor."""
+FIRST, TORCHRUN, ENV = "dtf", "torchrun and a script", "torchrun -m dtf"
+MOST_OF_TORCHRUN = 0.75
 BARE = """
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -42,7 +50,7 @@ import torch
 from torch import distributed
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from recipes.resnet.recipe import ResnetShapes
+from dtf.recipes.resnet.recipe import ResnetShapes
 
 distributed.init_process_group("gloo")
 torch.manual_seed(0)
@@ -61,26 +69,101 @@ distributed.destroy_process_group()
 """
 
 
-def seconds(command: list[str], folder: Path, until: str = "") -> float:
-    """Wall time of a command, or until a line of its output starts with `until`."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    started = time.perf_counter()
+class Waited(NamedTuple):
+    """Of one command."""
+
+    wall: float  # seconds to its end, or to the line that was waited for
+    processor: float  # seconds to its end; nothing of a process whose parent did not wait for it, such as dtf's ranks
+
+
+def wait_for(command: list[str], folder: Path, until: str = "") -> Waited:
+    """Run a command to its end. RuntimeError when the line that starts with `until` does not come."""
+    before, started, passed = _processor_s(), time.perf_counter(), 0.0
     with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command,
+        cwd=folder,
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     ) as process:
         assert process.stdout is not None
-        passed = 0.0
         for line in process.stdout:
             if until and not passed and line.startswith(until):
                 passed = time.perf_counter() - started
         process.wait()
-    return passed or time.perf_counter() - started
+    if until and not passed:
+        raise RuntimeError(f"no line {until!r} from {' '.join(command)}")
+    return Waited(passed or time.perf_counter() - started, _processor_s() - before)
 
 
-def processor_s() -> float:
-    """Seconds of the processor that commands have used which have ended."""
+def _environment() -> dict[str, str]:
+    """With compiled modules, as an installation has them."""
+    return {
+        name: value
+        for name, value in (os.environ | {"PYTHONPATH": str(ROOT)}).items()
+        if name != "PYTHONDONTWRITEBYTECODE"
+    }
+
+
+def _processor_s() -> float:
     times = os.times()
     return times.children_user + times.children_system
+
+
+def answers(rounds: int, folder: Path) -> dict[str, list[Waited]]:
+    """`hydra WORDS` and `dtf WORDS` -> what each round took, after one to warm up."""
+    shutil.copytree(ROOT / "conf", folder / "conf")
+    (folder / "bare.py").write_text(BARE)
+    python = sys.executable
+    commands = {
+        f"{who} {name}": [*start, *words]
+        for name, words in ANSWERS.items()
+        for who, start in (("hydra", [python, "bare.py"]), ("dtf", [python, "-m", "dtf"]))
+    }
+    return _in_turn(rounds, commands, lambda command: wait_for(command, folder))
+
+
+def first_steps(rounds: int, folder: Path, cold: bool = False) -> dict[str, list[Waited]]:
+    """FIRST, TORCHRUN and ENV -> what each round took until the first step."""
+    (folder / "plain.py").write_text(PLAIN)
+    python = sys.executable
+    words = ["strategy=ddp", "train.until=1", "train.log_every=1", "train.eval_every=0", "checkpoint=off"]
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    commands = {
+        FIRST: [python, "-m", "dtf", *words, "launcher.processes=2"],
+        TORCHRUN: [*torchrun, "plain.py"],
+        ENV: [*torchrun, "-m", "dtf", *words, "launcher=env"],
+    }
+
+    def once(command: list[str]) -> Waited:
+        if cold:
+            forget_files()
+        return wait_for(command, folder, "step=1/")
+
+    return _in_turn(rounds, commands, once)
+
+
+def _in_turn(
+    rounds: int, commands: Mapping[str, list[str]], once: Callable[[list[str]], Waited]
+) -> dict[str, list[Waited]]:
+    found: dict[str, list[Waited]] = {name: [] for name in commands}
+    for number in range(rounds + 1):
+        for name in list(commands)[:: -1 if number % 2 else 1]:
+            waited = once(commands[name])
+            if number:
+                found[name].append(waited)
+    return found
+
+
+def forget_files() -> None:
+    """Let the page cache forget Python's library, all of its packages, and dtf."""
+    for root in {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {str(ROOT / "dtf")}:
+        for path in Path(root).rglob("*"):
+            if path.is_file():
+                fd = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
 
 
 def beat_s() -> tuple[float, float]:
@@ -96,79 +179,62 @@ def beat_s() -> tuple[float, float]:
     return min(each for each, _ in rounds), min(each for _, each in rounds)
 
 
-def verdict(used: dict[str, list[float]]) -> int:
-    """Say what is over its bound; the exit status."""
-    over = {key: statistics.median(used[key][1:]) - statistics.median(used["bare hydra"][1:]) for key in ANSWERS}
-    beating_s, looking_s = beat_s()
-    print(
-        json.dumps(
-            {"what": "a heartbeat", "us": round(beating_s * 1e6, 3), "time.monotonic_us": round(looking_s * 1e6, 3)}
+def show(what: str, found: dict[str, list[Waited]]) -> None:
+    for name, waits in found.items():
+        walls = sorted(each.wall for each in waits)
+        seconds = {"median_s": statistics.median(walls), "min_s": walls[0], "max_s": walls[-1]}
+        print(json.dumps({"what": f"{what}{name}"} | {key: round(value, 3) for key, value in seconds.items()}))
+
+
+def slow_answers(found: dict[str, list[Waited]]) -> list[str]:
+    """Print what answers take beyond those of Hydra; returns those over their bound."""
+    slow = []
+    for name, allowed in ALLOWED_S.items():
+        pairs = list(zip(found[f"dtf {name}"], found[f"hydra {name}"], strict=True))
+        wall, processor = ([own[at] - bare[at] for own, bare in pairs] for at in (0, 1))
+        text = f"dtf {name} - hydra {name}: {statistics.median(processor):.3f} s of the processor"
+        print(
+            f"{text} ({interval(processor)}), at most {allowed}; wall {statistics.median(wall):.3f} ({interval(wall)})"
         )
-    )
-    slow = [f"{key} takes {more:.3f} s more than bare hydra" for key, more in over.items() if more > ALLOWED_S]
-    slow += ["a heartbeat takes more than a microsecond"] if beating_s >= 1e-6 else []
-    print("\n".join(slow) or f"all answers within {ALLOWED_S} s of the processor of a bare Hydra application")
-    return int(bool(slow))
+        slow += [text] if statistics.median(processor) > allowed else []
+    return slow
+
+
+def slow_steps(found: dict[str, list[Waited]]) -> list[str]:
+    """Print how much of the others' time dtf takes; returns what is over the bound."""
+    slow = []
+    for name in (TORCHRUN, ENV):
+        ratios = [own.wall / other.wall for own, other in zip(found[FIRST], found[name], strict=True)]
+        text = f"first step, {FIRST} / {name}: {statistics.median(ratios):.2f} ({interval(ratios)})"
+        print(text)
+        slow += [text] if name == TORCHRUN and statistics.median(ratios) > MOST_OF_TORCHRUN else []
+    return slow
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--part", choices=("answers", "steps"))
+    parser.add_argument("--cold", action="store_true")
+    options = parser.parse_args()
+    print(f"{machine()}; {options.rounds} rounds after one to warm up")
+    slow: list[str] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "conf" / "db").mkdir(parents=True)
-        (folder / "conf" / "config.yaml").write_text("defaults:\n  - db: a\n  - _self_\nx: 1\n")
-        (folder / "conf" / "db" / "a.yaml").write_text("y: 2\n")
-        (folder / "bare.py").write_text(BARE)
-        (folder / "plain.py").write_text(PLAIN)
-        python = sys.executable
-        dtf = [python, "-m", "dtf"]
-        run = [
-            *dtf,
-            "strategy=ddp",
-            "train.until=1",
-            "train.log_every=1",
-            "train.eval_every=0",
-            "checkpoint=off",
-        ]
-        torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        cases = {
-            "bare hydra": ([python, "bare.py"], ""),
-            "dtf --help": ([*dtf, "--help"], ""),
-            "dtf --cfg job": ([*dtf, "--cfg", "job"], ""),
-            "dtf strategy=ddpp": ([*dtf, "strategy=ddpp"], ""),
-            "dtf optimizer.lrr=1": ([*dtf, "optimizer.lrr=1"], ""),
-            "import torch": ([python, "-c", "import torch"], ""),
-            FIRST: ([*run, "launcher.processes=2"], "step=1/"),
-            f"{FIRST}, torchrun and a script": ([*torchrun, "plain.py"], "step=1/"),
-            f"{FIRST}, torchrun -m dtf": ([*torchrun, *run[1:], "launcher=env"], "step=1/"),
-        }
-        times: dict[str, list[float]] = {key: [] for key in cases}
-        used: dict[str, list[float]] = {key: [] for key in cases}
-        for _ in range(ROUNDS + 1):
-            for key, (command, until) in cases.items():
-                before = processor_s()
-                times[key].append(seconds(command, folder, until))
-                used[key].append(processor_s() - before)
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {ROUNDS} rounds after one "
-        "to warm up"
-    )
-    for key, values in times.items():
-        rest = sorted(values[1:])
-        print(
-            json.dumps(
-                {
-                    "what": key,
-                    "median_s": round(statistics.median(rest), 3),
-                    "min_s": round(rest[0], 3),
-                    "max_s": round(rest[-1], 3),
-                    "processor_s": round(statistics.median(used[key][1:]), 3),
-                }
-            )
-        )
-    for other in (key for key in times if key.startswith(f"{FIRST}, ")):
-        ratios = sorted(ours / theirs for ours, theirs in zip(times[FIRST][1:], times[other][1:], strict=True))
-        print(f"dtf / {other}: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
-    return verdict(used)
+        if options.part != "steps":
+            found = answers(options.rounds, Path(name))
+            show("answer of ", found)
+            slow += slow_answers(found)
+            beating_s, looking_s = beat_s()
+            print(f"a heartbeat: {beating_s * 1e6:.3f} us, time.monotonic: {looking_s * 1e6:.3f} us")
+            slow += ["a heartbeat takes more than a microsecond"] if beating_s >= 1e-6 else []
+        if options.part != "answers":
+            found = first_steps(options.rounds, Path(name), options.cold)
+            show("first step of 2 ddp ranks, ", found)
+            slow += slow_steps(found)
+    if options.cold:
+        return 0
+    print("\n".join(["too slow:", *slow]) if slow else "all within their bounds")
+    return int(bool(slow))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, flag_override
-
 from dtf.api.registry import base_of, family_of, registered
 from dtf.api.schema import UNSET, KeyProblem, option_node, show
 from dtf.config.option_files import SCHEMA, is_base, option_of
@@ -15,6 +13,8 @@ from dtf.config.settings import EXPERIMENT, GROUPS
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from dtf.config.defaults_lists import YamlFile
     from dtf.config.provenance import Source
 
@@ -64,6 +64,8 @@ def _check_packages(config: Mapping[str, Any], reads: Mapping[str, YamlFile]) ->
 
 def set_true_names(config: dict[str, Any], tree: DictConfig) -> None:
     """Give each node of a config the name of `true_name`, in place; `tree`: the same config as Hydra composed it."""
+    from omegaconf import flag_override  # ranks, which import this module, have no tree
+
     for group in GROUPS:
         for inner, node in config[group].items() if group == "observer" else [("", config[group])]:
             name = true_name(group, node)

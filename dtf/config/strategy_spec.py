@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dtf.config.messages import without_place
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 
@@ -74,5 +73,7 @@ def read_entry(
     try:
         composed.recompose(["job=train", *(f"{key}={value}" for key, value in entry.overrides.items())])
     except ConfigError as error:
+        from dtf.config.messages import without_place  # brings Hydra, which ranks, that import this module, do not need
+
         raise ConfigError(f"{has}: {without_place(str(error))}") from error
     return entry

@@ -30,7 +30,7 @@ from dtf.engine.resume import Resumed, hyperparameters, identity, resume
 from dtf.engine.saving import Saving, open_saves
 from dtf.engine.summary import startup_table
 from dtf.host import heartbeat
-from dtf.host.allocator import keep_freed_memory
+from dtf.host.allocator import huge_pages, keep_freed_memory
 from dtf.model.author_errors import name_author_errors
 from dtf.model.memory import MemoryMeter
 from dtf.model.perturb import perturb
@@ -132,7 +132,7 @@ def _report_start(setup: TrainingSetup, resumed: Resumed, saving: Saving) -> lis
         table |= inputs.turns.row(planned)
     table |= saving.row
     table |= _best_possible(splits.eval, world)
-    table["allocator"] = keep_freed_memory()
+    table["allocator"] = f"{keep_freed_memory()}; {huge_pages()}"
     if inputs.memory_format:
         table["memory format"] = inputs.memory_format
     if inputs.weights and inputs.weights_fit:

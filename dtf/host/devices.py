@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
 import os
 import platform
 import re
@@ -120,6 +121,35 @@ def cores() -> int:
         return allowed if quota == "max" else max(1, min(allowed, round(int(quota) / int(period))))
     except (OSError, ValueError):
         return allowed
+
+
+def divided_cores(ranks: int) -> list[list[int]]:
+    """For each of `ranks` the cores of its own, out of those that this process may use.
+
+    Neighbours go together: first the hardware threads of one core, so that two ranks do not share it, then cores of one
+    socket. With fewer cores than ranks hardware threads are divided. ConfigError where there are fewer of these too.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    for number in sorted(os.sched_getaffinity(0)):
+        groups.setdefault(_core_of(number), []).append(number)
+    cores = [groups[key] for key in sorted(groups)]
+    if len(cores) < ranks:
+        cores = [[number] for core in cores for number in core]
+    if len(cores) < ranks:
+        raise ConfigError(
+            f"launcher.pin=true needs a core for each of {ranks} ranks, there are {len(cores)}; use launcher.pin=false"
+        )
+    bounds = [len(cores) * rank // ranks for rank in range(ranks + 1)]
+    return [list(itertools.chain(*cores[first:last])) for first, last in itertools.pairwise(bounds)]
+
+
+def _core_of(number: int) -> tuple[int, int]:
+    """Socket and core of a hardware thread, as the kernel numbers them."""
+    folder = Path(f"/sys/devices/system/cpu/cpu{number}/topology")
+    try:
+        return int((folder / "physical_package_id").read_text()), int((folder / "core_id").read_text())
+    except (OSError, ValueError):
+        return 0, number
 
 
 def _why_none() -> str:

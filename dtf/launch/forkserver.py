@@ -13,12 +13,14 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import select
 import signal
 import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dtf.launch.rank_process import MESSAGE_BYTES
@@ -31,8 +33,8 @@ class ForkServer:
 
     `socket` becomes readable when a rank has started or ended, and when the server has ended.
 
-    Messages: {"started": rank, "pid"}, {"ended": rank, "status"} (as of os.waitpid), {"error", "traceback"} when a
-    preload failed.
+    Messages: {"started": rank, "pid"}, {"ended": rank, "status"} (as of os.waitpid), {"error", "traceback"} when an
+    import failed.
     """
 
     def __init__(self, preload: list[str], environment: dict[str, str]) -> None:
@@ -65,6 +67,12 @@ class ForkServer:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def import_package(self, name: str) -> None:
+        """Have the server import all modules of a package, for the ranks that are asked for after this. What needs an
+        extra that is not installed is left out. Returns at once.
+        """
+        self._send({"package": name})
 
     def fork(self, order: dict[str, Any], fds: list[int]) -> None:
         """Ask for a rank; `order` and `fds` are for `rank_process.begin`.
@@ -115,8 +123,17 @@ def serve(order: dict[str, Any]) -> None:
     control = socket.socket(fileno=order["fd"])
     control.set_inheritable(False)
     gc.disable()  # imports make no garbage worth looking for: a quarter of their time
+    _import(control, order["preload"])
     try:
-        for name in order["preload"]:
+        _loop(control, {})
+    finally:
+        os._exit(0)  # nothing to tidy up, and torch's extensions complain when the interpreter does
+
+
+def _import(control: socket.socket, names: Iterable[str]) -> None:
+    """Import modules for the ranks to come; where that fails, say so and end."""
+    try:
+        for name in names:
             importlib.import_module(name)
     except BaseException as error:  # noqa: BLE001  the launching process says what it means
         control.send(
@@ -126,10 +143,15 @@ def serve(order: dict[str, Any]) -> None:
         )
         os._exit(1)
     gc.freeze()  # a collection in a rank shall not touch, and so copy, every page shared with the server
-    try:
-        _loop(control, {})
-    finally:
-        os._exit(0)  # nothing to tidy up, and torch's extensions complain when the interpreter does
+
+
+def _modules_of(package: str) -> Iterator[str]:
+    """Its modules, but for those that need an extra which is not installed: a recipe that needs it says so."""
+    yield package
+    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(module.name)
+            yield module.name
 
 
 def die_with(parent: int) -> None:
@@ -158,6 +180,9 @@ def _loop(control: socket.socket, ranks: dict[int, int]) -> None:
             if not data:
                 return
             request = json.loads(data)
+            if "package" in request:
+                _import(control, _modules_of(request["package"]))
+                continue
             if "signal" in request:
                 for pid, rank in ranks.items():
                     if rank == request["rank"]:

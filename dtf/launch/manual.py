@@ -213,4 +213,4 @@ class Manual(SupervisedLauncher):
                 tuple(position.endpoints), self.timeout_s, self.tls.files(), self.tls.mutual, self.allow_insecure
             ),
         }
-        return [place], [[]]
+        return [place], [sorted(os.sched_getaffinity(0))]

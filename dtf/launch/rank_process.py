@@ -57,13 +57,13 @@ def begin(order: dict[str, Any], fds: list[int]) -> int:
     os.environ.update(shared["environment"])
     os.chdir(shared["directory"])
     sys.path[:] = shared["path"]
-    if order["pin"]:
-        os.sched_setaffinity(0, order["pin"])
     send = with_log(post)
     try:
         import torch
         from torch.distributed import TCPStore
 
+        if order["pin"]:  # after OpenMP, which binds the thread that loads it where a variable says so
+            os.sched_setaffinity(0, order["pin"])
         torch.set_num_threads(place.threads)
         host, _, port = place.store.rpartition(":")
         hosted = (

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dtf.api.helper_roles import HelperRoles
 from dtf.api.launcher import LONGEST_S, Launcher, check_environment, log_folder, report
-from dtf.api.registry import name_of, option
+from dtf.api.registry import name_of, option, registered
 from dtf.core.errors import ConfigError
 from dtf.core.types import Event, Place
 from dtf.host import devices, network
+from dtf.host.core_reservation import reserve_cores
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.host.signals import Stop
 from dtf.launch import manual_checks
@@ -51,7 +52,11 @@ class SupervisedLauncher(Launcher):
         most=MOST_THREADS,
         doc="intra-op threads of each rank; 0: cores divided by the trainers of this host",
     )
-    pin: bool = option(default=False, doc="give each rank cores of its own")
+    pin: bool = option(
+        default=False,
+        doc="give each rank cores of its own, hardware threads of one core together; for a run that has the host, or "
+        "the cores that taskset gives it, for itself",
+    )
     env: dict[str, str] = option(
         factory=dict,
         doc="environment variables for ranks, beside those of this process; a config file sets switches of NCCL, gloo, "
@@ -169,6 +174,8 @@ class SupervisedLauncher(Launcher):
         """
         strategy = run.strategy
         places, pins = self._places(strategy)
+        if self.pin:
+            reserve_cores(core for pin in pins for core in pin)
         order = {
             "entry": entry,
             "config": run.config,
@@ -183,8 +190,11 @@ class SupervisedLauncher(Launcher):
         shared = {"attempt": attempt, "prefix": f"{run.id}/{attempt}", "token": run.token if several_roles else ""}
         shared |= {name: getattr(self, name) for name in ("hang_timeout_s", "start_timeout_s", "grace_s")}
         logs = log_folder(self.log_dir, run.folder)
+        server = fork_server(self.env)
+        if package := _package_of(run.config.get("recipe", {}).get("name", "")):
+            server.import_package(package)
         return WorkerGroup(
-            fork_server(self.env),
+            server,
             order,
             [Place(**{**shared, **place}) for place in places],
             pins,
@@ -202,13 +212,13 @@ class SupervisedLauncher(Launcher):
     def _places(self, strategy: Strategy) -> tuple[list[dict[str, Any]], list[list[int]]]:
         """The fields of each rank's `Place` on this host, but for those of an attempt; and the cores of each.
 
-        No cores means all. ConfigError where these processes cannot run here.
+        ConfigError where these processes cannot run here.
         """
         slots, chosen = self.count(), self.chosen_devices()
         roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
         self._check_hosts(roles)
-        local_size, cores = len(roles) // self.hosts, sorted(os.sched_getaffinity(0))
-        self._check_resources(slots, len(roles), local_size, len(cores))
+        self._check_files(slots, len(roles))
+        local_size = len(roles) // self.hosts
         local_slots = slots // self.hosts
         names = [devices.device_of(slot, local_slots, chosen) for slot in range(local_slots)]
         first = self.node * local_size
@@ -228,11 +238,9 @@ class SupervisedLauncher(Launcher):
             }
             for local, role in enumerate(local_roles)
         ]
-        pins = [
-            cores[len(cores) * local // local_size : len(cores) * (local + 1) // local_size]
-            for local in range(local_size)
-        ]
-        return places, pins if self.pin else [[]] * local_size
+        self._check_binding(local_size)
+        cores = devices.divided_cores(local_size) if self.pin else [sorted(os.sched_getaffinity(0))] * local_size
+        return places, cores
 
     def _check_hosts(self, roles: list[str]) -> None:
         """Raise ConfigError when ranks of these roles do not divide among the hosts."""
@@ -247,13 +255,22 @@ class SupervisedLauncher(Launcher):
                 "hosts; use another strategy"
             )
 
-    def _check_resources(self, slots: int, size: int, local_size: int, cores: int) -> None:
-        """Raise ConfigError when this host has too few cores to pin ranks, or allows too few open files."""
-        if self.pin and cores < local_size:
+    def _check_binding(self, ranks: int) -> None:
+        """Raise ConfigError when OpenMP would bind threads, which it does in all ranks alike: they are forks of one
+        process, which has chosen.
+        """
+        environment = {**os.environ, **self.env}
+        bind = environment.get("OMP_PROC_BIND", "")
+        causes = ("OMP_PROC_BIND",) if bind else ("GOMP_CPU_AFFINITY", "OMP_PLACES")
+        name = next((name for name in causes if environment.get(name)), "")
+        if ranks > 1 and name and bind.lower() != "false":
             raise ConfigError(
-                f"launcher.pin=true needs a core for each of {local_size} ranks, there are {cores}; use "
-                "launcher.pin=false"
+                f"{name}={environment[name]} binds the threads of all {ranks} ranks to the same cores; undo it with "
+                "'launcher.env.OMP_PROC_BIND=\"false\"'; launcher.pin=true gives ranks cores of their own"
             )
+
+    def _check_files(self, slots: int, size: int) -> None:
+        """Raise ConfigError when this host allows too few open files."""
         allowed = devices.allow_files(files(MOST_PROCESSES))
         if allowed < files(size):
             raise ConfigError(
@@ -276,3 +293,9 @@ class SupervisedLauncher(Launcher):
             return "cpu"
         key = strategy.helper_roles.count_key(role)
         return devices.device_of(local_roles[:local].count(role), local_roles.count(role), chosen, key)
+
+
+def _package_of(recipe: str) -> str:
+    """The package of one of dtf's own recipes, whose modules bring libraries of their own; empty for another's."""
+    parts = registered("recipe")[recipe].__module__.split(".") if recipe in registered("recipe") else []
+    return ".".join(parts[:3]) if parts[:2] == ["dtf", "recipes"] else ""

@@ -42,7 +42,7 @@ _REAP_S = 5.0
 class WorkerGroup:
     """Ranks at `places`, forked by `server`. `run` may be called once.
 
-    `order`: what they share, see `rank_process.begin`. `pins`: the cores of each, empty for all cores. `store`:
+    `order`: what they share, see `rank_process.begin`. `pins`: the cores of each, empty: the server's. `store`:
     HOST:PORT of the rendezvous store, which rank 0, if it is on this host, serves on `listener`; empty when all ranks
     are on this host: then it is a file in memory, which they inherit and no other user can open. A lost rank of a role
     in `replaceable` is started again alone, up to `max_restarts` times in a row unless it finishes a step; the loss of

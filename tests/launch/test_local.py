@@ -19,6 +19,7 @@ import pytest
 
 from dtf.core.errors import ConfigError, Exit
 from dtf.core.types import Ended, Failed, Note, Place, Started
+from dtf.host import core_reservation
 from dtf.host.signals import Stop
 from dtf.launch import forkserver_cache, supervised, worker_group
 from dtf.launch.forkserver import ForkServer
@@ -65,6 +66,7 @@ def test_a_rank_finds_the_world_as_it_is_now(start: Start, monkeypatch: pytest.M
     """The server may be older than the directory, the environment and the config it forks for."""
     monkeypatch.setenv("DTF_TEST_NOW", "yes")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(core_reservation, "_NAME", f"dtf-test-{os.getpid()}")  # other tests may run on this host
     done = start("add", config={"filler": "x" * 500_000}, threads=3, pin=len(os.sched_getaffinity(0)) > 1)
     places = [json.loads((done.folder / f"{rank}.json").read_text()) for rank in range(2)]
     for place in places:
@@ -344,6 +346,8 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
         ({"env": {"A\0": "1"}}, r"launcher.env=A\\x00 must be text without NUL"),
         ({"devices": "tpu"}, "launcher.devices=tpu is no choice"),
         ({"pin": True, "processes": 1000}, "launcher.pin=true needs a core for each"),
+        ({"env": {"OMP_PROC_BIND": "close"}}, "OMP_PROC_BIND=close binds the threads of all 2 ranks to the same cores"),
+        ({"env": {"OMP_PLACES": "cores"}}, "OMP_PLACES=cores binds the threads of all 2 ranks to the same cores"),
     ],
 )
 def test_impossible_options_are_refused(tmp_path: Path, options: dict, words: str) -> None:

@@ -293,6 +293,7 @@ def test_trainers_divide_the_cores(
 def test_pinned_ranks_have_a_thread_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "cores", lambda: 6)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setattr(devices, "_core_of", lambda number: (0, number))
     found, pins = local(processes=2, pin=True)._places(RolesStrategy())
     assert [place["threads"] for place in found] == [2, 2, 2] and pins == [[0, 1], [2, 3], [4, 5]]
 

@@ -125,3 +125,41 @@ def test_cores_respect_affinity_and_quota(monkeypatch: pytest.MonkeyPatch) -> No
     ]:
         monkeypatch.setattr(devices.Path, "read_text", lambda path, text=text: text)
         assert devices.cores() == count
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pins"),
+    [
+        (1, [[0, 4, 1, 5, 2, 6, 3, 7]]),
+        (2, [[0, 4, 1, 5], [2, 6, 3, 7]]),
+        (3, [[0, 4], [1, 5], [2, 6, 3, 7]]),
+        (4, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+)
+def test_ranks_divide_cores_and_not_their_hardware_threads(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, pins: list[list[int]]
+) -> None:
+    """4 cores of 2 hardware threads, as Linux numbers them: those of one core are 4 apart. Two sockets."""
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(devices, "_core_of", lambda number: (number % 4 // 2, number % 2))
+    found = devices.divided_cores(ranks)
+    assert sorted(number for pin in found for number in pin) == list(range(8)), "all cores, each once"
+    assert len(found) == ranks and all(found)
+    if ranks <= 4:
+        assert found == pins
+        assert all((number + 4) % 8 in pin for pin in found for number in pin), (
+            "hardware threads of a core stay together"
+        )
+
+
+def test_more_ranks_than_cores_divide_hardware_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda pid: set(range(4)))
+    monkeypatch.setattr(devices, "_core_of", lambda number: (0, number % 2))
+    assert devices.divided_cores(3) == [[0], [2], [1, 3]]
+
+
+def test_cores_are_divided_within_the_affinity_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda pid: {3, 5})
+    assert devices.divided_cores(2) == [[3], [5]]
+    with pytest.raises(ConfigError, match=r"launcher.pin=true needs a core for each of 3 ranks, there are 2"):
+        devices.divided_cores(3)
