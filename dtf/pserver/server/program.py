@@ -53,7 +53,7 @@ class ServerProgram(Program):
         self.shares = sync_mode.shares(trainers)
         self.micro_batch_rows = task.step.rows_each(self.shares * strategy.team)
         self._task, self._world, self._sync_mode, self._trainers = task, world, sync_mode, trainers
-        self._team = strategy.team
+        self._team, self._layout = strategy.team, strategy.layout_text(world.slots, world.place.threads)
         self._window, self._record = sync_mode.window(trainers), strategy.record
         self.server_state = ServerState(task, world, strategy, sync_mode, self.shares, self.micro_batch_rows)
         largest = max(self.server_state.push_bytes, len(self.server_state.frozen()))
@@ -98,7 +98,7 @@ class ServerProgram(Program):
 
     def about(self) -> dict[str, str]:
         wait = "; more servers than trainers mostly wait, use fewer unless the tables need the memory of all"
-        return {"servers": self.server_state.balance + (wait if self._world.size > self._trainers else "")}
+        return {"servers": self.server_state.balance + (wait if self._world.size > self._trainers else "")} | self._layout
 
     # ------------------------------------------------------------ the engine's side
 
