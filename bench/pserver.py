@@ -214,11 +214,11 @@ def check_losses(hidden: str, modes: dict[str, str], turns_of: dict[str, list[Tu
             )
 
 
-def print_table(
-    hidden: str, turns_of: dict[str, list[Turn]], absent: dict[str, str], steps: int, batch: int
-) -> None:
+def print_table(hidden: str, turns_of: dict[str, list[Turn]], absent: dict[str, str], steps: int, batch: int) -> None:
     """Medians, ratios to one process and to the faster way of Paddle, and the losses of the last turn."""
-    rates = {name: statistics.median(steps * batch / turn.seconds for turn in turns) for name, turns in turns_of.items()}
+    rates = {
+        name: statistics.median(steps * batch / turn.seconds for turn in turns) for name, turns in turns_of.items()
+    }
     paddle = max((name for name in rates if name.startswith("Paddle")), key=rates.__getitem__, default=None)
     print(
         f"\n{hidden:28}{'rows/s':>9} {'of one process':>16} {'95 % of medians':>16} {'of Paddle':>10} "

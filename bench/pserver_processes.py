@@ -54,8 +54,8 @@ def save(log: Log, folder: Path) -> None:
 def saved(folder: Path) -> Log:
     """What `save` wrote. Private, so that nobody writes to the file, though torch may take the memory as writable."""
     about = json.loads((folder / "log.json").read_text())
-    rows = [np.load(folder / f"{name}.npy", mmap_mode="c") for name in ("ids", "dense", "clicks")]
-    return Log(about["sizes"], *rows, about["batch"])
+    ids, dense, clicks = (np.load(folder / f"{name}.npy", mmap_mode="c") for name in ("ids", "dense", "clicks"))
+    return Log(about["sizes"], ids, dense, clicks, about["batch"])
 
 
 def parts(log: Log, hidden: str) -> tuple[Task, Epochs]:

@@ -179,10 +179,10 @@ class Strategy(ABC):
         return {"trainer": processes}
 
     def from_host(self, launcher: Mapping[str, Any], is_set: Callable[[str], bool]) -> dict[str, Any]:
-        """Keys of the config, as `launcher.processes`, whose values follow from this host, and these values. Torch-free.
+        """Keys of the config, such as `launcher.processes`, whose values follow from this host, and these.
 
         Called once, by the process that composes the config; a run that goes on keeps what was chosen at its start.
-        `launcher`: the config node. `is_set`: whether a file or the command line sets a key. Default: none.
+        `launcher`: the config node. `is_set`: whether a file or the command line sets a key. Torch-free. Default: none.
         """
         return {}
 

@@ -64,9 +64,9 @@ class PserverOptions:
     servers: int = option(default=1, least=1, most=MOST_PROCESSES, doc="processes that hold the state")
     trainers: Trainers = option(
         default=Trainers.given,
-        doc="how many trainers there are, and threads of each: `given`: as launcher.processes and launcher.threads say; "
-        "`auto`: both, and the servers, follow from the mode and the cores of this host; what is set stays. Decided "
-        "once, before processes start, and kept where a run goes on",
+        doc="how many trainers there are, and threads of each. `given`: as launcher.processes and launcher.threads "
+        "say; `auto`: both, and the servers, follow from the mode and the cores of this host; what is set stays. "
+        "Decided once, before processes start, and kept where a run goes on",
     )
     team: int = option(
         default=1,

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from dtf.api.registry import register
-from dtf.api.strategy import Program, Strategy, check_divides
 from dtf.api.schema import KeyProblem
+from dtf.api.strategy import Program, Strategy, check_divides
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.host import devices
