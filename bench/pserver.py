@@ -12,7 +12,7 @@ where it is not there.
 
 Contestants take short turns, in each round in the other direction; all tables of dtf hold all rows before anything is
 timed. A turn ends when its last gradients are applied. What they lose on rows that they had not seen before is compared
-at the end: sync must be the same as one process, the other modes near it. Printed are medians, of the ratios of each
+at the end: sync must be the same as one process, async near it. Printed are medians, of the ratios of each
 round with their 95 % interval, and the seconds of the processor that all processes of a contestant took for a step.
 """
 
@@ -39,7 +39,17 @@ from bench.ctr import CASES
 from bench.ctr_rivals import draw
 from bench.medians import interval, machine
 from bench.peers import Absent, environment
-from bench.pserver_processes import ALONE, SERVER, TRAINER, rows_alone, save, save_and_load
+from bench.pserver_processes import (
+    ALONE,
+    ECHO,
+    SERVER,
+    TRAINER,
+    least_exchange_s,
+    rows_alone,
+    save,
+    save_and_load,
+    saved,
+)
 from dtf.host.devices import cores
 from dtf.host.network import listen
 from dtf.pserver.host_layout import host_layout
@@ -140,6 +150,17 @@ class Servers(Contestant):
             self.start([*_PROCESS, TRAINER, *place, "--threads", str(threads), "--number", str(number)], False)
 
 
+def least_ratio(log: Path, hidden: str, step_s: float) -> float:
+    """The rate of `sync` in terms of one process if nothing but its requests came on top of `step_s`."""
+    with subprocess.Popen(
+        [*_PROCESS, ECHO, str(log), hidden, "--threads", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as service:
+        assert service.stdin is not None and service.stdout is not None
+        exchange_s = least_exchange_s(saved(log), hidden, service.stdout.readline().strip())
+        service.stdin.close()
+    return step_s / (step_s + exchange_s)
+
+
 class Paddle(Contestant):
     """One server of Paddle and one trainer, whose threads are one for each core."""
 
@@ -200,6 +221,9 @@ def compare(hidden: str, log: Path, args: argparse.Namespace) -> None:
                 turns_of[name].append(runs[name].turn(args.steps))
         absent = {name: str(error) for name, error in found.items() if isinstance(error, Absent)}
         print_table(hidden, turns_of, absent, args.steps, args.batch)
+        if any(run.mode == "sync" for run in runs.values()):
+            step_s = statistics.median(turn.seconds for turn in turns_of[BASE]) / args.steps
+            print(f"sync, if only its bytes and a round trip came on top: {least_ratio(log, hidden, step_s):.3f}")
         check_losses(hidden, {name: run.mode for name, run in runs.items()}, turns_of)
 
 

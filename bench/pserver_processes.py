@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from bench.ctr import CASES, Deep, engine, fill
-from bench.ctr_rivals import LR, Case, Log, timed
+from bench.ctr_rivals import DIM, LR, Case, Log, timed
 from bench.endless import Endless
 from dtf.api.helper_roles import RoleContext
 from dtf.api.options import StepOptions
@@ -35,13 +35,14 @@ from dtf.data.samplers import Sequential
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
 from dtf.optim.optimizers import Adagrad
+from dtf.pserver.net.rpc import Client, Service
 from dtf.pserver.options import Mode
 from dtf.pserver.server.program import ServerProgram
 from dtf.pserver.strategy import Pserver
 from dtf.sparse.row_optimizers import RowAdagrad
 from dtf.sparse.store import SparseTable, unique
 
-ALONE, SERVER, TRAINER = "alone", "server", "trainer"
+ALONE, SERVER, TRAINER, ECHO = "alone", "server", "trainer", "echo"
 
 
 def save(log: Log, folder: Path) -> None:
@@ -162,9 +163,43 @@ def save_and_load(log: Log, folder: Path, rounds: int) -> None:
         print(f"{name:8} {middle:7.2f} s, {min(values):.2f} to {max(values):.2f}; {rows:,} rows with their state")
 
 
+def echo() -> None:
+    """A service of dtf that answers each request with itself; says where it listens, and ends with the lines."""
+    service = Service({"echo": lambda data: data}, "bench", "bench")
+    service.start()
+    print(service.endpoint, flush=True)
+    sys.stdin.read()
+    service.stop(0.1)
+
+
+def least_exchange_s(log: Log, hidden: str, endpoint: str) -> float:
+    """Seconds that the requests of a step of `sync` take at least: each of its bytes is copied once, into memory that
+    is warm, and an empty request goes to `endpoint` and back.
+    """
+    task, _ = parts(log, hidden)
+    dense = sum(4 * parameter.numel() for parameter in task.recipe.build_model().parameters())
+    starts, medians = np.cumsum([0, *log.sizes[:-1]]), []
+    for number in range(min(20, len(log.clicks) // log.batch)):
+        ids = (log.ids[number * log.batch : (number + 1) * log.batch] + starts).reshape(-1)
+        rows = len(np.unique(ids))
+        size = 2 * dense + rows * (8 + 8 + 2 * 4 * DIM)  # gradients and ids; the ids of the next step; rows
+        source, into = np.ones(size, np.uint8), np.ones(size, np.uint8)
+        medians.append(statistics.median(_timed(lambda a=source, b=into: np.copyto(b, a)) for _ in range(11)))
+    client = Client(endpoint, "bench", "bench")
+    trips = [_timed(lambda: client.call("echo", b"", 10.0)) for _ in range(300)]
+    client.close()
+    return statistics.median(medians) + statistics.median(trips)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("role", choices=[ALONE, SERVER, TRAINER])
+    parser.add_argument("role", choices=[ALONE, SERVER, TRAINER, ECHO])
     parser.add_argument("log", type=Path, help="folder that `save` wrote")
     parser.add_argument("hidden", choices=CASES)
     parser.add_argument("--threads", type=int, required=True)
@@ -175,6 +210,9 @@ def main() -> None:
     parser.add_argument("--store", default="", help="HOST:PORT of the launcher's store")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.role == ECHO:
+        echo()
+        return
     log = saved(args.log)
     if args.role == ALONE:
         torch.manual_seed(0)

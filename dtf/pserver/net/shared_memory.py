@@ -116,7 +116,7 @@ class SharedMemoryTransport:
         """See `Transport`."""
         region = self._region(method, len(data))
         if region is None:
-            return self._seen(method, self._transport.call(method, data, deadline_s))
+            return self._seen(method, self._transport.call(method, bytes(data), deadline_s))
         return self._answer(
             region, method, data, deadline_s, self._transport.call(method, region.put(data, self._host), deadline_s)
         )
@@ -124,7 +124,9 @@ class SharedMemoryTransport:
     def start(self, method: str, data: bytes | Parts, deadline_s: float) -> Pending:
         """See `Transport`."""
         region = self._region(method, len(data))
-        pending = self._transport.start(method, data if region is None else region.put(data, self._host), deadline_s)
+        pending = self._transport.start(
+            method, bytes(data) if region is None else region.put(data, self._host), deadline_s
+        )
         return _PendingAnswer(
             lambda: (
                 self._seen(method, pending.result())
@@ -164,7 +166,7 @@ class SharedMemoryTransport:
         """
         if reply == _NO:
             self._host = b""
-            return self._transport.call(method, data, deadline_s)
+            return self._transport.call(method, bytes(data), deadline_s)
         if reply[:4] != _THERE:
             self._read.append(region)
             return self._seen(method, reply)

@@ -286,7 +286,13 @@ class ServerProgram(Program):
             with self.change:
                 pushes = [self._basket[key] for key in keys]
                 self._applying.update(keys)
-            norm = self.server_state.apply(pushes, self._tickets)
+            try:
+                norm = self.server_state.apply(pushes, self._tickets)
+            except BaseException:
+                with self.change:  # `keep` waits no more
+                    self._applying.clear()
+                    self.change.notify_all()
+                raise
             if self._world.rank == 0:
                 self.metrics.add_norm(norm)
             with self.change:

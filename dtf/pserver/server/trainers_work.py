@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from dtf.api.leased_work import LeasedWork
 from dtf.core.types import Evaluated, StepOutput
+from dtf.pserver.server.metrics import MetricAccumulator
 
-if TYPE_CHECKING:
-    from dtf.pserver.server.program import ServerProgram
+
+class WaitingProgram(Protocol):
+    """What is asked of the program of a server."""
+
+    metrics: MetricAccumulator
+    stopping: bool
+
+    def finish_steps(self) -> StepOutput: ...
+    def finish_evaluation(self) -> Evaluated | None: ...
+    def release_trainers(self, reason: str) -> None: ...
 
 
 class TrainersWork(LeasedWork):
     """What trainers compute for a server."""
 
-    def __init__(self, program: ServerProgram) -> None:
+    def __init__(self, program: WaitingProgram) -> None:
         self._program = program
 
     def rest(self) -> StepOutput:
