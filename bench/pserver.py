@@ -24,9 +24,10 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -74,12 +75,12 @@ class Contestant:
 
     def __init__(self, mode: str = "") -> None:
         self.mode, self._processes = mode, list[subprocess.Popen[str]]()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  `close` does
 
     def start(self, command: Sequence[str], asked: bool) -> None:
         """Start one of the processes. `asked`: it is the one that takes lines."""
         pipe = subprocess.PIPE if asked else subprocess.DEVNULL
-        errors = None if command[0] == sys.executable else subprocess.DEVNULL
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True)
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True)
         self._processes.insert(0 if asked else len(self._processes), process)
 
     def send(self, line: str) -> dict[str, float | None]:
@@ -89,11 +90,17 @@ class Contestant:
         try:
             print(line, file=process.stdin, flush=True)
         except BrokenPipeError:
-            raise Absent("its process ended") from None
+            raise self._absent() from None
         answer = process.stdout.readline()
         if not answer:
-            raise Absent("its process ended without a word")
+            raise self._absent()
         return json.loads(answer)
+
+    def _absent(self) -> Absent:
+        self._errors.seek(0)
+        said = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
+        words = [line for line in said if "Error" in line] or said or ["it said nothing"]
+        return Absent(f"its process ended: {words[-1]}")
 
     def turn(self, steps: int) -> Turn:
         before = self._processor_s()
@@ -106,9 +113,11 @@ class Contestant:
 
     def close(self) -> None:
         """End the first process, which ends the others; those that do not end are killed."""
+        self._errors.close()
         first, *others = self._processes
         assert first.stdin is not None
-        first.stdin.close()
+        with suppress(BrokenPipeError):
+            first.stdin.close()
         for process in (first, *others):
             try:
                 process.wait(20)
