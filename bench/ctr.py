@@ -1,8 +1,8 @@
 """How fast dtf trains a click-through model, against a loop written by hand and against other frameworks, on the same
 rows in memory.
 
-    python bench/ctr.py                     # dtf and the loop written by hand
-    python bench/ctr.py --rivals PYTHON     # and what is installed beside the interpreter PYTHON
+    python -m bench.ctr                     # dtf and the loop written by hand
+    python -m bench.ctr --rivals PYTHON     # and what is installed beside the interpreter PYTHON
 
 The other frameworks need an environment of their own, with the torch for CPUs that FBGEMM was built for (2.13 for 1.8):
 
@@ -37,11 +37,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from ctr_rivals import DIM, FIELDS, LR, NUMBERS, RIVALS, SCALE, Case, Run, draw, hand, timed
-from ctr_rivals import Log as Rows
-from endless import Endless
 from torch import Tensor, nn
 
+from bench.ctr_rivals import DIM, FIELDS, LR, NUMBERS, RIVALS, SCALE, Case, Run, draw, hand, timed
+from bench.ctr_rivals import Log as Rows
+from bench.endless import Endless
 from dtf.api.options import StepOptions
 from dtf.api.precision import Cast, Format, Precision
 from dtf.api.recipe import Dataset, Recipe

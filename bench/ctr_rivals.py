@@ -1,8 +1,8 @@
 """Click-through training without dtf: a loop written by hand, torchrec, FBGEMM alone, FuxiCTR, DeepCTR-Torch. Knows
 nothing of dtf.
 
-`bench/ctr.py --rivals PYTHON` starts it, once for each of them, in an environment that has them. It then takes numbers
-of steps, one a line, and answers each with a line of JSON: seconds and mean log loss.
+`python -m bench.ctr --rivals PYTHON` starts it, once for each of them, in an environment that has them. It then takes
+numbers of steps, one a line, and answers each with a line of JSON: seconds and mean log loss.
 """
 
 # pyright: reportMissingImports=false

@@ -1,303 +1,306 @@
-"""How fast a parameter server trains a click-through model: one server and one trainer, against dtf's table in one
-process, on the same rows in memory.
+"""How fast parameter servers train a click-through model on one host, against dtf in one process and Paddle's
+parameter server, on the same rows in memory.
 
-    python bench/pserver.py                          # modes async and sync, both models of bench/ctr.py in fp32
-    python bench/pserver.py --only 64-32 --modes async
-    python bench/pserver.py --rows                   # rows that one thread of a server steps and looks up in a second
-    python bench/pserver.py --save --ids 260000      # how long a server takes to save and load so many rows
+    python -m bench.pserver                          # both models of bench/ctr.py in fp32
+    python -m bench.pserver --only 64-32 --no-paddle
+    python -m bench.pserver --rows                   # rows that one thread of a server steps and looks up in a second
+    python -m bench.pserver --save --ids 260000      # how long a server takes to save and load so many rows
 
-Server and trainers are processes that talk over gRPC on loopback, as with `launcher=local`; the server runs the engine,
-and the trainer has the threads of the one process. The model, the log and the turns are those of bench/ctr.py:
-contestants take turns, all tables hold all rows before anything is timed, and what they lose on rows that they had not
-seen before is compared at the end: sync must be the same as one process, async near it. A turn ends when its last
-gradients are applied. Ratios are medians of those of each round.
+`auto` is the layout of strategy.trainers=auto for this host. Servers and trainers are processes that talk as with
+launcher=local; the server runs the engine. Paddle has an environment of its own in the user's cache directory, made
+where it is not there.
+
+Contestants take short turns, in each round in the other direction; all tables of dtf hold all rows before anything is
+timed. A turn ends when its last gradients are applied. What they lose on rows that they had not seen before is compared
+at the end: sync must be the same as one process, async near it. Printed are medians, of the ratios of each
+round with their 95 % interval, and the seconds of the processor that all processes of a contestant took for a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from ctr import CASES, Deep, engine, fill, processor
-from ctr_rivals import LR, Case, draw, opened, timed
-from ctr_rivals import Log as Rows
-from endless import Endless
 from torch.distributed import TCPStore
 
-from dtf.api.helper_roles import RoleContext
-from dtf.api.options import StepOptions
-from dtf.api.precision import Precision
-from dtf.api.task import Task
-from dtf.checkpoint.checkpointer import Checkpointer
-from dtf.checkpoint.options import Every
-from dtf.core.types import Event, Measured, Place, Shard
-from dtf.data.batches import Epochs
-from dtf.data.loader import Loader
-from dtf.data.samplers import Sequential
-from dtf.distributed.world import World
-from dtf.engine.loop import Loop, fit
-from dtf.optim.optimizers import Adagrad
+from bench.ctr import CASES
+from bench.ctr_rivals import draw
+from bench.medians import interval, machine
+from bench.peers import Absent, environment
+from bench.pserver_processes import (
+    ALONE,
+    ECHO,
+    SERVER,
+    TRAINER,
+    least_exchange_s,
+    rows_alone,
+    save,
+    save_and_load,
+    saved,
+)
+from dtf.host.devices import cores
+from dtf.host.network import listen
+from dtf.pserver.host_layout import host_layout
 from dtf.pserver.options import Mode
-from dtf.pserver.server.program import ServerProgram
-from dtf.pserver.strategy import Pserver
-from dtf.sparse.row_optimizers import RowAdagrad
-from dtf.sparse.store import SparseTable, unique
 
 MODELS = ("400-400-400", "64-32")
+PADDLE = ("paddlepaddle==3.0.0", "numpy==1.26.4", "protobuf==4.25.8", "setuptools==80.9.0")
+BASE = "one process"
 APART = {"sync": 1e-4, "async": 0.01}
 """How far a mean log loss may be from that of one process."""
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def parts(log: Rows, hidden: str) -> tuple[Task, Epochs]:
-    recipe = Deep(log, CASES[hidden][0])
-    return Task(recipe, Adagrad(), Precision(), StepOptions(batch_size=log.batch), 0, rows=RowAdagrad()), Epochs(
-        Sequential(), len(log.clicks), log.batch, 0
-    )
+class Turn(NamedTuple):
+    seconds: float
+    loss: float | None
+    processor_s: float
 
 
-def serve(task: Task, epochs: Epochs, place: Place, strategy: Pserver) -> None:
-    """A server: it takes numbers of steps, one a line, and answers each with seconds and mean loss; at the end of the
-    lines it ends the run.
-    """
-    world = World(replace(place, size=1))
-    program = strategy.setup(task, world)
-    clock, losses = Endless(epochs, LR, logs=True), []
-    loader = Loader(task.recipe.open_data("train", 0), epochs, program.shard, program.micro_batch_rows)
+class Contestant:
+    """Processes of which the first one takes lines and answers them. `mode`: with whose losses they are compared."""
 
-    def see(event: Event) -> None:
-        if isinstance(event, Measured):
-            losses.append(event.values["loss"])
+    def __init__(self, mode: str = "") -> None:
+        self.mode, self._processes = mode, list[subprocess.Popen[str]]()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  `close` does
 
-    loop = Loop(program, clock, loader, loader, 0, task.recipe, world, None, see, {}, epochs.batches)
+    def start(self, command: Sequence[str], asked: bool) -> None:
+        """Start one of the processes. `asked`: it is the one that takes lines."""
+        pipe = subprocess.PIPE if asked else subprocess.DEVNULL
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True)
+        self._processes.insert(0 if asked else len(self._processes), process)
 
-    def run(steps: int) -> float:
-        clock.turn(steps)
-        fit(loop)
-        return losses[-1]
-
-    for line in sys.stdin:
-        if line.strip() == "fill":
-            fill(program.server_state._shards._shards["ids"].store)  # type: ignore[attr-defined]
-            print("full", flush=True)
-        else:
-            print(*timed(run, int(line)), flush=True)
-    program.leased.end()
-
-
-def train(task: Task, epochs: Epochs, place: Place, strategy: Pserver) -> None:
-    def rows(split: str, shard: Shard, micro_batch_rows: int) -> Loader:
-        return Loader(task.recipe.open_data(split, 0), epochs, shard, micro_batch_rows)
-
-    strategy.helper_roles.run(task, RoleContext(place, {}, rows, lambda phase, step: None, lambda: False))
-
-
-def role(args: argparse.Namespace) -> None:
-    """One process of a pair."""
-    torch.set_num_threads(args.threads)
-    task, epochs = parts(opened(Path(args.log)), args.only)
-    strategy = Pserver(mode=Mode(args.modes[0]), servers=1)
-    place = Place(
-        int(args.role == "trainer"),
-        2,
-        role=args.role,
-        threads=args.threads,
-        store=args.store,
-        prefix=args.modes[0],
-        token="bench",
-    )
-    (serve if args.role == "server" else train)(task, epochs, place, strategy)
-
-
-class Pair:
-    """A server and its trainer."""
-
-    def __init__(self, name: str, mode: str, log: Path, args: argparse.Namespace) -> None:
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600))
-        command = [
-            sys.executable,
-            __file__,
-            "--log",
-            str(log),
-            "--only",
-            name,
-            "--modes",
-            mode,
-            "--store",
-            f"127.0.0.1:{self._store.port}",
-        ]
-        self._server = subprocess.Popen(
-            [*command, "--role", "server", "--threads", str(args.server_threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._trainer = subprocess.Popen([*command, "--role", "trainer", "--threads", str(args.threads)])
-
-    def turn(self, steps: int) -> tuple[float, float]:
-        seconds, loss = self.send(str(steps)).split()
-        return float(seconds), float(loss)
-
-    def send(self, line: str) -> str:
-        assert self._server.stdin is not None and self._server.stdout is not None
-        print(line, file=self._server.stdin, flush=True)
-        answer = self._server.stdout.readline()
+    def send(self, line: str) -> dict[str, float | None]:
+        """The answer to a line. Absent where there is none."""
+        process = self._processes[0]
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            print(line, file=process.stdin, flush=True)
+        except BrokenPipeError:
+            raise self._absent() from None
+        answer = process.stdout.readline()
         if not answer:
-            raise SystemExit("the server ended without a word")
-        return answer
+            raise self._absent()
+        return json.loads(answer)
+
+    def _absent(self) -> Absent:
+        self._errors.seek(0)
+        said = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
+        words = [line for line in said if "Error" in line] or said or ["it said nothing"]
+        return Absent(f"its process ended: {words[-1]}")
+
+    def turn(self, steps: int) -> Turn:
+        before = self._processor_s()
+        answer = self.send(str(steps))
+        assert answer["seconds"] is not None
+        return Turn(answer["seconds"], answer["loss"], self._processor_s() - before)
+
+    def _processor_s(self) -> float:
+        return sum(processor_s(process.pid) for process in self._processes)
 
     def close(self) -> None:
-        self._server.communicate()
-        self._trainer.wait()
+        """End the first process, which ends the others; those that do not end are killed."""
+        self._errors.close()
+        first, *others = self._processes
+        assert first.stdin is not None
+        with suppress(BrokenPipeError):
+            first.stdin.close()
+        for process in (first, *others):
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
-def compare(name: str, log: Rows, saved: Path, args: argparse.Namespace) -> None:
-    torch.manual_seed(0)
-    run, store = engine(log, Case(CASES[name][0], False, args.threads))
-    with ExitStack() as stack:
-        pairs = {mode: Pair(name, mode, saved, args) for mode in args.modes}
-        for pair in pairs.values():
-            stack.callback(pair.close)
-        run(args.warm)
-        fill(store)
-        for pair in pairs.values():
-            pair.turn(args.warm)
-            pair.send("fill")
-        turns_of: dict[str, list[tuple[float, float]]] = {key: [] for key in ("one process", *pairs)}
+def processor_s(pid: int) -> float:
+    """Seconds of the processor that a process has used; 0 for one that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+class Alone(Contestant):
+    """dtf in one process."""
+
+    def __init__(self, log: Path, hidden: str, threads: int) -> None:
+        super().__init__()
+        self.start([*_PROCESS, ALONE, str(log), hidden, "--threads", str(threads)], True)
+
+
+class Servers(Contestant):
+    """One server of dtf and its trainers."""
+
+    def __init__(
+        self, log: Path, hidden: str, mode: str, trainers: int, threads: int, server_threads: int, hogwild: int = 1
+    ) -> None:
+        super().__init__(mode)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600))
+        shared = ["--mode", mode, "--trainers", str(trainers), "--hogwild", str(hogwild)]
+        shared += ["--store", f"127.0.0.1:{self._store.port}"]
+        place = [str(log), hidden, *shared]
+        self.start([*_PROCESS, SERVER, *place, "--threads", str(server_threads)], True)
+        for number in range(trainers):
+            self.start([*_PROCESS, TRAINER, *place, "--threads", str(threads), "--number", str(number)], False)
+
+
+def least_ratio(log: Path, hidden: str, step_s: float) -> float:
+    """The rate of `sync` in terms of one process if nothing but its requests came on top of `step_s`."""
+    with subprocess.Popen(
+        [*_PROCESS, ECHO, str(log), hidden, "--threads", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as service:
+        assert service.stdin is not None and service.stdout is not None
+        exchange_s = least_exchange_s(saved(log), hidden, service.stdout.readline().strip())
+        service.stdin.close()
+    return step_s / (step_s + exchange_s)
+
+
+class Paddle(Contestant):
+    """One server of Paddle and one trainer, whose threads are one for each core."""
+
+    def __init__(self, python: Path, log: Path, hidden: str, way: str, threads: int) -> None:
+        super().__init__()
+        with listen("127.0.0.1", 0) as free:
+            port = free.getsockname()[1]
+        script = str(Path(__file__).with_name("pserver_paddle.py"))
+        for role in ("server", "trainer"):
+            units = [str(number) for number in CASES[hidden][0]]
+            rest = [str(log), way, "--hidden", *units, "--threads", str(threads), "--port", str(port)]
+            self.start([str(python), script, role, *rest], role == "trainer")
+
+
+_PROCESS = [sys.executable, "-m", "bench.pserver_processes"]
+
+
+def contestants(log: Path, hidden: str, args: argparse.Namespace, close: ExitStack) -> dict[str, Contestant | Absent]:
+    """All of them by name, or why one cannot be run; `close` ends them."""
+    count, found = cores(), dict[str, Contestant | Absent]()
+
+    def add(name: str, contestant: Contestant) -> None:
+        found[name] = contestant
+        close.callback(contestant.close)
+
+    add(BASE, Alone(log, hidden, count))
+    for mode in args.modes:
+        layout = host_layout(Mode(mode), count)
+        name = f"{mode}, auto: {layout.trainers} x {layout.threads}"
+        add(name, Servers(log, hidden, mode, layout.trainers, layout.threads, layout.threads))
+        if mode == "async" and args.hogwild:
+            add(f"{mode}, Hogwild: {count} threads", Servers(log, hidden, mode, 1, count, 1, count))
+    for way in ("feed", "dataset") if args.paddle else ():
+        name = f"Paddle 3.0.0, {way}"
+        try:
+            add(name, Paddle(environment("paddle", PADDLE), log, hidden, way, count))
+        except Absent as error:
+            found[name] = error
+    return found
+
+
+def compare(hidden: str, log: Path, args: argparse.Namespace) -> None:
+    with ExitStack() as close:
+        found = contestants(log, hidden, args, close)
+        for name, contestant in found.items():
+            try:
+                if isinstance(contestant, Contestant):
+                    contestant.turn(args.warm)
+                    if not isinstance(contestant, Paddle):
+                        contestant.send("fill")
+            except Absent as error:
+                found[name] = error
+        runs = {name: contestant for name, contestant in found.items() if isinstance(contestant, Contestant)}
+        turns_of: dict[str, list[Turn]] = {name: [] for name in runs}
         for number in range(args.rounds):
-            for key in turns_of if number % 2 else reversed(turns_of):
-                time.sleep(0.5)  # threads of the one before may still spin
-                turns_of[key].append(pairs[key].turn(args.steps) if key in pairs else timed(run, args.steps))
-    print_table(name, turns_of, args.steps, log.batch)
-    for key, turns in turns_of.items():
-        difference = abs(turns[-1][1] - turns_of["one process"][-1][1])
-        if difference > APART.get(key, 0):
+            for name in list(runs) if number % 2 else reversed(runs):
+                time.sleep(0.1)  # threads of the one before may still spin
+                turns_of[name].append(runs[name].turn(args.steps))
+        absent = {name: str(error) for name, error in found.items() if isinstance(error, Absent)}
+        print_table(hidden, turns_of, absent, args.steps, args.batch)
+        if any(run.mode == "sync" for run in runs.values()):
+            step_s = statistics.median(turn.seconds for turn in turns_of[BASE]) / args.steps
+            print(f"sync, if only its bytes and a round trip came on top: {least_ratio(log, hidden, step_s):.3f}")
+        check_losses(hidden, {name: run.mode for name, run in runs.items()}, turns_of)
+
+
+def check_losses(hidden: str, modes: dict[str, str], turns_of: dict[str, list[Turn]]) -> None:
+    base = turns_of[BASE][-1].loss
+    for name, turns in turns_of.items():
+        mode, loss = modes[name], turns[-1].loss
+        if mode in APART and (loss is None or base is None or abs(loss - base) > APART[mode]):
             raise SystemExit(
-                f"{name}: the losses of mode {key} must be those of one process within {APART[key]:g}, they are "
-                f"{difference:.6f} apart"
+                f"{hidden}: the losses of {name} must be those of one process within {APART[mode]:g}; they are {loss} "
+                f"and {base}"
             )
 
 
-def print_table(name: str, turns_of: dict[str, list[tuple[float, float]]], steps: int, batch: int) -> None:
-    """A table of medians and ranges, of ratios to one process, and of the losses of the last turn."""
+def print_table(hidden: str, turns_of: dict[str, list[Turn]], absent: dict[str, str], steps: int, batch: int) -> None:
+    """Medians, ratios to one process and to the faster way of Paddle, and the losses of the last turn."""
+    rates = {
+        name: statistics.median(steps * batch / turn.seconds for turn in turns) for name, turns in turns_of.items()
+    }
+    paddle = max((name for name in rates if name.startswith("Paddle")), key=rates.__getitem__, default=None)
     print(
-        f"\n{name:14}{'rows/s':>10} {'least to most':>20} {'of one process':>16} {'least to most':>14} "
-        f"{'ms a step':>10} {'loss':>10}"
+        f"\n{hidden:28}{'rows/s':>9} {'of one process':>16} {'95 % of medians':>16} {'of Paddle':>10} "
+        f"{'95 %':>14} {'processor ms':>13} {'loss':>9}"
     )
-    one = [seconds for seconds, _ in turns_of["one process"]]
-    for key, turns in turns_of.items():
-        took, loss = [seconds for seconds, _ in turns], turns[-1][1]
-        rates, ratios = (
-            sorted(steps * batch / seconds for seconds in took),
-            sorted(base / seconds for base, seconds in zip(one, took, strict=True)),
-        )
-        spread, range_text = f"{rates[0]:,.0f} to {rates[-1]:,.0f}", f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        middle = f"{statistics.median(rates):10,.0f} {spread:>20} {statistics.median(ratios):16.3f} {range_text:>14}"
-        print(f"{key:14}{middle} {1e3 * statistics.median(took) / steps:10.2f} {loss:10.6f}")
+    for name, turns in turns_of.items():
+        columns = f"{name:28}{rates[name]:9,.0f}"
+        for base, width in ((BASE, 16), (paddle, 14)):
+            if base is None:
+                columns += f" {'':>10} {'':>{width}}"
+                continue
+            ratios = [b.seconds / turn.seconds for b, turn in zip(turns_of[base], turns, strict=True)]
+            columns += f" {statistics.median(ratios):>{16 if base == BASE else 10}.3f} {interval(ratios):>{width}}"
+        processor = 1e3 * statistics.median(turn.processor_s for turn in turns) / steps
+        loss = turns[-1].loss
+        print(f"{columns} {processor:13.2f} {'unknown' if loss is None else f'{loss:.6f}':>9}")
+    for name, why in absent.items():
+        print(f"{name:28}not run: {why}")
     sys.stdout.flush()
-
-
-def rows_alone(log: Rows, batches: int) -> None:
-    """What a server does with the rows of batches, each once, in one thread, with all rows of the table there."""
-    table = Deep(log, ()).tables()["ids"]
-    store = SparseTable(table, RowAdagrad(), 0, "ids")
-    fill(store)
-    starts = np.cumsum([0, *log.sizes[:-1]])
-    rates: dict[str, list[float]] = {"step": [], "look up": []}
-    for number in range(2 * batches):
-        ids = unique((log.ids[number * log.batch : (number + 1) * log.batch] + starts).reshape(-1))[0]
-        gradients = np.full((len(ids), table.width), 1e-3, np.float32)
-        started = time.perf_counter()
-        if number < batches:
-            store.update(ids, gradients, LR, 1.0, number)
-        else:
-            store.lookup(ids, True)
-        rates["step" if number < batches else "look up"].append(len(ids) / (time.perf_counter() - started))
-    for name, values in rates.items():
-        low, middle, high = (1e-6 * rate for rate in (min(values), statistics.median(values), max(values)))
-        print(
-            f"{name:8} {middle:7.1f} million rows of {table.width} numbers a second, {low:.1f} to {high:.1f}; of "
-            f"{len(store):,}"
-        )
-
-
-def save_and_load(log: Rows, folder: Path, rounds: int) -> None:
-    """Seconds in which a server writes a checkpoint with all rows of the log, and another one reads it."""
-    task, _ = parts(log, "64-32")
-
-    def server() -> tuple[ServerProgram, World]:
-        world, strategy = World(Place(slots=2)), Pserver()
-        return ServerProgram(task, world, strategy, strategy.sync_mode(task), 1), world
-
-    full, world = server()
-    fill(full.server_state._shards._shards["ids"].store)  # type: ignore[union-attr]
-    seconds: dict[str, list[float]] = {"save": [], "load": []}
-    rows = 0
-    for number in range(rounds):
-        checkpointer = Checkpointer(folder / str(number), Every(), world, "bench", ("loss", "min"), "pserver")
-        started = time.perf_counter()
-        state = full.state()
-        checkpointer.save(1, state, {"program": state.scalars})
-        seconds["save"].append(time.perf_counter() - started)
-        empty, checkpoint = server()[0], checkpointer.find(0)
-        assert checkpoint is not None
-        started = time.perf_counter()
-        source = checkpointer.load(checkpoint)
-        source.scalars = source.scalars["program"]
-        empty.load(source)
-        seconds["load"].append(time.perf_counter() - started)
-        rows = empty.server_state.tables()["ids"]["rows"]
-    for name, values in seconds.items():
-        middle = statistics.median(values)
-        print(f"{name:8} {middle:7.2f} s, {min(values):.2f} to {max(values):.2f}; {rows:,} rows with their state")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=MODELS)
     parser.add_argument("--modes", nargs="+", choices=list(APART), default=["async", "sync"])
-    parser.add_argument("--threads", type=int, default=2, help="of torch in the one process and in the trainer")
-    parser.add_argument("--server-threads", type=int, default=1, help="of torch in the server")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=100, help="of a turn")
-    parser.add_argument("--ids", type=int, default=10_000_000, help="distinct ids of all fields")
+    parser.add_argument("--no-hogwild", dest="hogwild", action="store_false")
+    parser.add_argument("--no-paddle", dest="paddle", action="store_false")
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=20, help="of a turn")
+    parser.add_argument("--ids", type=int, default=1_000_000, help="distinct ids of all fields")
     parser.add_argument("--batch", type=int, default=2048)
-    parser.add_argument("--warm", type=int, default=100, help="steps before the first turn")
+    parser.add_argument("--warm", type=int, default=40, help="steps before the first turn")
     parser.add_argument("--rows", action="store_true", help="measure the table of a server alone")
     parser.add_argument("--save", action="store_true", help="measure saving and loading alone")
-    for hidden in ("role", "log", "store"):
-        parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.role:
-        role(args)
-        return
-    torch.set_num_threads(args.threads)
-    print(
-        f"{processor()}, {args.threads} threads, {args.server_threads} of the server, torch {torch.__version__}; "
-        f"{args.ids:,} ids, batches of {args.batch}",
-        flush=True,
-    )
-    with TemporaryDirectory() as folder:
-        saved = Path(folder, "log.npz")
-        log = draw(args.ids, args.batch, args.warm + args.rounds * args.steps)
-        log.save(saved)
+    torch.set_num_threads(1)
+    print(f"{machine()}; {args.ids:,} ids, batches of {args.batch}, turns of {args.steps} steps", flush=True)
+    with TemporaryDirectory() as name:
+        folder, log = Path(name), draw(args.ids, args.batch, args.warm + args.rounds * args.steps)
         if args.rows:
             rows_alone(log, args.rounds * args.steps // 2)
             return
         if args.save:
-            save_and_load(log, Path(folder), args.rounds)
+            save_and_load(log, folder, args.rounds)
             return
-        for name in [args.only] if args.only else MODELS:
-            compare(name, log, saved, args)
+        save(log, folder)
+        del log
+        for hidden in [args.only] if args.only else MODELS:
+            compare(hidden, folder, args)
 
 
 if __name__ == "__main__":

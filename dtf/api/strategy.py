@@ -20,6 +20,8 @@ from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.distributed.sharding import bounds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from torch import Tensor
 
     from dtf.api.guard import Guard
@@ -175,6 +177,14 @@ class Strategy(ABC):
         The role given first is the one that runs the engine. For the others see `helper_roles`.
         """
         return {"trainer": processes}
+
+    def from_host(self, launcher: Mapping[str, Any], is_set: Callable[[str], bool]) -> dict[str, Any]:
+        """Keys of the config, such as `launcher.processes`, whose values follow from this host, and these.
+
+        Called once, by the process that composes the config; a run that goes on keeps what was chosen at its start.
+        `launcher`: the config node. `is_set`: whether a file or the command line sets a key. Torch-free. Default: none.
+        """
+        return {}
 
     @abstractmethod
     def check(self, task: Task, processes: int, devices: str) -> None:

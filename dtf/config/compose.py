@@ -33,6 +33,7 @@ from dtf.config.as_written import is_as_in_file
 from dtf.config.command_line import parse_arguments
 from dtf.config.defaults_lists import ROOT, YamlFile, require_base
 from dtf.config.environment import refuse_variables
+from dtf.config.from_host import fill_from_host
 from dtf.config.hydra_errors import translated
 from dtf.config.hydra_sources import make_loader, read_option, record_files
 from dtf.config.limits import resolve_interpolations
@@ -285,6 +286,7 @@ class Composer:
                 check_texts(plain, fitted, given.places)
                 config, inactive = self._reset_inactive_keys(composed, fitted, overrides)
                 set_true_names(config, composed)
+                fill_from_host(config, lambda key: bool(self.origin(key, overrides, reads)))
                 refuse_address(config)
                 refuse_variables(config, given, overrides if self.typed is None else self.typed)
             except (ConfigError, KeyboardInterrupt):

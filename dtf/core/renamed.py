@@ -96,7 +96,6 @@ _BUCKET_VIEW = {"gradient_as_bucket_view": "gradients always live in the buckets
 
 GONE_KEYS = {
     ("strategy", "pserver"): {
-        "trainers": "there are launcher.processes / strategy.team trainers; give launcher.processes",
         "gather": "with strategy.mode=half_async as many gradients as there are trainers make an update; leave it out, "
         "or set step.batch_size",
         "slice_parameters": "parameters are cut unless the optimizer needs them whole; leave it out, or use a large "
@@ -166,6 +165,8 @@ def upgraded_config(saved: Any) -> Any:
         config[group] = {key: value for key, value in node.items() if key not in old}
         if node.get("endpoints") and "endpoints" in old:
             config[group]["servers"] = len(node["endpoints"])
+        if option == ("strategy", "pserver") and isinstance(node.get("trainers"), int):
+            del config[group]["trainers"]  # it counted them
         if node.get("slice_parameters") is False and "slice_parameters" in old:
             config[group]["min_block"] = sys.maxsize
     return config

@@ -35,6 +35,11 @@ class Dense(Enum):
     allreduce = "allreduce"
 
 
+class Trainers(Enum):
+    given = "given"
+    auto = "auto"
+
+
 class Device(Enum):
     cpu = "cpu"
     cuda = "cuda"
@@ -57,6 +62,12 @@ class PserverOptions:
         "servers hold rows of sparse tables alone (sync)",
     )
     servers: int = option(default=1, least=1, most=MOST_PROCESSES, doc="processes that hold the state")
+    trainers: Trainers = option(
+        default=Trainers.given,
+        doc="how many trainers there are, and threads of each. `given`: as launcher.processes and launcher.threads "
+        "say; `auto`: both, and the servers, follow from the mode and the cores of this host; what is set stays. "
+        "Decided once, before processes start, and kept where a run goes on",
+    )
     team: int = option(
         default=1,
         least=1,
@@ -129,6 +140,14 @@ class PserverOptions:
             case Mode.geo:
                 together = self.staleness is None and averaging(task)
                 return Geo(0 if together else self.staleness, self.geo_steps or GEO_STEPS)
+
+    def layout_text(self, processes: int, threads: int) -> dict[str, str]:
+        """For the start-up table: the layout that was chosen for this host; empty where none was."""
+        if self.trainers is Trainers.given:
+            return {}
+        counts = {"trainer": processes, "thread": threads, "server": self.servers}
+        trainer, thread, server = (f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items())
+        return {"layout": f"{trainer} of {thread}, {server} (strategy.trainers=auto)"}
 
     def count_trainers(self, processes: int) -> int:
         """How many trainers there are for `launcher.processes`, as servers count them: each team, or each thread of a

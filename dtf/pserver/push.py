@@ -31,3 +31,8 @@ class Push(NamedTuple):
     ids: np.ndarray  # sample ids
     counts: float | None = None  # what the losses are divided by in place of rows, where they come with counts
     buffers: np.ndarray = np.empty(0)  # see `ChangingBuffers.total`; empty but for server 0
+
+    def copied(self) -> Push:
+        """The same with memory of its own."""
+        rows = {name: (ids, numbers.copy()) for name, (ids, numbers) in self.rows.items()}
+        return self._replace(dense=self.dense.copy(), rows=rows)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtf.api.registry import register
+from dtf.api.schema import KeyProblem
 from dtf.api.strategy import Program, Strategy, check_divides
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
+from dtf.host import devices
 from dtf.pserver.checks import check
-from dtf.pserver.options import PserverOptions
+from dtf.pserver.host_layout import host_layout
+from dtf.pserver.options import PserverOptions, Trainers
 from dtf.pserver.roles import PserverRoles
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from dtf.distributed.world import World
 
 
@@ -31,6 +36,25 @@ class Pserver(PserverOptions, Strategy):
     def roles(self, processes: int) -> dict[str, int]:
         roles = {"server": self.servers, "trainer": processes}
         return dict(reversed(roles.items())) if self.rows_alone else roles
+
+    def from_host(self, launcher: Mapping[str, Any], is_set: Callable[[str], bool]) -> dict[str, Any]:
+        if self.trainers is Trainers.given:
+            return {}
+        if launcher["name"] != "local":
+            raise KeyProblem(
+                "strategy.trainers",
+                f"strategy.trainers=auto lays out what launcher=local starts on one host, and this is "
+                f"launcher={launcher['name']}; use strategy.trainers=given",
+            )
+        cores, chosen = devices.cores(), devices.choose(launcher["devices"])
+        layout = host_layout(self.mode, cores, self.hogwild_threads, self.team)
+        processes = devices.processes("auto", chosen) if chosen.kind == "cuda" else layout.trainers
+        processes = processes if launcher["processes"] == "auto" else launcher["processes"]
+        return {
+            "launcher.processes": processes,
+            "launcher.threads": launcher["threads"] or max(1, cores // processes),
+            "strategy.servers": self.servers if is_set("strategy.servers") else layout.servers,
+        }
 
     def check(self, task: Task, processes: int, devices: str) -> None:
         if find_spec("grpc") is None:
@@ -75,4 +99,5 @@ class Pserver(PserverOptions, Strategy):
         tables = RemoteTables(task, world, 1 / world.size, lambda: connect_servers(world.place, self.servers))
         sharding = Sharding(params=full_params(model, masters), writes=world.rank == 0, tables=tables)
         replica = Replica(model, task, world.device, forward)
-        return RemoteTablesProgram(replica, sharding, task, world, exchange)
+        layout = self.layout_text(world.size, world.place.threads)
+        return RemoteTablesProgram(replica, sharding, task, world, exchange, layout)

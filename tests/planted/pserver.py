@@ -133,6 +133,27 @@ FAULTS = [
         ("tests/pserver/test_shared_memory.py::test_many_threads_over_grpc",),
     ),
     Fault(
+        "a region is used again while its answer is read",
+        "dtf/pserver/net/shared_memory.py",
+        "weakref.finalize(answer, self._read.append, region).atexit = False",
+        "self._read.append(region)",
+        ("tests/pserver/test_shared_memory.py::test_an_answer_that_somebody_has_is_not_written_over",),
+    ),
+    Fault(
+        "a push that waits lies in memory that its trainer uses again",
+        "dtf/pserver/server/program.py",
+        "self._basket[key] = push.copied()",
+        "self._basket[key] = push",
+        ("tests/pserver/test_handlers.py::test_the_memory_of_a_push_is_free_once_it_is_answered",),
+    ),
+    Fault(
+        "a run that goes on is laid out anew",
+        "dtf/config/from_host.py",
+        "config[group][name] = kept if isinstance(kept, int) else value",
+        "config[group][name] = value",
+        ("tests/pserver/test_host_layout.py::test_a_run_that_goes_on_keeps_it",),
+    ),
+    Fault(
         "a request that comes twice is answered twice",
         "dtf/pserver/net/shared_memory.py",
         "memory[16:24] = _NUMBER.pack(0)",

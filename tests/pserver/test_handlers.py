@@ -13,8 +13,10 @@ from dtf.api.recipe import Recipe
 from dtf.pserver.net import messages
 from dtf.pserver.net.codec import encode
 from dtf.pserver.net.messages import EXCHANGE, LATE, READY
+from dtf.pserver.net.shared_memory import InPlace
 from dtf.pserver.net.transport import Refused
 from dtf.pserver.options import Mode
+from dtf.pserver.push import Push
 from dtf.pserver.server import handlers
 from dtf.pserver.server.handlers import Servicer
 from dtf.pserver.server.program import ServerProgram
@@ -23,6 +25,7 @@ from tests.support.one_server import (
     SOON_S,
     greet,
     hello,
+    in_order,
     learnt,
     lease,
     pull,
@@ -122,6 +125,35 @@ def test_a_push_of_another_size_is_refused() -> None:
         with pytest.raises(Refused, match="dense has 8 bytes"):
             servicer.handlers[EXCHANGE](encode(request, scalars, {"dense": np.zeros(8, np.uint8)}))
         assert not program._basket
+
+
+def test_the_memory_of_a_push_is_free_once_it_is_answered() -> None:
+    """A push of `sync` waits for the others in the basket, while its trainer uses the memory for something else."""
+    request = messages.exchange_schemas(Toy(batch_norm=False))[0]
+
+    def send(servicer: Servicer, pushed: Push) -> None:
+        scalars = {"trainer": 0, "push": 1} | {name: getattr(pushed, name) for name in NUMBERS}
+        arrays = {name: getattr(pushed, name) for name in ("dense", "sums", "statistics")} | {"rows": pushed.ids}
+        memory = np.frombuffer(bytearray(encode(request, scalars, arrays)), np.uint8)
+        exchange = servicer.handlers[EXCHANGE]
+        assert isinstance(exchange, InPlace)
+        exchange.handle(memory.data, bytes)
+        memory[:] = 255
+
+    with server() as (program, servicer, engine):
+        done = engine.submit(steps, program, 4)
+        for step in range(4):
+            until(lambda step=step: program._last >= step)
+            for part in range(program.shares):
+                send(servicer, push(program, step, part))
+        done.result(SOON_S)
+        assert learnt(program) == in_order(4)
+        assert [ids.tolist() for _, ids in program.metrics.consumed()] == [
+            list(range(part, 24, 2)) for _ in range(4) for part in range(2)
+        ]
+
+
+NUMBERS = ("step", "part", "epoch", "unread", "finite", "norm", "seen", "skipped")
 
 
 def refused(

@@ -20,7 +20,7 @@ from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Place
 from dtf.optim.optimizers import Sgd
-from dtf.pserver.net.codec import encode
+from dtf.pserver.net.codec import Parts, encode
 from dtf.pserver.net.messages import READY, exchange_schemas
 from dtf.pserver.options import Dense, Device, Mode
 from dtf.pserver.param_slices import lay_out
@@ -136,17 +136,17 @@ def test_an_answer_without_blocks_is_of_those_that_its_question_named() -> None:
     old, new = ParamBlocks(10, np.zeros(1, np.uint8)), ParamBlocks(12, np.ones(1, np.uint8))
 
     class Slow:
-        def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+        def call(self, method: str, data: bytes | Parts, deadline_s: float) -> bytes:
             trainer._exchange.latest[0] = new
             return encode(exchange_schemas(Toy())[1], {"pulled": READY, "stamp": 10, "applied": 10, "scale": 1.0}, {})
 
-        def start(self, method: str, data: bytes, deadline_s: float) -> Any:
+        def start(self, method: str, data: bytes | Parts, deadline_s: float) -> Any:
             raise AssertionError("one server is called")
 
     context = RoleContext(Place(), {}, lambda *where: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type,return-value]
     strategy = Pserver(mode=Mode.async_)
     trainer = Trainer(TASK, context, strategy, strategy.sync_mode(TASK), 1, 0, [Slow()])
-    state, pulled = trainer._exchange.send([b""], [old])
+    state, pulled = trainer._exchange.send([Parts([], 0)], [old])
     assert state == READY and pulled is not None and pulled.dense == [old] and trainer._exchange.latest == [new]
 
 

@@ -21,7 +21,7 @@ from dtf.api.task import Task
 from dtf.core.errors import AuthError, PeerError
 from dtf.core.types import ManualStart, Place
 from dtf.pserver import manual_rendezvous
-from dtf.pserver.net.codec import WireError
+from dtf.pserver.net.codec import Parts, WireError
 from dtf.pserver.net.rpc import Service
 from dtf.pserver.net.transport import Failed, Lost, Refused, RetryingTransport, Stale
 from dtf.pserver.strategy import Pserver
@@ -143,14 +143,14 @@ class Scripted:
     def __init__(self, *answers: bytes | Exception) -> None:
         self._answers, self.deadlines = iter(answers), list[float]()
 
-    def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+    def call(self, method: str, data: bytes | Parts, deadline_s: float) -> bytes:
         self.deadlines.append(deadline_s)
         answer = next(self._answers)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def start(self, method: str, data: bytes, deadline_s: float) -> Any:
+    def start(self, method: str, data: bytes | Parts, deadline_s: float) -> Any:
         raise NotImplementedError
 
 

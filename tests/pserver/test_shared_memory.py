@@ -13,9 +13,20 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
-from dtf.pserver.net.shared_memory import LEAST_BYTES, Handler, Regions, SharedMemoryTransport, _Region, host_id
+from dtf.pserver.net.codec import Buffer, Parts
+from dtf.pserver.net.shared_memory import (
+    LEAST_BYTES,
+    Handler,
+    InPlace,
+    Put,
+    Regions,
+    SharedMemoryTransport,
+    _Region,
+    host_id,
+)
 from dtf.pserver.net.transport import Lost, Pending, Refused, RetryingTransport
 from tests.support.rpc_service import GENERATION, SOON_S, TOKEN, client, echo, service
 
@@ -30,13 +41,14 @@ class Wire:
         self._handler, self.passed = handler, list[bytes]()
         self.before: Callable[[bytes], None] = lambda data: None
 
-    def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+    def call(self, method: str, data: bytes | Parts, deadline_s: float) -> bytes:
+        data = bytes(data)
         self.before(data)
         answer = self._handler(data)
         self.passed += [data, answer]
         return answer
 
-    def start(self, method: str, data: bytes, deadline_s: float) -> Pending:
+    def start(self, method: str, data: bytes | Parts, deadline_s: float) -> Pending:
         done: Future[bytes] = Future()
         done.set_result(self.call(method, data, deadline_s))
         return done
@@ -85,6 +97,38 @@ def test_an_answer_that_is_asked_for_twice_gives_its_region_back_once() -> None:
     assert pending.result() == pending.result() == b"a" * LARGE
     both = [caller.start("echo", letter * LARGE, SOON_S) for letter in (b"b", b"c")]
     assert [answer.result() for answer in both] == [b"b" * LARGE, b"c" * LARGE]
+
+
+def in_parts_of(data: bytes) -> Parts:
+    return Parts([data[:10], np.frombuffer(data[10:], np.uint8)], len(data))
+
+
+def test_an_answer_that_somebody_has_is_not_written_over() -> None:
+    caller = SharedMemoryTransport(Wire(Regions(8).around(InPlace(lambda data, put: put(bytes(data))))))
+    caller.call("echo", in_parts_of(b"?" * LARGE), SOON_S)  # now the room of an answer is known
+    kept = [np.asarray(caller.call("echo", in_parts_of(letter * LARGE), SOON_S)) for letter in (b"a", b"b", b"c")]
+    views = [answer[100:] for answer in kept]
+    del kept
+    caller.call("echo", in_parts_of(b"d" * LARGE), SOON_S)
+    assert [bytes(view) for view in views] == [letter * (LARGE - 100) for letter in (b"a", b"b", b"c")]
+    assert len(caller._read) == 1, "that of the last answer, which nobody has"
+    regions = {id(region) for region in caller._read}
+    del views
+    assert len(caller._read) == 4
+    assert caller._region("echo", LARGE) is not None
+    assert len(caller._free) == 3 and regions
+
+
+def test_what_is_in_parts_is_the_same_message() -> None:
+    seen: list[bytes] = []
+
+    def keep(data: Buffer, put: Put) -> bytes:
+        seen.append(bytes(data))
+        return put(in_parts_of(bytes(data) + b"!"))
+
+    caller, data = SharedMemoryTransport(Wire(Regions(8).around(InPlace(keep)))), os.urandom(LARGE)
+    answers = [bytes(caller.call("keep", request, SOON_S)) for request in (data, in_parts_of(data), data)]
+    assert seen == [data] * 3 and answers == [data + b"!"] * 3
 
 
 def test_another_host_gets_messages_whole() -> None:

@@ -27,7 +27,7 @@ from dtf.api.task import Task
 from dtf.core.types import Place
 from dtf.model.receive import Receiver
 from dtf.pserver.net import shared_memory
-from dtf.pserver.net.codec import WireError
+from dtf.pserver.net.codec import Buffer, Parts, WireError
 from dtf.pserver.net.transport import Failed, Lost, Refused, Stale, Transport
 
 Handlers = Mapping[str, Callable[[bytes], bytes]]
@@ -85,7 +85,8 @@ class Client:
     def __init__(self, endpoint: str, token: str, generation: str, tls: None = None) -> None:
         self._endpoint = endpoint
 
-    def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+    def call(self, method: str, data: bytes | Parts, deadline_s: float) -> bytes:
+        data = bytes(data)
         if self._endpoint in _here:
             return _here[self._endpoint].answer(method, data)
         with Connection(self._endpoint, "AF_UNIX") as connection:
@@ -95,7 +96,7 @@ class Client:
             raise answer
         return answer
 
-    def start(self, method: str, data: bytes, deadline_s: float) -> Future[bytes]:
+    def start(self, method: str, data: bytes | Parts, deadline_s: float) -> Future[bytes]:
         future: Future[bytes] = Future()
 
         def run() -> None:
@@ -198,13 +199,13 @@ class KillableTransport:
     def __init__(self, inner: Transport) -> None:
         self._inner, self._life = inner, Life.current.value
 
-    def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+    def call(self, method: str, data: bytes | Parts, deadline_s: float) -> Buffer:
         self._life.risk()
         answer = self._inner.call(method, data, deadline_s)
         self._life.risk()
         return answer
 
-    def start(self, method: str, data: bytes, deadline_s: float) -> Any:
+    def start(self, method: str, data: bytes | Parts, deadline_s: float) -> Any:
         self._life.risk()
         return self._inner.start(method, data, deadline_s)
 

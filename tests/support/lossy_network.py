@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
+from dtf.pserver.net.codec import Buffer, Parts
 from dtf.pserver.net.shared_memory import _HERE as IN_MEMORY
 from dtf.pserver.net.transport import Lost, Pending, Refused, Transport
 
@@ -37,10 +38,11 @@ class LossyTransport:
         self._late: list[_Late] = []
         self.met: Counter[str] = Counter()
 
-    def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+    def call(self, method: str, data: bytes | Parts, deadline_s: float) -> Buffer:
         return self.start(method, data, deadline_s).result()
 
-    def start(self, method: str, data: bytes, deadline_s: float) -> Pending:
+    def start(self, method: str, data: bytes | Parts, deadline_s: float) -> Pending:
+        data = bytes(data)  # a network has a copy
         with self._lock:
             fate = {name for name, rate in self._rates.items() if self._random.random() < rate}
             self.met.update(fate)
@@ -81,7 +83,7 @@ class _Lost:
     def __init__(self, sent: Pending | None) -> None:
         self._sent = sent
 
-    def result(self) -> bytes:
+    def result(self) -> Buffer:
         if self._sent:
             self._sent.result()
         raise Lost("the interposer lost it")
@@ -93,7 +95,7 @@ class _Doubled:
     def __init__(self, first: Pending, then: Callable[[], None]) -> None:
         self._first, self._then = first, then
 
-    def result(self) -> bytes:
+    def result(self) -> Buffer:
         try:
             return self._first.result()
         finally:
@@ -101,7 +103,7 @@ class _Doubled:
 
 
 class _Late:
-    def __init__(self, inner: Transport, method: str, data: bytes, deadline_s: float) -> None:
+    def __init__(self, inner: Transport, method: str, data: bytes | Parts, deadline_s: float) -> None:
         self._inner, self._request, self._lock = inner, (method, data, deadline_s), threading.Lock()
         self._sent: Pending | None = None
 
@@ -110,5 +112,5 @@ class _Late:
             self._sent = self._sent or self._inner.start(*self._request)
             return self._sent
 
-    def result(self) -> bytes:
+    def result(self) -> Buffer:
         return self.send().result()

@@ -124,8 +124,40 @@ class Schema:
         }
 
 
+Buffer = bytes | memoryview
+"""The bytes of a message."""
+
+
+class Parts:
+    """A message whose arrays are where they were, to be written in one piece to where it goes. Until then they must
+    not change.
+    """
+
+    def __init__(self, parts: list[Any], size: int) -> None:
+        self._parts, self._size = parts, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self._parts)
+
+    def write(self, memory: np.ndarray) -> None:
+        """Write the message into memory (bytes,) uint8, from the start on."""
+        at = 0
+        for part in self._parts:
+            flat = part.reshape(-1).view(np.uint8) if isinstance(part, np.ndarray) else np.frombuffer(part, np.uint8)
+            memory[at : at + len(flat)] = flat  # numpy lets other threads run meanwhile
+            at += len(flat)
+
+
 def encode(schema: Schema, scalars: Mapping[str, Scalar], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """The message as bytes, with one allocation and one copy of the arrays.
+    """The message as bytes, with one allocation and one copy of the arrays; errors as of `in_parts`."""
+    return bytes(in_parts(schema, scalars, arrays))
+
+
+def in_parts(schema: Schema, scalars: Mapping[str, Scalar], arrays: Mapping[str, np.ndarray]) -> Parts:
+    """The message without a copy of its arrays.
 
     WireError for what the schema does not have, and for scalars that are not finite.
     """
@@ -144,10 +176,10 @@ def encode(schema: Schema, scalars: Mapping[str, Scalar], arrays: Mapping[str, n
     except struct.error:
         raise WireError("a message holds at most 65535 scalars, 65535 arrays and a header of 4 GiB") from None
     body = b"".join(entries)
-    return b"".join([front, _CRC.pack(zlib.crc32(body, zlib.crc32(front))), body, *parts])
+    return Parts([front + _CRC.pack(zlib.crc32(body, zlib.crc32(front))) + body, *parts], end)
 
 
-def decode(schema: Schema, data: bytes) -> Message:
+def decode(schema: Schema, data: Buffer) -> Message:
     """Inverse of `encode`, without a copy of the arrays.
 
     WireError unless every byte outside the arrays is as `encode` would have it.
@@ -159,7 +191,7 @@ def decode(schema: Schema, data: bytes) -> Message:
         raise WireError(f"no message of version {VERSION}")
     if total != len(data) or not _BODY <= header <= total:
         raise WireError("the message is shorter or longer than it says")
-    front = data[:header]
+    front = bytes(data[:header])
     if _CRC.unpack_from(front, _HEAD.size)[0] != zlib.crc32(front[_BODY:], zlib.crc32(front[: _HEAD.size])):
         raise WireError("the header of the message was changed on the way")
     try:
@@ -173,7 +205,7 @@ def decode(schema: Schema, data: bytes) -> Message:
     for place in places:
         if place.start != _aligned(end) or place.start + place.bytes > total:
             raise WireError(f"array {place.name} does not lie where it must")
-        if data[end : place.start] != _ZEROS[: place.start - end]:
+        if bytes(data[end : place.start]) != _ZEROS[: place.start - end]:
             raise WireError(f"there is something before array {place.name}")
         end = place.start + place.bytes
     if end != total:
@@ -198,7 +230,7 @@ def _aligned(end: int) -> int:
     return -(-end // ALIGNMENT) * ALIGNMENT
 
 
-def _view(data: bytes, place: _Place) -> np.ndarray:
+def _view(data: Buffer, place: _Place) -> np.ndarray:
     view = (
         np.ndarray(place.shape, place.numpy, data, place.start) if place.bytes else np.empty(place.shape, place.numpy)
     )

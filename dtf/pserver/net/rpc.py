@@ -24,7 +24,7 @@ import grpc
 from dtf.core.errors import AuthError, BusyError, ConfigError
 from dtf.host.network import endpoint as parsed
 from dtf.host.network import endpoint_text, listen
-from dtf.pserver.net.codec import WireError
+from dtf.pserver.net.codec import Parts, WireError
 from dtf.pserver.net.shared_memory import Regions
 from dtf.pserver.net.transport import MOST_BYTES, Failed, Lost, Pending, Refused, Stale, short
 
@@ -232,17 +232,17 @@ class Client:
         except grpc.RpcError as error:
             raise self._error("ready", error) from None
 
-    def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+    def call(self, method: str, data: bytes | Parts, deadline_s: float) -> bytes:
         """See `Transport`."""
         try:
-            return self._stub(method)(data, timeout=_deadline(deadline_s), metadata=self._metadata)
+            return self._stub(method)(bytes(data), timeout=_deadline(deadline_s), metadata=self._metadata)
         except grpc.RpcError as error:
             raise self._error(method, error) from None
 
-    def start(self, method: str, data: bytes, deadline_s: float) -> Pending:
+    def start(self, method: str, data: bytes | Parts, deadline_s: float) -> Pending:
         """See `Transport`."""
         return _Answer(
-            self, method, self._stub(method).future(data, timeout=_deadline(deadline_s), metadata=self._metadata)
+            self, method, self._stub(method).future(bytes(data), timeout=_deadline(deadline_s), metadata=self._metadata)
         )
 
     def close(self) -> None:

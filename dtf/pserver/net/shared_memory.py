@@ -4,11 +4,14 @@ A region is an anonymous file in memory that the client makes and keeps. The ser
 entry, which only the same user can. So no file is left behind when a process dies. Where the two do not share a kernel,
 a user or a process namespace, messages travel whole.
 
-    region     key (16 bytes), number of the request it holds (uint64), zeros to 64; then the request, replaced by the
-               answer
-    request    magic, host, process, descriptor, key, number, bytes of the region, bytes of the request
+    region     key (16 bytes), number of the request it holds (uint64), zeros to 64; then the request; then the answer
+    request    magic, host, process, descriptor, key, number, bytes of the region, bytes of the request, where the
+               answer goes
     answer     magic, bytes of the answer; or only the magic of a refusal; or, where the region has no room for it,
                the answer itself
+
+Both may be read where they lie. A server has what it needs of a request, or a copy, before it answers. A client uses a
+region again once nobody has its answer any more.
 """
 
 from __future__ import annotations
@@ -20,30 +23,50 @@ import os
 import secrets
 import struct
 import threading
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
+from dtf.pserver.net.codec import ALIGNMENT, Buffer, Parts
 from dtf.pserver.net.transport import MOST_BYTES, Pending, Refused, Transport
 
 LEAST_BYTES = 1 << 15
 """Messages of fewer bytes travel whole: shared memory would be slower."""
 
 _HERE, _THERE, _NO = b"DTFM", b"DTFA", b"DTFN"
-_REQUEST, _ANSWER, _NUMBER = struct.Struct("<4s16sII16sQQQ"), struct.Struct("<4sQ"), struct.Struct("<Q")
+_REQUEST, _ANSWER, _NUMBER = struct.Struct("<4s16sII16sQQQQ"), struct.Struct("<4sQ"), struct.Struct("<Q")
 _BODY = 64
 _NAME = "dtf-messages"
 
 Handler = Callable[[bytes], bytes]
 
+Put = Callable[[bytes | Parts], bytes]
+"""Writes an answer where it goes; returns what the transport carries."""
+
+
+class InPlace:
+    """A handler that reads a request where it lies, and writes the answer where it goes. Once it has returned the
+    request is gone.
+    """
+
+    def __init__(self, handle: Callable[[Buffer, Put], bytes]) -> None:
+        self.handle = handle
+
+    def __call__(self, data: bytes) -> bytes:
+        return self.handle(data, bytes)
+
 
 class _Region:
-    """Memory of this process that others may open. `room`: bytes for messages."""
+    """Memory of this process that others may open. `room`: bytes for a request, and as many for its answer."""
 
     def __init__(self, room: int) -> None:
-        self.size = _BODY + room
+        self.answer = _BODY + -(-room // ALIGNMENT) * ALIGNMENT
+        self.size = self.answer + room
         self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.size)
         fcntl.fcntl(
@@ -51,44 +74,59 @@ class _Region:
         )  # else a process that has opened it could be made to fault
         self.memory, self.key, self.number = mmap.mmap(self.fd, self.size), secrets.token_bytes(16), 0
         self.memory[:16] = self.key
+        self.bytes = np.frombuffer(self.memory, np.uint8)
 
-    def put(self, data: bytes, host: bytes) -> bytes:
+    def has_room(self, size: int, answer: int) -> bool:
+        return self.answer - _BODY >= size and self.size - self.answer >= answer
+
+    def put(self, data: bytes | Parts, host: bytes) -> bytes:
         """Write a request; returns the message that tells the server where it lies."""
         self.number += 1
         self.memory[16:24] = _NUMBER.pack(self.number)
-        self.memory[_BODY : _BODY + len(data)] = data
-        return _REQUEST.pack(_HERE, host, os.getpid(), self.fd, self.key, self.number, self.size, len(data))
+        _write(self.bytes[_BODY : self.answer], data)
+        place = self.number, self.size, len(data), self.answer
+        return _REQUEST.pack(_HERE, host, os.getpid(), self.fd, self.key, *place)
 
     def __del__(self) -> None:
         with suppress(AttributeError):
             os.close(self.fd)
 
 
+def _write(memory: np.ndarray, data: bytes | Parts) -> None:
+    if isinstance(data, Parts):
+        data.write(memory)
+    else:
+        memory[: len(data)] = np.frombuffer(data, np.uint8)
+
+
 class SharedMemoryTransport:
     """A transport whose large messages, both ways, lie in shared memory where the server can open it.
 
-    Many threads may call.
+    Many threads may call. The answer to a request in `Parts` lies in that memory; to others it is a copy.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport, self._host = transport, host_id()
         self._free: list[_Region] = []
-        self._largest: dict[str, int] = {}  # bytes of a message, by method
+        self._read: deque[_Region] = deque()  # whose answers nobody has any more, not in `_free` yet
+        self._largest: dict[str, int] = {}  # bytes of an answer, by method
         self._lock = threading.Lock()
 
-    def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+    def call(self, method: str, data: bytes | Parts, deadline_s: float) -> Buffer:
         """See `Transport`."""
         region = self._region(method, len(data))
         if region is None:
-            return self._seen(method, self._transport.call(method, data, deadline_s))
+            return self._seen(method, self._transport.call(method, bytes(data), deadline_s))
         return self._answer(
             region, method, data, deadline_s, self._transport.call(method, region.put(data, self._host), deadline_s)
         )
 
-    def start(self, method: str, data: bytes, deadline_s: float) -> Pending:
+    def start(self, method: str, data: bytes | Parts, deadline_s: float) -> Pending:
         """See `Transport`."""
         region = self._region(method, len(data))
-        pending = self._transport.start(method, data if region is None else region.put(data, self._host), deadline_s)
+        pending = self._transport.start(
+            method, bytes(data) if region is None else region.put(data, self._host), deadline_s
+        )
         return _PendingAnswer(
             lambda: (
                 self._seen(method, pending.result())
@@ -101,11 +139,14 @@ class SharedMemoryTransport:
         """An unused region with room for the request and for the largest answer of this method so far; None where the
         message should travel whole.
         """
-        room = max(size, self._largest.get(method, 0))
+        answer = self._largest.get(method, 0)
+        room = max(size, answer)
         if not self._host or not LEAST_BYTES <= room <= MOST_BYTES:
             return None
         with self._lock:
-            if self._free and self._free[-1].size >= _BODY + room:
+            while self._read:
+                self._free.append(self._read.popleft())
+            if self._free and self._free[-1].has_room(size, answer):
                 return self._free.pop()
             self._free.clear()  # too small for what there is now
         try:
@@ -114,32 +155,38 @@ class SharedMemoryTransport:
             self._host = b""
             return None
 
-    def _seen(self, method: str, answer: bytes) -> bytes:
+    def _seen(self, method: str, answer: Buffer) -> Buffer:
         self._largest[method] = max(self._largest.get(method, 0), len(answer))
         return answer
 
-    def _answer(self, region: _Region, method: str, data: bytes, deadline_s: float, reply: bytes) -> bytes:
-        """The answer that `reply` carries or points to; the region is free again.
+    def _answer(self, region: _Region, method: str, data: bytes | Parts, deadline_s: float, reply: Buffer) -> Buffer:
+        """The answer that `reply` carries or points to. The region is free again when nobody has it any more.
 
         Not called after an error: the server may still read or write the region, which is then dropped.
         """
         if reply == _NO:
             self._host = b""
-            return self._transport.call(method, data, deadline_s)
-        if reply[:4] == _THERE:
-            _, size = _ANSWER.unpack(reply)
-            reply = region.memory[_BODY : _BODY + size]
-        with self._lock:
-            self._free.append(region)
-        return self._seen(method, reply)
+            return self._transport.call(method, bytes(data), deadline_s)
+        if reply[:4] != _THERE:
+            self._read.append(region)
+            return self._seen(method, reply)
+        _, size = _ANSWER.unpack(reply)
+        # not a slice of `region.bytes`: what numpy makes of one keeps the whole alive, and not the slice
+        answer = np.frombuffer(region.memory, np.uint8, size, region.answer)
+        if isinstance(data, Parts):
+            weakref.finalize(answer, self._read.append, region).atexit = False
+            return self._seen(method, answer.data)
+        copied = answer.tobytes()
+        self._read.append(region)
+        return self._seen(method, copied)
 
 
 class _PendingAnswer:
-    def __init__(self, wait: Callable[[], bytes]) -> None:
-        self._wait: Callable[[], bytes] | None = wait
-        self._answer = b""
+    def __init__(self, wait: Callable[[], Buffer]) -> None:
+        self._wait: Callable[[], Buffer] | None = wait
+        self._answer: Buffer = b""
 
-    def result(self) -> bytes:
+    def result(self) -> Buffer:
         if self._wait is not None:
             self._answer, self._wait = self._wait(), None  # the region is others' by then
         return self._answer
@@ -172,24 +219,31 @@ class Regions:
             region = self._find(data)
             if region is None:
                 return _NO
-            memory, length = region
-            answer = handler(memory[_BODY : _BODY + length])
-            if len(answer) > len(memory) - _BODY:
-                return answer
-            memory[_BODY : _BODY + len(answer)] = answer
-            return _ANSWER.pack(_THERE, len(answer))
+            memory, length, place = region
+            room = memory[place:]
+
+            def put(answer: bytes | Parts) -> bytes:
+                if len(answer) > len(room):
+                    return bytes(answer)
+                _write(room, answer)
+                return _ANSWER.pack(_THERE, len(answer))
+
+            request = memory.data[_BODY : _BODY + length]
+            return handler.handle(request, put) if isinstance(handler, InPlace) else put(handler(bytes(request)))
 
         return handle
 
-    def _find(self, data: bytes) -> tuple[mmap.mmap, int] | None:
-        """The memory of a request's region and the bytes of the request; None where the region cannot be opened.
+    def _find(self, data: bytes) -> tuple[np.ndarray, int, int] | None:
+        """The memory (bytes,) of a request's region, the bytes of the request and where its answer goes; None where
+        the region cannot be opened.
 
         Refused for a message that no client sends, or for a request that is not in the region any more.
         """
         if len(data) != _REQUEST.size:
             raise Refused("no place of a request")
-        _, where, process, descriptor, key, number, size, length = _REQUEST.unpack(data)
-        if not _BODY <= size <= _BODY + 2 * MOST_BYTES or length > min(size - _BODY, MOST_BYTES) or not number:
+        _, where, process, descriptor, key, number, size, length, answer = _REQUEST.unpack(data)
+        fits = length <= MOST_BYTES and _BODY + length <= answer <= size <= _BODY + 3 * MOST_BYTES
+        if not fits or answer % ALIGNMENT or not number:
             raise Refused("no place of a request")
         if where != self._host:
             return None
@@ -211,7 +265,7 @@ class Regions:
             if len(memory) != size or memory[16:24] != _NUMBER.pack(number):
                 raise Refused("the request is not there any more")
             memory[16:24] = _NUMBER.pack(0)  # it is taken: the same one again finds nothing
-        return memory, length
+        return np.frombuffer(memory, np.uint8), length, answer
 
 
 def _inode(process: int, descriptor: int) -> int | None:

@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Protocol
 
 from dtf.core.errors import DtfError, PeerError
+from dtf.pserver.net.codec import Buffer, Parts
 
 MOST_BYTES = 1 << 30
 """Most bytes of a message, in either direction."""
@@ -39,7 +40,7 @@ class Refused(DtfError):
 class Pending(Protocol):
     """An answer that may still be under way."""
 
-    def result(self) -> bytes:
+    def result(self) -> Buffer:
         """Wait for the answer. Raises what `Transport.call` raises."""
         ...
 
@@ -47,11 +48,11 @@ class Pending(Protocol):
 class Transport(Protocol):
     """Carries requests to one server: a `Client`, or a wrapper around one."""
 
-    def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+    def call(self, method: str, data: bytes | Parts, deadline_s: float) -> Buffer:
         """Send a request and return the answer. Raises Lost, Failed, Stale, Refused or AuthError."""
         ...
 
-    def start(self, method: str, data: bytes, deadline_s: float) -> Pending:
+    def start(self, method: str, data: bytes | Parts, deadline_s: float) -> Pending:
         """As `call`, without waiting. Slower than `call` for a single request; use it to have several under way at
         once.
         """
@@ -80,7 +81,7 @@ class RetryingTransport:
         self.retries = 0
         """Requests that were sent again."""
 
-    def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+    def call(self, method: str, data: bytes | Parts, deadline_s: float) -> Buffer:
         return self._persist(
             lambda: self._transport.call(method, data, deadline_s),
             method,
@@ -89,7 +90,7 @@ class RetryingTransport:
             monotonic() + self._patience_s,
         )
 
-    def start(self, method: str, data: bytes, deadline_s: float) -> Pending:
+    def start(self, method: str, data: bytes | Parts, deadline_s: float) -> Pending:
         until = monotonic() + self._patience_s
         return _Persistent(self, self._transport.start(method, data, deadline_s), method, data, deadline_s, until)
 
@@ -97,7 +98,9 @@ class RetryingTransport:
         """Stop retrying: a call that waits to send again raises Lost at once."""
         self._closed.set()
 
-    def _persist(self, first: Callable[[], bytes], method: str, data: bytes, deadline_s: float, until: float) -> bytes:
+    def _persist(
+        self, first: Callable[[], Buffer], method: str, data: bytes | Parts, deadline_s: float, until: float
+    ) -> Buffer:
         attempt, wait_s = first, _FIRST_WAIT_S
         while True:
             try:
@@ -114,9 +117,15 @@ class RetryingTransport:
 
 class _Persistent:
     def __init__(
-        self, owner: RetryingTransport, first: Pending, method: str, data: bytes, deadline_s: float, until: float
+        self,
+        owner: RetryingTransport,
+        first: Pending,
+        method: str,
+        data: bytes | Parts,
+        deadline_s: float,
+        until: float,
     ) -> None:
         self._owner, self._first, self._rest = owner, first, (method, data, deadline_s, until)
 
-    def result(self) -> bytes:
+    def result(self) -> Buffer:
         return self._owner._persist(self._first.result, *self._rest)

@@ -15,9 +15,10 @@ from dtf.api.task import Task
 from dtf.core.consistency import describe_differences
 from dtf.core.errors import ConfigError
 from dtf.pserver.net import messages
-from dtf.pserver.net.codec import Message, decode, encode
+from dtf.pserver.net.codec import Buffer, Message, Named, decode, encode, in_parts
 from dtf.pserver.net.compression import compress, decompress
 from dtf.pserver.net.messages import EXCHANGE, HELLO, LATE, LEASE, NO, OVER, READY, REPORT
+from dtf.pserver.net.shared_memory import InPlace, Put
 from dtf.pserver.net.transport import Refused
 from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Pull
@@ -47,7 +48,7 @@ class Servicer:
         self._first: tuple[int, TrainerStart] | None = None  # the trainer that joined first, and its model
         self._hello, self._lease = messages.hello_schemas(), messages.lease_schemas()
         self._exchange, self._report = messages.exchange_schemas(task.recipe), messages.report_schemas()
-        self.handlers: dict[str, Callable[[bytes], bytes]] = {EXCHANGE: self.exchange}
+        self.handlers: dict[str, Callable[[bytes], bytes]] = {EXCHANGE: InPlace(self.exchange)}
         if rank == 0:
             self.handlers |= {HELLO: self.hello, LEASE: self.lease, REPORT: self.report}
 
@@ -150,18 +151,23 @@ class Servicer:
             program.change.wait_for(granted_or_over, min(float(message.scalars["wait_s"]), LONGEST_WAIT_S))
             return self._leases(leases, OVER if program.over and not leases else messages.GO_ON, known=True)
 
-    def exchange(self, data: bytes) -> bytes:
+    def exchange(self, data: Buffer, put: Put = bytes) -> bytes:
         """EXCHANGE: take the gradients of one lease, and give the parameters and rows for another one."""
         message, program = decode(self._exchange[0], data), self._program
-        scalars = message.scalars
-        pushed = None
-        if scalars.get("push"):
-            push = self._push(message)
-            program.receive(push)
-            pushed = push.step, push.part
-        state = NO
-        arrays: dict[str, np.ndarray] = {}
-        answer: dict[str, int | float | str] = {}
+        if not message.scalars.get("push"):
+            return self._give(message, None, put)
+        push = self._push(message)
+        program.receive(push)
+        try:
+            return self._give(message, (push.step, push.part), put)
+        finally:
+            if not isinstance(data, bytes):  # the client may use the memory again
+                program.keep(push)
+
+    def _give(self, message: Message, pushed: tuple[int, int] | None, put: Put) -> bytes:
+        """The answer to EXCHANGE; `pushed`: step and part of the push that the request brought."""
+        scalars, program = message.scalars, self._program
+        state, arrays = NO, dict[str, np.ndarray]()
         if scalars.get("frozen"):
             arrays["frozen"] = program.server_state.frozen()
         if scalars.get("pull"):
@@ -171,24 +177,23 @@ class Servicer:
                     lambda: program.ready(after, pushed) or program.over, min(float(scalars["wait_s"]), LONGEST_WAIT_S)
                 )
                 state = NO if not program.ready(after, pushed) else LATE if 0 <= after < program.version else READY
-            if state == READY:
-                wanted_ids = {name: message.arrays[f"want/{name}"] for name in self._names}
-                with program.server_state.lock:  # until the state is in the message, all of one moment
-                    stamp, applied, dense, rows = program.server_state.pull(
-                        wanted_ids, self._pull_of(scalars), int(scalars["known"])
-                    )
-                    answer |= {"stamp": stamp, "applied": applied, "scale": program.server_state.scale()}
-                    arrays |= {
-                        f"rows/{name}": compress(table_rows, program.server_state.wire)
-                        for name, table_rows in rows.items()
-                    }
-                    if dense is not None:
-                        arrays["dense"] = dense
-                    changing = program.server_state.buffers() if scalars["train"] else None
-                    if changing is not None:
-                        arrays["buffers"] = changing
-                    return encode(self._exchange[1], {"pulled": state, **answer}, arrays)
-        return encode(self._exchange[1], {"pulled": state, **answer}, arrays)
+        if state != READY:
+            return put(in_parts(self._exchange[1], {"pulled": state}, arrays))
+        wanted_ids = {name: message.arrays[f"want/{name}"].copy() for name in self._names}  # what is checked stays
+        with program.server_state.lock:  # until the state is in the message, all of one moment
+            stamp, applied, dense, rows = program.server_state.pull(
+                wanted_ids, self._pull_of(scalars), int(scalars["known"])
+            )
+            answer = {"stamp": stamp, "applied": applied, "scale": program.server_state.scale()}
+            arrays |= {
+                f"rows/{name}": compress(table_rows, program.server_state.wire) for name, table_rows in rows.items()
+            }
+            if dense is not None:
+                arrays["dense"] = dense
+            changing = program.server_state.buffers() if scalars["train"] else None
+            if changing is not None:
+                arrays["buffers"] = changing
+            return put(in_parts(self._exchange[1], {"pulled": state, **answer}, arrays))
 
     def report(self, data: bytes) -> bytes:
         """REPORT: take the result of an evaluation batch."""
@@ -214,8 +219,13 @@ class Servicer:
         )
 
     def _push(self, message: Message) -> Push:
-        """The push in a message. Refused where it does not fit this server or an open step."""
-        scalars, arrays = message.scalars, message.arrays
+        """The push in a message, whose `dense` and gradients are in the message's memory. Refused where it does not fit
+        this server or an open step.
+        """
+        scalars, arrays = message.scalars, Named(message.arrays)
+        for name in arrays:  # all that is checked, or kept for longer
+            if name != "dense" and not name.startswith("gradients/"):
+                arrays[name] = arrays[name].copy()
         if len(arrays["dense"]) != self._program.server_state.push_bytes:
             raise Refused(
                 f"dense has {len(arrays['dense'])} bytes, this server takes {self._program.server_state.push_bytes}"

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtf.api.leased_work import LeasedWork
 from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError, DtfError
@@ -26,6 +24,7 @@ from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Recorder
 from dtf.pserver.server.metrics import MetricAccumulator
 from dtf.pserver.server.state import ServerState
+from dtf.pserver.server.trainers_work import TrainersWork
 from dtf.pserver.sync_modes import SyncMode
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class ServerProgram(Program):
         self.shares = sync_mode.shares(trainers)
         self.micro_batch_rows = task.step.rows_each(self.shares * strategy.team)
         self._task, self._world, self._sync_mode, self._trainers = task, world, sync_mode, trainers
-        self._team = strategy.team
+        self._team, self._layout = strategy.team, strategy.layout_text(world.slots, world.place.threads)
         self._window, self._record = sync_mode.window(trainers), strategy.record
         self.server_state = ServerState(task, world, strategy, sync_mode, self.shares, self.micro_batch_rows)
         largest = max(self.server_state.push_bytes, len(self.server_state.frozen()))
@@ -70,6 +69,7 @@ class ServerProgram(Program):
         self._numbers: dict[int, int] = {}  # first step of leases -> how many were opened before
         # by first step and share, in order of arrival; there until they are applied
         self._basket: dict[tuple[int, int], Push] = {}
+        self._applying: set[tuple[int, int]] = set()  # those of which an update is being made
         self.change = threading.Condition()  # of all that follows and the ledger
         self.begun = self.over = False
         self.reason = ""  # why it is over
@@ -98,7 +98,9 @@ class ServerProgram(Program):
 
     def about(self) -> dict[str, str]:
         wait = "; more servers than trainers mostly wait, use fewer unless the tables need the memory of all"
-        return {"servers": self.server_state.balance + (wait if self._world.size > self._trainers else "")}
+        return {
+            "servers": self.server_state.balance + (wait if self._world.size > self._trainers else "")
+        } | self._layout
 
     # ------------------------------------------------------------ the engine's side
 
@@ -227,6 +229,14 @@ class ServerProgram(Program):
             self._basket[step, part] = push
             self.change.notify_all()
 
+    def keep(self, push: Push) -> None:
+        """The memory of this push is used for something else from now on: what is still needed of it is copied."""
+        key = push.step, push.part
+        with self.change:
+            self.change.wait_for(lambda: key not in self._applying or self.failure is not None)
+            if self._basket.get(key) is push:
+                self._basket[key] = push.copied()
+
     def ready(self, after: int, pushed: tuple[int, int] | None) -> bool:
         """Whether a trainer may pull now. It has to see all updates before step `after`, and the push `pushed` of the
         same message where the mode applies each push at once. `change` is held.
@@ -268,12 +278,21 @@ class ServerProgram(Program):
                 if enough():
                     return
                 self._wait(lambda: bool(self._next()))
-                pushes = sorted(self._next(), key=_order)  # arrival decides nothing more
+                keys = sorted(map(_order, self._next()))  # arrival decides nothing more
             if self._sync_mode.collective:
                 # or a server that has all shares would keep trainers out, of which one has to compute another server's
                 # share
                 self._barrier()
-            norm = self.server_state.apply(pushes, self._tickets)
+            with self.change:
+                pushes = [self._basket[key] for key in keys]
+                self._applying.update(keys)
+            try:
+                norm = self.server_state.apply(pushes, self._tickets)
+            except BaseException:
+                with self.change:  # `keep` waits no more
+                    self._applying.clear()
+                    self.change.notify_all()
+                raise
             if self._world.rank == 0:
                 self.metrics.add_norm(norm)
             with self.change:
@@ -287,6 +306,7 @@ class ServerProgram(Program):
                         self.ledger.finish((TRAIN, push.step, push.part))
                     if not missing:
                         del self._waiting[push.step], self._tickets[push.step], self._numbers[push.step]
+                self._applying.clear()
                 self.version = min(self._waiting, default=self._last + 1)
                 self.change.notify_all()
 
@@ -369,31 +389,6 @@ class ServerProgram(Program):
             heartbeat.beat("wait", max(0, self.version))
             self.while_waiting(self)
             self.change.wait(WAIT_S)
-
-
-class TrainersWork(LeasedWork):
-    """What trainers compute for a server."""
-
-    def __init__(self, program: ServerProgram) -> None:
-        self._program = program
-
-    def rest(self) -> StepOutput:
-        return self._program.finish_steps()
-
-    def eval_rest(self) -> Evaluated | None:
-        return self._program.finish_evaluation()
-
-    def consumed(self) -> list[tuple[int, np.ndarray]]:
-        return self._program.metrics.consumed()
-
-    def unread(self, split: str, epoch: int) -> int:
-        return self._program.metrics.unread(split, epoch)
-
-    def told_to_stop(self) -> bool:
-        return self._program.stopping
-
-    def end(self, reason: str = "finished") -> None:
-        self._program.release_trainers(reason)
 
 
 def _order(push: Push) -> tuple[int, int]:

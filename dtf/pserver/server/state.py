@@ -20,7 +20,6 @@ from dtf.core.types import Memory, Shard, State, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.world import World
 from dtf.model.init import cast, model_of
-from dtf.model.loss_terms import per_count
 from dtf.optim.sharding import ParamShard, Sharding
 from dtf.optim.update import LocalUpdate
 from dtf.pserver.net.compression import WIRE_DTYPES
@@ -128,9 +127,9 @@ class ServerState:
         """One optimizer update by the sum of gradients: its norm, (2,), and whether it was made."""
         ticket = tickets[max(push.step for push in pushes)][-1]
         counts = [self._rows(push, tickets) if push.counts is None else push.counts for push in pushes]
-        # of rows 1 for all shares of one step
-        counted = torch.tensor(sum(counts), dtype=torch.float64)
-        weights = [float(per_count(_global_rows(push, tickets), counted)) for push in pushes]
+        counted = float(sum(counts))
+        # of rows 1 for all shares of one step; 0 as in `per_count` where there is nothing to learn from
+        weights = [_global_rows(push, tickets) / counted if counted else 0.0 for push in pushes]
         alone = self._world.size == 1
         self._sum(pushes, weights)
         if self._shards is not None:

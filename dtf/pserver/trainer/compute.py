@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
@@ -71,6 +72,7 @@ class ModelSetup(NamedTuple):
     `layouts`: of what is pulled and pushed, by server. `shares`: into how many leases the rows of a step are cut.
     `whole_norm`: whether pushes need the norm of the whole gradient. `wire`: dtype in which fp32 blocks travel, None:
     unchanged. `no_buffers`: why servers cannot keep buffers that passes change, and what to do; empty where they can.
+    `under_way`: of how many leases before the gradients must stay as they are while others are computed.
     """
 
     task: Task
@@ -81,6 +83,7 @@ class ModelSetup(NamedTuple):
     whole_norm: bool = False
     wire: torch.dtype | None = None
     no_buffers: str = ""
+    under_way: int = 0
 
 
 class TrainerModel:
@@ -119,10 +122,7 @@ class TrainerModel:
         # stamps of what the parameters are, by server
         self._loaded: list[int] = first._loaded if first else [NONE] * len(layouts)
         self._loading = first._loading if first else threading.Lock()
-        self._outgoing = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for layout in layouts]
-        self._outgoing_views = [
-            views(memory, layout.learning) for memory, layout in zip(self._outgoing, layouts, strict=True)
-        ]
+        self._outgoing = deque(_Outgoing(layouts, device) for _ in range(1 + setup.under_way))
 
     def warmup(self, batch: Batch) -> None:
         """A pass whose results are dropped: a model that cannot run fails here, before servers are asked."""
@@ -199,7 +199,8 @@ class TrainerModel:
         if counts is not None and self._shares == 1:  # those of the whole step
             self.divide_by_counts(prepared.ticket.rows)
             counts = None
-        for layout, outgoing in zip(self._layouts, self._outgoing_views, strict=True):
+        self._outgoing.rotate()
+        for layout, outgoing in zip(self._layouts, self._outgoing[0].views, strict=True):
             grads = [self.parameters[block.name].grad for block in layout.learning]
             parts = [
                 torch.zeros_like(view) if grad is None else block.of(grad)
@@ -210,7 +211,7 @@ class TrainerModel:
         for parameter in self.parameters.values():
             parameter.grad = None
         rows = prepared.row_request.gradients(self.replica.row_gradients)
-        dense = [memory.cpu().numpy() for memory in self._outgoing]
+        dense = [memory.cpu().numpy() for memory in self._outgoing[0].memory]
         norm, added = self._norm(rows) if self._whole_norm else 0.0, self.statistics_added()
         finite = math.isfinite(norm) and math.isfinite(counts or 0.0)
         changing = self.replica.changing.total()
@@ -244,7 +245,6 @@ class TrainerModel:
         ticket, lease = prepared.ticket, Shard(prepared.lease.part, prepared.lease.shares)
         bounds, _ = self.micro_batches(prepared)
         part = micro_batches_of(len(bounds) - 1, share_within(lease, self._part))
-        self.replica.model.train()
         self.replica.statistics.forget(ticket.step)
         scale = torch.full((), factor, dtype=loss_dtype(self._task), device=self.device)
         with self._randomness_to_itself():
@@ -339,6 +339,14 @@ class TrainerModel:
         from dtf.sparse.store import squares
 
         total = sum(squares(rounded(gradients, self._wire)) for part in rows for _, gradients in part.values())
-        for gradients in self._outgoing_views:
+        for gradients in self._outgoing[0].views:
             total += sum(float(view.double().square().sum()) for view in gradients)
         return math.sqrt(total)
+
+
+class _Outgoing:
+    """Gradients as they travel. `memory`, `views`: by server."""
+
+    def __init__(self, layouts: Sequence[Layout], device: torch.device) -> None:
+        self.memory = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for layout in layouts]
+        self.views = [views(memory, layout.learning) for memory, layout in zip(self.memory, layouts, strict=True)]

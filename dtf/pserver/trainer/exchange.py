@@ -10,7 +10,7 @@ import numpy as np
 from dtf.api.recipe import Recipe
 from dtf.pserver.leases import EVALUATE, Lease
 from dtf.pserver.net import messages
-from dtf.pserver.net.codec import Message, decode, encode
+from dtf.pserver.net.codec import Message, Parts, decode, encode, in_parts
 from dtf.pserver.net.compression import WIRE_DTYPES, compress, decompress
 from dtf.pserver.net.messages import ANY, EXCHANGE, LATE, NO, READY
 from dtf.pserver.net.transport import Transport
@@ -62,7 +62,7 @@ class Exchange:
             self._pull_request(prepared, prepared.row_request.ids(server), self._after(prepared.lease), blocks.stamp)
             for server, blocks in enumerate(known)
         ]
-        data = [encode(self._schemas[0], scalars | {"frozen": int(frozen)}, arrays) for scalars, arrays in requests]
+        data = [in_parts(self._schemas[0], scalars | {"frozen": int(frozen)}, arrays) for scalars, arrays in requests]
         return self.send(data, known)
 
     def pull_rows(
@@ -70,7 +70,7 @@ class Exchange:
     ) -> PulledState | None:
         """Ask each server for rows of these ids, by table; None: ask again. `known`: ANY for blocks too, or NONE."""
         requests = [self._pull_request(prepared, part, ANY, known) for part in ids]
-        return self.send([encode(self._schemas[0], *request) for request in requests], [*self.latest])[1]
+        return self.send([in_parts(self._schemas[0], *request) for request in requests], [*self.latest])[1]
 
     def push_requests(
         self,
@@ -80,7 +80,7 @@ class Exchange:
         sample_ids: np.ndarray,
         unread: int,
         following: PreparedBatch | None,
-    ) -> tuple[list[bytes], list[ParamBlocks]]:
+    ) -> tuple[list[Parts], list[ParamBlocks]]:
         """The push of a lease, for each server, with the pull for `following`, if any; and the blocks known here.
 
         `seen`: by server, how many updates were in what it was computed from.
@@ -111,11 +111,11 @@ class Exchange:
                 ids_here, after = following.row_request.ids(server), self._after(following.lease)
                 pull_scalars, pull_arrays = self._pull_request(following, ids_here, after, known[server].stamp)
                 scalars, arrays = scalars | pull_scalars, arrays | pull_arrays
-            requests.append(encode(self._schemas[0], scalars, arrays))
+            requests.append(in_parts(self._schemas[0], scalars, arrays))
         return requests, known
 
     def send(
-        self, requests: Sequence[bytes], known: Sequence[ParamBlocks], pulls: bool = True
+        self, requests: Sequence[Parts], known: Sequence[ParamBlocks], pulls: bool = True
     ) -> tuple[int, PulledState | None]:
         """Send a request to each server, all at once: READY and what they gave, or NO or LATE and None.
 

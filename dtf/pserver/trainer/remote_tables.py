@@ -188,12 +188,15 @@ class RemoteTablesProgram(Spmd):
 
     _tables: RemoteTables
 
-    def __init__(self, replica: Replica, sharding: Sharding, task: Task, world: World, exchange: int) -> None:
+    def __init__(
+        self, replica: Replica, sharding: Sharding, task: Task, world: World, exchange: int, layout: dict[str, str]
+    ) -> None:
         super().__init__(replica, sharding, task, world, exchange=exchange)
+        self._layout = layout
         self.leased = _RowServers(self._tables, world.rank == 0)
 
     def about(self) -> dict[str, str]:
-        return {"servers": "rows of sparse tables, by a hash of their ids"}
+        return {"servers": "rows of sparse tables, by a hash of their ids"} | self._layout
 
     def state(self) -> State:
         return super().state()._replace(others=self._tables.set_aside if self._world.rank == 0 else None, private=False)

@@ -24,7 +24,7 @@ from dtf.model.init import construct
 from dtf.model.metric_checks import TRIAL_ROWS, check_evaluated
 from dtf.pserver.leases import EVALUATE, Lease
 from dtf.pserver.net import messages
-from dtf.pserver.net.codec import decode, encode
+from dtf.pserver.net.codec import Parts, decode, encode
 from dtf.pserver.net.compression import WIRE_DTYPES
 from dtf.pserver.net.messages import ANY, HELLO, LATE, NO, NONE, REPORT
 from dtf.pserver.net.transport import Transport
@@ -119,6 +119,7 @@ class Trainer:
             servers > 1 and not sync_mode.collective,
             wire,
             _no_buffers(strategy, sync_mode),
+            0 if sync_mode.synchronous else SEND_QUEUE,
         )
 
     @property
@@ -274,7 +275,7 @@ class Trainer:
         self._drain(SEND_QUEUE)
 
     def _send(
-        self, requests: Sequence[bytes], known: Sequence[ParamBlocks], lease: Lease, pulls: bool
+        self, requests: Sequence[Parts], known: Sequence[ParamBlocks], lease: Lease, pulls: bool
     ) -> PulledState | None:
         _, pulled = self._exchange.send(requests, known, pulls)
         self._prefetcher.finished(lease)

@@ -1,0 +1,33 @@
+"""How trainers and servers are laid out on one host (`strategy.trainers=auto`), from its cores alone. Torch-free."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dtf.pserver.options import Mode
+
+MOST_TRAINERS = 8
+"""More trainers would each see older parameters, and need memory; they get more threads instead."""
+
+CORES_OF_A_SERVER = 16
+"""Cores for which one server does: two thirds of a core for each eight trainers, by what was measured."""
+
+
+class HostLayout(NamedTuple):
+    """Processes of one host. `trainers`: trainer processes; `threads`: of each of them."""
+
+    trainers: int
+    threads: int
+    servers: int
+
+
+def host_layout(mode: Mode, cores: int, hogwild_threads: int = 1, team: int = 1) -> HostLayout:
+    """The layout for a host with so many cores.
+
+    Trainers of one thread have no thread that waits for another one, nor one that a server holds up. In `sync` all
+    trainers wait for a step anyway, and each costs a request: one trainer has all cores.
+    """
+    units = 1 if mode is Mode.sync else min(cores, MOST_TRAINERS)
+    processes = max(1, units // hogwild_threads)
+    processes = -(-processes // team) * team
+    return HostLayout(processes, max(1, cores // processes), max(1, cores // CORES_OF_A_SERVER))
