@@ -104,7 +104,10 @@ def floor(folder: Path, threads: int, floats: bool) -> Batches:
     import simplejpeg
 
     return threaded(
-        folder, threads, floats, lambda content, out, uniform: simplejpeg.decode_jpeg(content, min_height=1, min_width=1)
+        folder,
+        threads,
+        floats,
+        lambda content, out, uniform: simplejpeg.decode_jpeg(content, min_height=1, min_width=1),
     )
 
 
@@ -146,9 +149,7 @@ def spdl(folder: Path, threads: int, floats: bool) -> Batches:
         assert header is not None
         part = random_part(header.height, header.width, AREA, RATIO, uniform[:CROP_DRAWS])
         steps = f"crop={part.width}:{part.height}:{part.left}:{part.top},scale={SIDE}:{SIDE}:flags=bilinear"
-        wish = io.get_video_filter_desc(
-            filter_desc=steps + (",hflip" if uniform[-1] < 0.5 else ""), pix_fmt="rgb24"
-        )
+        wish = io.get_video_filter_desc(filter_desc=steps + (",hflip" if uniform[-1] < 0.5 else ""), pix_fmt="rgb24")
         return io.decode_packets(io.demux_image(content), filter_desc=wish)
 
     def assemble(frames: list[Any]) -> torch.Tensor:
@@ -220,11 +221,13 @@ def cropped(image: np.ndarray, uniform: np.ndarray) -> np.ndarray:
     return image[part.top : part.top + part.height, part.left : part.left + part.width]
 
 
-def threaded(
-    folder: Path, threads: int, floats: bool, work: Callable[[bytes, np.ndarray, np.ndarray], Any]
-) -> Batches:
-    """`work(content, place, draws)` for each image in threads that go on from batch to batch."""
+def threaded(folder: Path, threads: int, floats: bool, work: Callable[[bytes, np.ndarray, np.ndarray], Any]) -> Batches:
+    """`work(content, place, draws)` for each image in threads that go on from batch to batch. The memory of batches is
+    used again: a batch is valid until the next one is asked for.
+    """
     files, waiting = paths(folder), deque[tuple[np.ndarray, list[Any]]]()
+    kind = np.float32 if floats else np.uint8
+    room = [np.zeros((BATCH, SIDE, SIDE, 3), kind) for _ in range(AHEAD + 2)]
 
     def some(rows: np.ndarray, out: np.ndarray, uniform: np.ndarray) -> None:
         for i in range(len(rows)):
@@ -233,7 +236,7 @@ def threaded(
 
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for number, rows in enumerate(orders(len(files))):
-            out = np.empty((BATCH, SIDE, SIDE, 3), np.float32 if floats else np.uint8)
+            out = room[number % len(room)]
             uniform = draws(0, number, rows, CROP_DRAWS + 1)
             parts = [slice(first, first + CHUNK) for first in range(0, BATCH, CHUNK)]
             waiting.append((out, [pool.submit(some, rows[part], out[part], uniform[part]) for part in parts]))

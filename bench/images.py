@@ -16,6 +16,7 @@ it under the user's cache folder; what cannot run is told with the reason.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import io
 import json
@@ -92,10 +93,8 @@ class Reader:
         raise RuntimeError(errors[-1] if errors else f"ended with {self._process.wait()}")
 
     def _signal(self, number: int) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            pass
 
 
 def main() -> None:

@@ -74,10 +74,7 @@ FAULTS = [
         "recipes/resnet/photos.py",
         "self.threads = min(2, threads)",
         "self.threads = 1",
-        (
-            "tests/unit/test_photos_order.py"
-            "::test_a_batch_is_begun_while_the_last_image_of_the_one_before_is_decoded",
-        ),
+        ("tests/unit/test_photos_order.py::test_a_batch_is_begun_while_the_last_image_of_the_one_before_is_decoded",),
     ),
     Fault(
         "bytes become numbers in passes over the whole batch",
