@@ -9,8 +9,8 @@ Each reader has a process of its own and runs in steady state: the readers take 
 (SIGSTOP) while another reads; what was ready before a turn is read before the clock starts. Told are medians with their
 range, processor seconds per image, and dtf's rate divided by the other's in the same round, with the 95 % interval of
 the median. `floor` decodes each file at 1/8 of its size and does nothing else: no reader of the original files that
-knows no crop can be faster. OpenCV, DALI and SPDL are installed at pinned versions into an environment that is made for
-it under the user's cache folder; what cannot run is told with the reason.
+knows no crop can be faster. OpenCV, DALI and SPDL (with PyAV's FFmpeg) are installed at pinned versions into an
+environment that is made for it under the user's cache folder; what cannot run is told with the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from PIL import Image
 from bench.medians import interval, machine
 
 ROOT = Path(__file__).parent.parent
-PINNED = ("nvidia-dali-cuda120==2.4.0", "opencv-python-headless==5.0.0.93", "spdl==0.8.0")
+PINNED = ("av==16.1.0", "nvidia-dali-cuda120==2.4.0", "opencv-python-headless==5.0.0.93", "spdl==0.8.0")
 NAMES = {  # reader -> what it is, its resampling
     "dtf": ("dtf", "bilinear, anti-aliased"),
     "loop": ("simplejpeg + torch, threads", "bilinear, anti-aliased"),
@@ -61,7 +61,10 @@ class Reader:
         paths = [str(ROOT), *dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])]
         self._process = subprocess.Popen(
             [str(python), "-m", "bench.image_readers", name, str(folder), str(threads), kind],
-            env=os.environ | _KEEP_MEMORY | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=os.environ
+            | _KEEP_MEMORY
+            | {"PYTHONPATH": os.pathsep.join(paths)}
+            | ({"LD_LIBRARY_PATH": _ffmpeg(python.parent.parent)} if name == "spdl" else {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -188,6 +191,18 @@ def _environment(folder: Path | None) -> Path:
         subprocess.run([python, "-m", "pip", "install", "--quiet", *PINNED], check=True)
         (folder / "complete").touch()
     return python
+
+
+def _ffmpeg(environment: Path) -> str:
+    """Where the FFmpeg inside PyAV's wheel is found under its usual names, which SPDL looks for."""
+    folder = environment / "ffmpeg"
+    folder.mkdir(exist_ok=True)
+    inside = next(environment.glob("lib/*/site-packages/av.libs"))
+    for file in inside.glob("lib[as][vw]*-*.so.*"):  # libavcodec-e57b519c.so.62.11.100 as libavcodec.so.62
+        link = folder / f"{file.name.split('-')[0]}.so.{file.name.split('.so.')[1].split('.')[0]}"
+        if not link.exists():
+            link.symlink_to(file)
+    return f"{folder}:{inside}"
 
 
 def _arguments() -> Any:
