@@ -118,5 +118,6 @@ def _upright(tiff: bytes) -> bool:
         return int.from_bytes(tiff[at : at + size], order)  # type: ignore[arg-type]
 
     directory = number(4, 4)
-    entries = (directory + 2 + 12 * i for i in range(min(number(directory, 2), 512)))
+    room = (len(tiff) - directory - 2) // 12
+    entries = (directory + 2 + 12 * i for i in range(min(number(directory, 2), room)))
     return all(number(at, 2) != 0x0112 or number(at + 8, 2) in (0, 1) for at in entries)

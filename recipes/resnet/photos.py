@@ -23,6 +23,7 @@ from dtf.api.recipe import Dataset
 from dtf.core.errors import DataError
 from dtf.core.seeding import draws
 from dtf.recipes.resnet import augment, jpeg
+from dtf.recipes.resnet.buffers import Buffers
 from dtf.recipes.resnet.crops import CROP_DRAWS, Part, random_part, shorter_side
 from dtf.recipes.resnet.decode_any import MOST_PIXELS, decode_any
 from dtf.recipes.resnet.store import Store
@@ -91,6 +92,7 @@ class Photos(Dataset):
         self._mix = augment.Mix(look.mixup, look.cutmix) if look is not None and (look.mixup or look.cutmix) else None
         self._pool: ThreadPoolExecutor | None = None
         self._starting = threading.Lock()
+        self._buffers = Buffers()
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -98,7 +100,7 @@ class Photos(Dataset):
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
         rows, look = ids % len(self), self._look
         side = self._side(epoch)
-        pixels = torch.empty((len(ids), side, side, 3), dtype=torch.uint8)
+        pixels = self._buffers.take((len(ids), side, side, 3), torch.uint8)
         places = pixels.permute(0, 3, 1, 2).split(1)
         labels = self._labels[rows]
         if look is None:
@@ -219,7 +221,8 @@ def _crop(content: bytes, out: Tensor, look: Look, uniform: np.ndarray) -> None:
         image = augment.apply_policy(
             image[0], look.policy, uniform[CROP_DRAWS + 1 + augment.JITTER_DRAWS :][: augment.POLICY_DRAWS]
         )[None]
-    out.copy_(image.flip(3) if mirrored else image)
+    # Turned with the channels last: `flip` leaves them there in memory only where they are the last dimension.
+    out.copy_(image.permute(0, 2, 3, 1).flip(2).permute(0, 3, 1, 2) if mirrored else image)
 
 
 def resized(picture: np.ndarray, height: int, width: int, out: Tensor | None = None) -> Tensor:
@@ -237,13 +240,16 @@ def resized(picture: np.ndarray, height: int, width: int, out: Tensor | None = N
     return _resample.out(image, (height, width), False, out=out)
 
 
-def to_floats(inputs: dict[str, Tensor], mean: Tensor, scale: Tensor) -> Tensor:
+def to_floats(inputs: dict[str, Tensor], mean: Tensor, scale: Tensor, buffers: Buffers) -> Tensor:
     """What `Photos` delivers as normalised float32 (B, 3, H, W), channels last in memory, on whatever device it lies.
 
-    `mean`, `scale`: (3, 1, 1), of bytes.
+    `mean`, `scale`: (3, 1, 1), of bytes. `buffers`: where memory of the host comes from.
     """
     pixels = inputs["pixels"]
-    floats = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
+    if pixels.device.type == "cpu":
+        floats = buffers.take(tuple(pixels.shape), torch.float32)
+    else:
+        floats = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
     # An image at a time for each thread of a processor: it stays in the cache between the operations, so that memory is
     # passed over once.
     together = torch.get_num_threads() if pixels.device.type == "cpu" else max(1, len(pixels))

@@ -33,7 +33,7 @@ class Store:
     """
 
     def __init__(self, root: Path, names: tuple[str, ...], places: np.ndarray | None, digest: str) -> None:
-        self._root, self.names, self._places, self.digest = root, names, places, digest
+        self._folder, self.names, self._places, self.digest = str(root), names, places, digest
         self._file = os.open(root, os.O_RDONLY | os.O_CLOEXEC) if places is not None else -1
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class Store:
         """OSError when the file cannot be read whole."""
         if self._places is not None:
             return _read(self._file, *map(int, self._places[row]))
-        file = os.open(self._root / self.names[row], os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = os.open(os.path.join(self._folder, self.names[row]), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode):

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from dtf.core.types import Shard
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.samplers import Sequential
+from dtf.recipes.resnet.buffers import Buffers
 from dtf.recipes.resnet.store import Store, read_index
 from tests.support.arrays import seldom
 from tests.support.image_files import packed, tree
@@ -102,3 +104,20 @@ def test_a_changed_archive_is_listed_anew(tmp_path: Path) -> None:
     tree(root, train=5)
     packed(root, archive)
     assert [sum(read_index(archive, tmp_path / "cache").tree.counts["train"]), sum(before.counts["train"])] == [10, 8]
+
+
+def test_memory_of_a_batch_is_used_again_only_when_nobody_holds_a_part_of_it() -> None:
+    buffers = Buffers()
+    batch = buffers.take((4, 3, 2), torch.uint8)
+    at, view = batch.data_ptr(), batch.permute(2, 0, 1)[1]
+    del batch
+    other = buffers.take((4, 3, 2), torch.uint8)
+    assert other.data_ptr() != at, "a view of the first batch is still held"
+    view.fill_(7)
+    del view
+    again = buffers.take((2, 3, 4), torch.uint8)
+    assert again.data_ptr() == at and again.shape == (2, 3, 4)
+    del again
+    assert buffers.take((100, 100), torch.uint8).numel() == 10_000
+    del other
+    assert buffers.take((24,), torch.float32).dtype is torch.float32
