@@ -71,7 +71,11 @@ class Reader:
             text=True,
             start_new_session=True,
         )
-        self.delivers = self._answer()
+        try:
+            self.delivers = self._answer()
+        except BaseException:
+            self.close()
+            raise
         self._signal(signal.SIGSTOP)
 
     def read(self, seconds: float) -> tuple[float, float]:
@@ -102,6 +106,7 @@ class Reader:
 
 def main() -> None:
     given = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # readers are ended, and what was measured is told
     with tempfile.TemporaryDirectory() as folder:
         sizes = [write(file, Path(folder), i) for i, file in enumerate(_files(given.images, given.most, given.varied))]
         print(
@@ -109,6 +114,7 @@ def main() -> None:
             f"or workers, {given.rounds} rounds of {given.seconds} s; {machine()}"
         )
         readers: dict[str, Reader] = {}
+        found: dict[str, list[tuple[float, float]]] = {}
         try:
             for name in given.readers:
                 try:
@@ -116,15 +122,19 @@ def main() -> None:
                     readers[name] = Reader(name, python, Path(folder), given.threads, given.output)
                 except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
                     print(f"{NAMES[name][0]}: not run: {str(error)[:200]}")
-            found: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
+            found.update({name: [] for name in readers})
             for number in range(given.rounds):
                 order = list(readers) if number % 2 == 0 else list(readers)[::-1]
-                for name in order:
-                    found[name].append(readers[name].read(given.seconds))
+                turns = {name: readers[name].read(given.seconds) for name in order}
+                for name, turn in turns.items():
+                    found[name].append(turn)
+        except KeyboardInterrupt:
+            print("ended before the last round")
         finally:
             for reader in readers.values():
                 reader.close()
-    report(found, {name: reader.delivers for name, reader in readers.items()})
+    if found and all(found.values()):
+        report(found, {name: reader.delivers for name, reader in readers.items()})
 
 
 def report(found: dict[str, list[tuple[float, float]]], delivers: dict[str, str]) -> None:
