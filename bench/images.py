@@ -1,283 +1,186 @@
-"""Images per second from JPEG files of natural size to batches of 224 x 224 bytes, RandomResizedCrop, against what else
-there is.
+"""Images per second from JPEG files of natural size to batches of 224 x 224 pixels, RandomResizedCrop and mirrored,
+against what else there is.
 
-    python bench/images.py shared/data/imagenet-sample-200.tar             # any archive or folder of JPEG files
-    python bench/images.py ARCHIVE --threads 2 --rounds 5
+    python -m bench.images shared/data/imagenet-sample-200.tar             # any archive or folder of JPEG files
+    python -m bench.images ARCHIVE --output float32 --readers dtf loop
+    python -m bench.images ARCHIVE --varied          # the files 1, 2 and 3 times as wide, of several qualities
 
-All read the same files into memory first, draw their own crops, use so many threads or worker processes, and are run in
-turn; the median over rounds is told with its range. `floor` decodes each file at 1/8 of its size and does nothing else:
-no reader of the original files that knows no crop can be faster. Readers whose package is missing are left out, and
-named.
+Each reader has a process of its own and runs in steady state: the readers take turns of `--seconds`, and stand still
+(SIGSTOP) while another reads; what was ready before a turn is read before the clock starts. Told are medians with their
+range, processor seconds per image, and dtf's rate divided by the other's in the same round, with the 95 % interval of
+the median. `floor` decodes each file at 1/8 of its size and does nothing else: no reader of the original files that
+knows no crop can be faster. OpenCV, DALI and SPDL (with PyAV's FFmpeg) are installed at pinned versions into an
+environment that is made for it under the user's cache folder; what cannot run is told with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import io
+import json
 import os
-import platform
-import statistics
+import signal
+import subprocess
+import sys
+import sysconfig
 import tarfile
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
+import venv
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
-import simplejpeg
-import torch
 from PIL import Image
-from torch.utils.data import DataLoader
-from torchvision.datasets import ImageFolder
-from torchvision.io import ImageReadMode, decode_jpeg
-from torchvision.transforms import v2
 
-from dtf.core.seeding import draws
-from dtf.recipes.resnet import jpeg
-from dtf.recipes.resnet.crops import CROP_DRAWS, random_part
-from dtf.recipes.resnet.photos import Look, Photos, resized
-from dtf.recipes.resnet.store import Store
+from bench.medians import interval, machine
 
-SIDE, BATCH = 224, 64
-AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
-_here = threading.local()
-
-
-class Memory(Store):
-    """Files that are in memory."""
-
-    def __init__(self, files: list[bytes]) -> None:
-        super().__init__(Path(), tuple(map(str, range(len(files)))), None, "")
-        self.files = files
-
-    def __getitem__(self, row: int) -> bytes:
-        return self.files[row]
-
-
-class Decoded(torch.utils.data.Dataset):
-    """torchvision.io and transforms v2, for a DataLoader."""
-
-    def __init__(self, files: list[bytes]) -> None:
-        self.files = files
-        self.crop = v2.Compose([v2.RandomResizedCrop(SIDE, AREA, RATIO, antialias=True), v2.RandomHorizontalFlip()])
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, row: int) -> torch.Tensor:
-        return self.crop(
-            decode_jpeg(torch.frombuffer(bytearray(self.files[row]), dtype=torch.uint8), ImageReadMode.RGB)
-        )
-
-
-def dtf(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
-    look = Look(AREA, RATIO, True, (), "", 0.0, 0.0, 0, 0)
-    photos = Photos(Memory(files), np.zeros(len(files), np.int64), SIDE, 256, look, 0, threads, 0)
-
-    def epoch(number: int) -> int:
-        return sum(len(photos.fetch(rows, number)[1]) for rows in _batches(len(files)))
-
-    return epoch
-
-
-def floor(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
-    return _threaded(
-        files, threads, lambda content, out, draw: simplejpeg.decode_jpeg(content, min_height=1, min_width=1)
-    )
-
-
-def whole(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
-    return _threaded(files, threads, lambda content, out, draw: simplejpeg.decode_jpeg(content))
-
-
-def simplejpeg_opencv(files: list[bytes], threads: int, folder: Path, area: bool = False) -> Callable[[int], int]:
-    cv2: Any = import_module("cv2")
-
-    cv2.setNumThreads(1)
-
-    def work(content: bytes, out: np.ndarray, draw: np.ndarray) -> None:
-        image = simplejpeg.decode_jpeg(content)
-        part = random_part(image.shape[0], image.shape[1], AREA, RATIO, draw)
-        window = image[part.top : part.top + part.height, part.left : part.left + part.width]
-        out[:] = cv2.resize(window, (SIDE, SIDE), interpolation=cv2.INTER_AREA if area else cv2.INTER_LINEAR)
-
-    return _threaded(files, threads, work)
-
-
-def opencv(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
-    cv2: Any = import_module("cv2")
-
-    cv2.setNumThreads(1)
-
-    def work(content: bytes, out: np.ndarray, draw: np.ndarray) -> None:
-        image = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB)
-        part = random_part(image.shape[0], image.shape[1], AREA, RATIO, draw)
-        out[:] = cv2.resize(image[part.top : part.top + part.height, part.left : part.left + part.width], (SIDE, SIDE))
-
-    return _threaded(files, threads, work)
-
-
-def simplejpeg_torch(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
-    def work(content: bytes, out: np.ndarray, draw: np.ndarray) -> None:
-        image = simplejpeg.decode_jpeg(content)
-        part = random_part(image.shape[0], image.shape[1], AREA, RATIO, draw)
-        torch.from_numpy(out).copy_(
-            resized(image[part.top : part.top + part.height, part.left : part.left + part.width], SIDE, SIDE).permute(
-                1, 2, 0
-            )
-        )
-
-    return _threaded(files, threads, work)
-
-
-def unsmoothed(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
-    """dtf's decoding with OpenCV's resampling, which sees four pixels however much it shrinks."""
-    cv2: Any = import_module("cv2")
-
-    cv2.setNumThreads(1)
-
-    def work(content: bytes, out: np.ndarray, draw: np.ndarray) -> None:
-        header = jpeg.read_header(content)
-        assert header is not None
-        window = jpeg.decode(content, header, random_part(header.height, header.width, AREA, RATIO, draw), SIDE)
-        assert window is not None
-        out[:] = cv2.resize(window, (SIDE, SIDE), interpolation=cv2.INTER_LINEAR)
-
-    return _threaded(files, threads, work)
-
-
-def torchvision_pil(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
-    for row, content in enumerate(files):
-        path = folder / "class" / f"{row:05d}.jpg"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(content)
-    look = v2.Compose([v2.RandomResizedCrop(SIDE, AREA, RATIO), v2.RandomHorizontalFlip(), v2.PILToTensor()])
-    return _loaded(ImageFolder(str(folder), look), threads)
-
-
-def torchvision_io(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
-    return _loaded(Decoded(files), threads)
-
-
-def spdl(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
-    spdl_io: Any = import_module("spdl.io")
-
-    def work(content: bytes, out: np.ndarray, draw: np.ndarray) -> None:
-        with Image.open(io.BytesIO(content)) as file:
-            width, height = file.size
-        part = random_part(height, width, AREA, RATIO, draw)
-        wish = spdl_io.get_video_filter_desc(
-            filter_desc=f"crop={part.width}:{part.height}:{part.left}:{part.top},scale={SIDE}:{SIDE}", pix_fmt="rgb24"
-        )
-        frames = spdl_io.decode_packets(spdl_io.demux_image(content), filter_desc=wish)
-        out[:] = spdl_io.to_numpy(spdl_io.convert_frames(frames))
-
-    return _threaded(files, threads, work)
-
-
-def dali(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
-    dali_: Any = import_module("nvidia.dali")
-    fn, types = dali_.fn, dali_.types
-
-    arrays = [np.frombuffer(content, np.uint8) for content in files]
-
-    @dali_.pipeline_def(batch_size=BATCH, num_threads=threads, device_id=None, prefetch_queue_depth=2)
-    def reader() -> Any:
-        content = fn.external_source(source=_forever(arrays), batch=True)
-        images = fn.decoders.image_random_crop(
-            content, device="cpu", output_type=types.RGB, random_area=AREA, random_aspect_ratio=RATIO
-        )
-        return fn.resize(images, size=(SIDE, SIDE), interp_type=types.INTERP_LINEAR, antialias=True)
-
-    pipe = reader()
-    pipe.build()
-
-    def epoch(number: int) -> int:
-        done = 0
-        while done < len(files):
-            done += len(pipe.run()[0])
-        return done
-
-    return epoch
-
-
-READERS = {
-    "floor: libjpeg-turbo at 1/8": floor,
-    "libjpeg-turbo, whole pictures": whole,
-    "dtf": dtf,
-    "dtf's decoding, not anti-aliased": unsmoothed,
-    "simplejpeg + torch, threads": simplejpeg_torch,
-    "simplejpeg + OpenCV linear, threads": simplejpeg_opencv,
-    "simplejpeg + OpenCV area, threads": lambda *given: simplejpeg_opencv(*given, area=True),
-    "OpenCV, threads": opencv,
-    "torchvision.io + v2, DataLoader": torchvision_io,
-    "torchvision ImageFolder + PIL, DataLoader": torchvision_pil,
-    "DALI on the CPU": dali,
-    "SPDL": spdl,
+ROOT = Path(__file__).parent.parent
+PINNED = ("av==16.1.0", "nvidia-dali-cuda120==2.4.0", "opencv-python-headless==5.0.0.93", "spdl==0.8.0")
+NAMES = {  # reader -> what it is, its resampling
+    "dtf": ("dtf", "bilinear, anti-aliased"),
+    "loop": ("simplejpeg + torch, threads", "bilinear, anti-aliased"),
+    "opencv": ("simplejpeg + OpenCV, threads", "bilinear, not anti-aliased"),
+    "dali": ("DALI on the CPU", "linear, anti-aliased"),
+    "spdl": ("SPDL, threads", "bilinear of FFmpeg"),
+    "io": ("torchvision.io + v2, DataLoader", "bilinear, anti-aliased"),
+    "pil": ("torchvision ImageFolder + PIL, DataLoader", "bilinear, anti-aliased"),
+    "floor": ("decoding alone, at 1/8 of the size", ""),
 }
+_OWN_ENVIRONMENT = ("dali", "opencv", "spdl")
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 28), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
+"""For all: batches come from memory that was freed before, as in a rank of dtf, not page by page from the system."""
+
+
+class Reader:
+    """A process that reads when told to, and is stopped otherwise."""
+
+    def __init__(self, name: str, python: Path, folder: Path, threads: int, kind: str) -> None:
+        paths = [str(ROOT), *dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])]
+        self._process = subprocess.Popen(
+            [str(python), "-m", "bench.image_readers", name, str(folder), str(threads), kind],
+            env=os.environ
+            | _KEEP_MEMORY
+            | {"PYTHONPATH": os.pathsep.join(paths)}
+            | ({"LD_LIBRARY_PATH": _ffmpeg(python.parent.parent)} if name == "spdl" else {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            self.delivers = self._answer()
+        except BaseException:
+            self.close()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def read(self, seconds: float) -> tuple[float, float]:
+        """Images per second, and processor milliseconds per image."""
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{seconds}\n")
+        self._process.stdin.flush()
+        images, passed, used = json.loads(self._answer())
+        self._signal(signal.SIGSTOP)
+        return images / passed, used / images * 1000
+
+    def close(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None and self._process.stderr is not None
+        if line := self._process.stdout.readline().strip():
+            return line
+        errors = self._process.stderr.read().strip().splitlines()
+        raise RuntimeError(errors[-1] if errors else f"ended with {self._process.wait()}")
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("images", type=Path)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    files = list(_read(given.images))
-    kilobytes = sum(map(len, files)) / len(files) / 1000
-    print(
-        f"{len(files)} files of {kilobytes:.0f} kB, {given.threads} threads or processes, "
-        f"{platform.processor() or platform.machine()}"
-    )
+    given = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # readers are ended, and what was measured is told
     with tempfile.TemporaryDirectory() as folder:
-        readers: dict[str, Callable[[int], int]] = {}
-        for name, make in READERS.items():
-            try:
-                readers[name] = make(files, given.threads, Path(folder))
-                readers[name](0)
-            except (ImportError, RuntimeError) as error:
-                print(f"left out: {name} ({str(error)[:100]})")
-                readers.pop(name, None)
-        rates: dict[str, list[float]] = {name: [] for name in readers}
-        for number in range(1, given.rounds + 1):
-            for name, epoch in readers.items():
-                start = time.perf_counter()
-                count = epoch(number)
-                rates[name].append(count / (time.perf_counter() - start))
-    lowest = statistics.median(rates["floor: libjpeg-turbo at 1/8"])
-    own = statistics.median(rates["dtf"])
-    print(f"{'':44}{'images/s':>9}  {'range':>13} {'of floor':>9} {'dtf is':>8}")
-    for name, found in sorted(rates.items(), key=lambda item: -statistics.median(item[1])):
-        rate = statistics.median(found)
-        print(f"{name:44}{rate:9,.0f}  {min(found):6,.0f}-{max(found):<6,.0f} {rate / lowest:9.2f} {own / rate:7.2f}x")
-    print(
-        f"dtf and whole pictures through torch's anti-aliased bilinear are {_apart(files):.3f} of 255 apart, mean "
-        "over pixels; crops alike"
-    )
+        sizes = [write(file, Path(folder), i) for i, file in enumerate(_files(given.images, given.most, given.varied))]
+        print(
+            f"{len(sizes)} files of {sum(sizes) / len(sizes) / 1000:.0f} kB, {given.output}, {given.threads} threads "
+            f"or workers, {given.rounds} rounds of {given.seconds} s; {machine()}"
+        )
+        readers: dict[str, Reader] = {}
+        found: dict[str, list[tuple[float, float]]] = {}
+        try:
+            for name in given.readers:
+                try:
+                    python = _environment(given.environment) if name in _OWN_ENVIRONMENT else Path(sys.executable)
+                    readers[name] = Reader(name, python, Path(folder), given.threads, given.output)
+                except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+                    print(f"{NAMES[name][0]}: not run: {str(error)[:200]}")
+            found.update({name: [] for name in readers})
+            for number in range(given.rounds):
+                order = list(readers) if number % 2 == 0 else list(readers)[::-1]
+                turns = {name: readers[name].read(given.seconds) for name in order}
+                for name, turn in turns.items():
+                    found[name].append(turn)
+        except KeyboardInterrupt:
+            print("ended before the last round")
+        finally:
+            for reader in readers.values():
+                reader.close()
+    if found and all(found.values()):
+        report(found, {name: reader.delivers for name, reader in readers.items()})
 
 
-def _apart(files: list[bytes]) -> float:
-    """Mean difference between dtf's pixels and the same crops of whole pictures resampled by torchvision's default."""
-    found = []
-    for row, content in enumerate(files):
-        header = jpeg.read_header(content)
-        if header is None:
-            continue
-        part = random_part(header.height, header.width, AREA, RATIO, draws(0, 0, np.array([row]), CROP_DRAWS)[0])
-        ours = jpeg.decode(content, header, part, 2 * SIDE)
-        assert ours is not None
-        image = resized(ours, SIDE, SIDE)
-        window = simplejpeg.decode_jpeg(content)[part.top : part.top + part.height, part.left : part.left + part.width]
-        found.append((image.int() - resized(window, SIDE, SIDE).int()).abs().float().mean().item())
-    return statistics.mean(found)
+def report(found: dict[str, list[tuple[float, float]]], delivers: dict[str, str]) -> None:
+    """A table in Markdown, fastest first."""
+    print("| reader | resampling | images/s | range | CPU ms/image | dtf is | delivers |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name in sorted(found, key=lambda name: -median(rate for rate, _ in found[name])):
+        rates, used = zip(*found[name], strict=True)
+        ratio = ""
+        if name != "dtf" and "dtf" in found:
+            ratios = [own / other for (own, _), other in zip(found["dtf"], rates, strict=True)]
+            ratio = f"{median(ratios):.2f} ({interval(ratios)})"
+        print(
+            f"| {' | '.join(NAMES[name])} | {median(rates):,.0f} | {min(rates):,.0f}-{max(rates):,.0f} | "
+            f"{median(used):.2f} | {ratio} | {delivers[name]} |"
+        )
 
 
-def _read(path: Path) -> Iterator[bytes]:
+def write(content: bytes, folder: Path, number: int) -> int:
+    """Put a file where all readers look: `{train,val}/<class>/`, two classes."""
+    for split in ("train", "val")[: 2 if number < 2 else 1]:
+        path = folder / split / f"c{number % 2}" / f"{number:06d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return len(content)
+
+
+def varied(content: bytes, number: int) -> bytes:
+    """The picture 1, 2 or 3 times as wide, at quality 75, 90 or 95, with colour at full, half or a quarter of the
+    pixels.
+    """
+    image, out = Image.open(io.BytesIO(content)).convert("RGB"), io.BytesIO()
+    times, quality, colour = 1 + number % 3, (75, 90, 95)[number // 3 % 3], number // 9 % 3
+    image = image.resize((image.width * times, image.height * times), Image.Resampling.BICUBIC)
+    image.save(out, "JPEG", quality=quality, subsampling=colour)
+    return out.getvalue()
+
+
+def _files(path: Path, most: int, vary: bool) -> Iterator[bytes]:
+    for number, content in enumerate(_originals(path)):
+        if number == most:
+            return
+        yield varied(content, number) if vary else content
+
+
+def _originals(path: Path) -> Iterator[bytes]:
     if path.is_dir():
         yield from (file.read_bytes() for file in sorted(path.rglob("*")) if file.suffix.lower() in (".jpg", ".jpeg"))
         return
@@ -287,46 +190,43 @@ def _read(path: Path) -> Iterator[bytes]:
                 yield stream.read()
 
 
-def _batches(rows: int) -> Iterator[np.ndarray]:
-    return (np.arange(first, min(first + BATCH, rows)) for first in range(0, rows, BATCH))
+def _environment(folder: Path | None) -> Path:
+    """The interpreter of an environment with the peers, made at the first use."""
+    if folder is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = cache / "dtf" / f"bench-images-{hashlib.sha256(repr((PINNED, sys.version)).encode()).hexdigest()[:12]}"
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        venv.create(folder, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PINNED], check=True)
+        (folder / "complete").touch()
+    return python
 
 
-def _forever(arrays: list[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    while True:
-        for rows in _batches(len(arrays)):
-            yield [arrays[row] for row in rows]
+def _ffmpeg(environment: Path) -> str:
+    """Where the FFmpeg inside PyAV's wheel is found under its usual names, which SPDL looks for."""
+    folder = environment / "ffmpeg"
+    folder.mkdir(exist_ok=True)
+    inside = next(environment.glob("lib/*/site-packages/av.libs"))
+    for file in inside.glob("lib[as][vw]*-*.so.*"):  # libavcodec-e57b519c.so.62.11.100 as libavcodec.so.62
+        link = folder / f"{file.name.split('-')[0]}.so.{file.name.split('.so.')[1].split('.')[0]}"
+        if not link.exists():
+            link.symlink_to(file)
+    return f"{folder}:{inside}"
 
 
-def _loaded(data: Any, workers: int) -> Callable[[int], int]:
-    loader = DataLoader(data, BATCH, shuffle=True, num_workers=workers, persistent_workers=True)
-
-    def epoch(number: int) -> int:
-        return sum(len(batch[0]) if isinstance(batch, list) else len(batch) for batch in loader)
-
-    return epoch
-
-
-def _threaded(
-    files: list[bytes], threads: int, work: Callable[[bytes, np.ndarray, np.ndarray], Any]
-) -> Callable[[int], int]:
-    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-
-    def epoch(number: int) -> int:
-        done = 0
-        for rows in _batches(len(files)):
-            out = np.empty((len(rows), SIDE, SIDE, 3), np.uint8)
-            uniform = draws(0, number, rows, CROP_DRAWS)
-            done += len(
-                list(
-                    pool.map(
-                        lambda i, out=out, rows=rows, uniform=uniform: work(files[rows[i]], out[i], uniform[i]),
-                        range(len(rows)),
-                    )
-                )
-            )
-        return done
-
-    return epoch
+def _arguments() -> Any:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("images", type=Path)
+    parser.add_argument("--output", choices=("uint8", "float32"), default="uint8")
+    parser.add_argument("--readers", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=0.7)
+    parser.add_argument("--most", type=int, default=2000, help="files that are read at most")
+    parser.add_argument("--varied", action="store_true", help="other sizes, qualities and subsampling: see `varied`")
+    parser.add_argument("--environment", type=Path, help="of the peers; default: one in the user's cache folder")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,10 @@ EXTRANEOUS = "extraneous bytes before marker"
 """The decoder's warning about rows beyond a lowered height."""
 
 _MCU = 16  # rows of the largest unit of a file; one more is decoded, since chroma is interpolated across units
+_WORTHWHILE = 1 << 13
+"""Pixels below a part that are left out from: for fewer, a changed copy of the file and the decoder's complaint cost
+more than they save.
+"""
 _here = threading.local()
 
 
@@ -88,7 +92,7 @@ def decode(content: bytes, header: Header, part: Part, least: int, fast: bool = 
     height, data = header.height, content
     end = part.top + part.height
     bottom = (-(-end // _MCU) + 1) * _MCU
-    if header.height_at and bottom < height:
+    if header.height_at and (height - bottom) * header.width >= _WORTHWHILE:
         height, data = bottom, bytearray(content)
         data[header.height_at], data[header.height_at + 1] = height >> 8, height & 255
     rows, columns = -(-height // scale), -(-header.width // scale)
@@ -118,5 +122,6 @@ def _upright(tiff: bytes) -> bool:
         return int.from_bytes(tiff[at : at + size], order)  # type: ignore[arg-type]
 
     directory = number(4, 4)
-    entries = (directory + 2 + 12 * i for i in range(min(number(directory, 2), 512)))
+    room = (len(tiff) - directory - 2) // 12
+    entries = (directory + 2 + 12 * i for i in range(min(number(directory, 2), room)))
     return all(number(at, 2) != 0x0112 or number(at + 8, 2) in (0, 1) for at in entries)

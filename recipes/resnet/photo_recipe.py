@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dtf.core.types import Batch
+    from dtf.recipes.resnet.buffers import Buffers
     from dtf.recipes.resnet.photos import Photos
 
 
@@ -244,7 +245,8 @@ class ResnetPhotos(Classification):
     def receive(self, inputs: Any) -> Tensor:
         from dtf.recipes.resnet.photos import to_floats
 
-        return to_floats(inputs, *_colours(tuple(self.data.mean), tuple(self.data.std), inputs["pixels"].device))
+        colours = _colours(tuple(self.data.mean), tuple(self.data.std), inputs["pixels"].device)
+        return to_floats(inputs, *colours, _buffers())
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if targets.ndim == 1:
@@ -256,6 +258,14 @@ class ResnetPhotos(Classification):
         if batch.targets.ndim > 1:  # mixed: right is who names the row's own class
             batch = batch._replace(targets=batch.targets[:, 0].long())
         return super().measure(outputs, batch, loss)
+
+
+@lru_cache(maxsize=1)
+def _buffers() -> Buffers:
+    """Memory for the inputs of the network, of all recipes of this process."""
+    from dtf.recipes.resnet.buffers import Buffers
+
+    return Buffers()
 
 
 @lru_cache(maxsize=16)

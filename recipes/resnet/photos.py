@@ -7,21 +7,23 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
 from dtf.api.recipe import Dataset
 from dtf.core.errors import DataError
 from dtf.core.seeding import draws
 from dtf.recipes.resnet import augment, jpeg
+from dtf.recipes.resnet.buffers import Buffers
 from dtf.recipes.resnet.crops import CROP_DRAWS, Part, random_part, shorter_side
 from dtf.recipes.resnet.decode_any import MOST_PIXELS, decode_any
 from dtf.recipes.resnet.store import Store
@@ -30,6 +32,8 @@ _MARGIN = 2
 """How much larger than wanted a part stays that is decoded at a fraction: then the resampling that follows decides what
 is seen.
 """
+_resample = torch.ops.aten._upsample_bilinear2d_aa
+"""The kernel of `torch.nn.functional.interpolate(antialias=True)`, which has no `out`."""
 _log = logging.getLogger(__name__)
 
 
@@ -52,8 +56,8 @@ class Look:
 
 
 class Photos(Dataset):
-    """Files as `{"pixels": (B, H, W, 3) uint8, "mirror": (B,) bool[, "mix": (B, 5)]}` and classes (B,) int64, or (B, 3)
-    when mixed; see `augment.Mix`.
+    """Files as `{"pixels": (B, H, W, 3) uint8[, "mix": (B, 5)]}` and classes (B,) int64, or (B, 3) when mixed; see
+    `augment.Mix`.
 
     `look=None` is for evaluation: the shorter side becomes `whole` pixels, the central `pixels` of it are seen. Every
     draw is a function of (seed, epoch, id) alone, so threads, ranks and restarts see the same. `allowed`: unreadable
@@ -81,10 +85,14 @@ class Photos(Dataset):
             look,
             seed,
         )
-        self._threads, self.allowed = threads, allowed
+        self._decoders, self.allowed = threads, allowed
+        # The next batch is begun while the last images of this one are decoded: no thread waits for them.
+        self.threads = min(2, threads)
         self.bad: dict[int, str] = {}
         self._mix = augment.Mix(look.mixup, look.cutmix) if look is not None and (look.mixup or look.cutmix) else None
         self._pool: ThreadPoolExecutor | None = None
+        self._starting = threading.Lock()
+        self._buffers = Buffers()
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -92,22 +100,19 @@ class Photos(Dataset):
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
         rows, look = ids % len(self), self._look
         side = self._side(epoch)
-        pixels = torch.zeros((len(ids), side, side, 3), dtype=torch.uint8)
-        mirror = torch.zeros(len(ids), dtype=torch.bool)
+        pixels = self._buffers.take((len(ids), side, side, 3), torch.uint8)
+        places = pixels.permute(0, 3, 1, 2).split(1)
         labels = self._labels[rows]
         if look is None:
-            self._each(len(ids), lambda i: self._fill(pixels[i], int(rows[i]), self._centre))
-            return {"pixels": pixels, "mirror": mirror}, torch.from_numpy(labels)
+            self._each(len(ids), lambda i: self._fill(places[i], int(rows[i]), self._centre))
+            return {"pixels": pixels}, torch.from_numpy(labels)
         uniform = draws(
             self._seed, epoch, ids, CROP_DRAWS + 1 + augment.JITTER_DRAWS + augment.POLICY_DRAWS + augment.MIX_DRAWS
         )
-        if look.mirror:
-            mirror = torch.from_numpy(uniform[:, CROP_DRAWS] < 0.5)
         self._each(
-            len(ids),
-            lambda i: self._fill(pixels[i], int(rows[i]), lambda content: self._crop(content, side, look, uniform[i])),
+            len(ids), lambda i: self._fill(places[i], int(rows[i]), partial(_crop, look=look, uniform=uniform[i]))
         )
-        inputs = {"pixels": pixels, "mirror": mirror}
+        inputs = {"pixels": pixels}
         if self._mix is None:
             return inputs, torch.from_numpy(labels)
         mixing, targets = self._mix.draw(uniform[:, -augment.MIX_DRAWS :], labels, side, side)
@@ -140,25 +145,28 @@ class Photos(Dataset):
         """`work(i)` for all i below `count`, by whichever thread is free; the first error is raised when all have
         stopped.
         """
-        if self._threads == 1:
+        if self._decoders == 1:
             for i in range(count):
                 work(i)
             return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, "decode", initializer=torch.set_num_threads, initargs=(1,))
+        with self._starting:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(
+                    self._decoders, "decode", initializer=torch.set_num_threads, initargs=(1,)
+                )
         numbers = itertools.count()
 
         def run() -> None:
             while (i := next(numbers)) < count:
                 work(i)
 
-        for future in [self._pool.submit(run) for _ in range(min(self._threads, count))]:
+        for future in [self._pool.submit(run) for _ in range(min(self._decoders, count))]:
             future.result()
 
-    def _fill(self, out: Tensor, row: int, view: Callable[[bytes], Tensor]) -> None:
-        """Put the view (h, w, 3) of a row into `out`; leave it black where the row cannot be read."""
+    def _fill(self, out: Tensor, row: int, see: Callable[[bytes, Tensor], None]) -> None:
+        """`see` a row into its place (1, 3, H, W) of a batch; leave it black where the row cannot be read."""
         try:
-            out.copy_(view(self._store[row]))
+            see(self._store[row], out)
         except (OSError, ValueError) as error:
             name = self._store.names[row]
             if not self.allowed:
@@ -169,28 +177,9 @@ class Photos(Dataset):
             if row not in self.bad:
                 _log.warning("%s cannot be used and is skipped: %s", name, error)
             self.bad[row] = f"{name}: {error}"
+            out.zero_()
 
-    def _crop(self, content: bytes, side: int, look: Look, uniform: np.ndarray) -> Tensor:
-        header = jpeg.read_header(content)
-        if header is not None and header.height * header.width <= MOST_PIXELS:
-            part = random_part(header.height, header.width, look.area, look.ratio, uniform[:CROP_DRAWS])
-            picture = jpeg.decode(content, header, part, _MARGIN * side)
-        else:
-            picture = None
-        if picture is None:
-            whole = decode_any(content)
-            part = random_part(len(whole), whole.shape[1], look.area, look.ratio, uniform[:CROP_DRAWS])
-            picture = whole[part.top : part.top + part.height, part.left : part.left + part.width]
-        image = resized(picture, side, side)
-        if any(look.jitter):
-            image = augment.jitter(image, look.jitter, uniform[CROP_DRAWS + 1 :][: augment.JITTER_DRAWS])
-        if look.policy:
-            image = augment.apply_policy(
-                image, look.policy, uniform[CROP_DRAWS + 1 + augment.JITTER_DRAWS :][: augment.POLICY_DRAWS]
-            )
-        return image.permute(1, 2, 0)
-
-    def _centre(self, content: bytes) -> Tensor:
+    def _centre(self, content: bytes, out: Tensor) -> None:
         header = jpeg.read_header(content)
         picture = None
         if header is not None and header.height * header.width <= MOST_PIXELS:
@@ -207,29 +196,66 @@ class Photos(Dataset):
             )
         image = resized(picture, height, width)
         top, left = round((height - self._pixels) / 2), round((width - self._pixels) / 2)
-        return image[:, top : top + self._pixels, left : left + self._pixels].permute(1, 2, 0)
+        out.copy_(image[..., top : top + self._pixels, left : left + self._pixels])
 
 
-def resized(picture: np.ndarray, height: int, width: int) -> Tensor:
-    """(h, w, 3) bytes as (3, height, width) bytes: bilinear and anti-aliased, torchvision's default, by the same
-    kernel.
+def _crop(content: bytes, out: Tensor, look: Look, uniform: np.ndarray) -> None:
+    """What training sees of a file, into `out` (1, 3, side, side). `uniform`: the row's draws."""
+    header, side = jpeg.read_header(content), out.shape[-1]
+    picture = None
+    if header is not None and header.height * header.width <= MOST_PIXELS:
+        part = random_part(header.height, header.width, look.area, look.ratio, uniform[:CROP_DRAWS])
+        picture = jpeg.decode(content, header, part, _MARGIN * side)
+    if picture is None:
+        whole = decode_any(content)
+        part = random_part(len(whole), whole.shape[1], look.area, look.ratio, uniform[:CROP_DRAWS])
+        picture = whole[part.top : part.top + part.height, part.left : part.left + part.width]
+    mirrored = look.mirror and uniform[CROP_DRAWS] < 0.5
+    if not (mirrored or look.policy or any(look.jitter)):
+        resized(picture, side, side, out)
+        return
+    image = resized(picture, side, side)
+    if any(look.jitter):
+        image = augment.jitter(image[0], look.jitter, uniform[CROP_DRAWS + 1 :][: augment.JITTER_DRAWS])[None]
+    if look.policy:
+        image = augment.apply_policy(
+            image[0], look.policy, uniform[CROP_DRAWS + 1 + augment.JITTER_DRAWS :][: augment.POLICY_DRAWS]
+        )[None]
+    # Turned with the channels last: `flip` leaves them there in memory only where they are the last dimension.
+    out.copy_(image.permute(0, 2, 3, 1).flip(2).permute(0, 3, 1, 2) if mirrored else image)
+
+
+def resized(picture: np.ndarray, height: int, width: int, out: Tensor | None = None) -> Tensor:
+    """(h, w, 3) bytes as (1, 3, height, width) bytes, channels last in memory: bilinear and anti-aliased, torchvision's
+    default, by the same kernel. `out`: where to put it; otherwise a tensor of its own.
     """
-    if picture.shape[:2] == (height, width):
-        return torch.from_numpy(picture.copy()).permute(2, 0, 1)
     if not picture.flags.writeable:
         picture = picture.copy()  # from_numpy warns of what cannot be written to
-    # As a batch first: torch then sees that channels come last, and leaves them there.
-    return interpolate(
-        torch.from_numpy(picture)[None].permute(0, 3, 1, 2), (height, width), mode="bilinear", antialias=True
-    )[0]
+    # As a batch: torch then sees that channels come last, and leaves them there.
+    image = torch.from_numpy(picture)[None].permute(0, 3, 1, 2)
+    if picture.shape[:2] == (height, width):
+        return image.clone() if out is None else out.copy_(image)
+    if out is None:
+        return _resample(image, (height, width), False)
+    return _resample.out(image, (height, width), False, out=out)
 
 
-def to_floats(inputs: dict[str, Tensor], mean: Tensor, scale: Tensor) -> Tensor:
+def to_floats(inputs: dict[str, Tensor], mean: Tensor, scale: Tensor, buffers: Buffers) -> Tensor:
     """What `Photos` delivers as normalised float32 (B, 3, H, W), channels last in memory, on whatever device it lies.
 
-    `mean`, `scale`: (3, 1, 1), of bytes.
+    `mean`, `scale`: (3, 1, 1), of bytes. `buffers`: where memory of the host comes from.
     """
-    images = inputs["pixels"].permute(0, 3, 1, 2)
-    images = torch.where(inputs["mirror"][:, None, None, None], images.flip(3), images)
-    images = images.float().sub_(mean).mul_(scale)
+    pixels = inputs["pixels"]
+    if pixels.device.type == "cpu":
+        floats = buffers.take(tuple(pixels.shape), torch.float32)
+    else:
+        floats = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
+    # An image at a time for each thread of a processor: it stays in the cache between the operations, so that memory is
+    # passed over once.
+    together = torch.get_num_threads() if pixels.device.type == "cpu" else max(1, len(pixels))
+    # A row of the picture at a time, not a pixel: long runs for the processor's vectors.
+    mean, scale = (colour.flatten().repeat(pixels.shape[2]) for colour in (mean, scale))
+    for some, out in zip(pixels.flatten(2).split(together), floats.flatten(2).split(together), strict=True):
+        out.copy_(some).sub_(mean).mul_(scale)
+    images = floats.permute(0, 3, 1, 2)
     return augment.mix(images, inputs["mix"]) if "mix" in inputs else images

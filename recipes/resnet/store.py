@@ -33,7 +33,7 @@ class Store:
     """
 
     def __init__(self, root: Path, names: tuple[str, ...], places: np.ndarray | None, digest: str) -> None:
-        self._root, self.names, self._places, self.digest = root, names, places, digest
+        self._folder, self.names, self._places, self.digest = str(root), names, places, digest
         self._file = os.open(root, os.O_RDONLY | os.O_CLOEXEC) if places is not None else -1
 
     def __len__(self) -> int:
@@ -41,22 +41,29 @@ class Store:
 
     def __getitem__(self, row: int) -> bytes:
         """OSError when the file cannot be read whole."""
-        if self._places is None:
-            with open(os.open(self._root / self.names[row], os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise OSError(errno.EINVAL, "no regular file")  # a pipe would be waited for
-                return file.read()
-        at, size = map(int, self._places[row])
-        content = os.pread(self._file, size, at)
-        if len(content) != size:
-            raise OSError(errno.EIO, f"{len(content)} of {size} bytes")
-        return content
+        if self._places is not None:
+            return _read(self._file, *map(int, self._places[row]))
+        file = os.open(os.path.join(self._folder, self.names[row]), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "no regular file")  # a pipe would be waited for
+            return _read(file, 0, status.st_size)
+        finally:
+            os.close(file)
 
     def close(self) -> None:
         """Give the archive back."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def _read(file: int, at: int, size: int) -> bytes:
+    content = os.pread(file, size, at)
+    if len(content) != size:
+        raise OSError(errno.EIO, f"{len(content)} of {size} bytes")
+    return content
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,20 @@ FAULTS = [
         ("tests/unit/test_photos.py::test_a_part_is_what_the_whole_picture_shows_there",),
     ),
     Fault(
+        "threads wait for the last image of a batch before they begin the next",
+        "recipes/resnet/photos.py",
+        "self.threads = min(2, threads)",
+        "self.threads = 1",
+        ("tests/unit/test_photos_order.py::test_a_batch_is_begun_while_the_last_image_of_the_one_before_is_decoded",),
+    ),
+    Fault(
+        "bytes become numbers in passes over the whole batch",
+        "recipes/resnet/photos.py",
+        'torch.get_num_threads() if pixels.device.type == "cpu" else',
+        "",
+        ("tests/unit/test_photos.py::test_on_the_device_bytes_become_numbers",),
+    ),
+    Fault(
         "a mixed row has the share of its partner",
         "recipes/resnet/augment.py",
         "np.where(cut, 1 - inside, share)",
