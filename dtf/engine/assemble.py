@@ -39,6 +39,7 @@ from dtf.engine.rank import Rank, ignore
 from dtf.engine.start_record import StartRecord, start_digest
 from dtf.engine.turns import Turns, build
 from dtf.host import heartbeat, starting
+from dtf.model.compiled_parts import describe_parts, parts_to_compile
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.ema import with_ema
 from dtf.model.init import construct, refuse_untrainable, start_from
@@ -99,6 +100,9 @@ class TaskInputs:
 
     memory_format: str
     """For the start-up table: the format of images, and why; empty where there is nothing to tell."""
+
+    compiled: str
+    """For the start-up table: what is compiled; empty: nothing."""
 
 
 @dataclass(frozen=True)
@@ -196,9 +200,11 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         if turns is not None:
             turns.share(model)
         task.built.append(model)
+    parts = parts_to_compile(settings.step.compile, recipe, model)
+    compiled = describe_parts(settings.step.compile, model, parts)
     start = _recall_start_check(joined, task, model, facts["training data"])
     last, memory_format = _choose_memory_format(joined, task, model)
-    task = replace(task, channels_last=last)
+    task = replace(task, channels_last=last, compiled=parts)
     numbers = sum(p.numel() for p in parameters.values())
     learning = sum(p.numel() for name, p in parameters.items() if name not in frozen)
     return TaskInputs(
@@ -213,6 +219,7 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         start,
         turns,
         memory_format,
+        compiled,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from dtf.api.options import Compile
 from dtf.api.precision import Cast
 from dtf.api.registry import option, register
 from dtf.api.sparse_table import Placement
@@ -91,6 +92,15 @@ class Fsdp(Strategy):
         if self.replicate == 1:
             return "each slice of a parameter is on one rank; use strategy.replicate=2 or more"
         return super().unguarded(processes)
+
+    def uncompiled(self, kind: Compile, processes: int) -> str:
+        if processes == 1:
+            return ""
+        if kind is Compile.model:
+            return "parameters are gathered part by part within a pass; use step.compile=blocks, or step.compile=off"
+        if self.unit is Unit.layer:
+            return "strategy.unit=layer gathers parameters within a block; use strategy.unit=block, or step.compile=off"
+        return ""
 
     def communication(self, devices: str) -> str | None:
         return "nccl" if devices == "cuda" else "gloo"
