@@ -16,6 +16,12 @@ from dtf.model.init import layout_of
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
+def choose_parts(kind: Compile, recipe: Recipe, model: nn.Module) -> tuple[tuple[str, ...], str]:
+    """The modules to compile, as of `parts_to_compile`, and a text for people; empty where there are none."""
+    names = parts_to_compile(kind, recipe, model)
+    return names, describe_parts(kind, model, names)
+
+
 def parts_to_compile(kind: Compile, recipe: Recipe, model: nn.Module) -> tuple[str, ...]:
     """The names of the modules to compile; "" is the model. ConfigError where nothing of a model can be."""
     if kind is Compile.off:
@@ -61,7 +67,6 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
 
 def describe_parts(kind: Compile, model: nn.Module, names: Sequence[str]) -> str:
-    """A text for people: what is compiled. Empty where nothing is."""
     if not names:
         return ""
     counts = Counter(type(model.get_submodule(name)).__name__ for name in names)

@@ -188,10 +188,7 @@ class Replica:
         return sum(sums[1:], start=sums[0])
 
     def sit_out(self, micro_batches: int, shares: int) -> None:
-        """A step without a micro-batch for this replica, where no other rank waits for its passes.
-
-        Its running averages decay all the same.
-        """
+        """A step without a micro-batch for this replica, where no other rank waits. Its running averages decay."""
         self.model.train()
         self.statistics.begin(0, micro_batches, shares)
         self.counts = None
@@ -263,14 +260,9 @@ class Replica:
                     refuse_hooks_on_sums(self.model, self.instead)
                     known.refuse_changed(self.instead, written)
                     self.changing.refuse(changed(), self.instead)
-                    names = lambda: [*attributes.changed(), *shared.changed_in_code()]  # noqa: E731
-                    found = check_start(self._trial, *rows[1:], self.model, self._task, peers, names, self.instead)
-                    self.clipped, self._padded = found[CLIPPED], found.get(PADDED, "")
-                    if self.pads:
-                        self._refuse_padding()
+                    self._check_start(*rows[1:], peers, lambda: [*attributes.changed(), *shared.changed_in_code()])
                     self.changing.refuse(changed(), self.instead)
-                if self._compiled:
-                    self._compile_on_trial(rows[1])
+                self._compile_on_trial(rows[1])
         except ValueError as error:
             raise batch_norm_error(error, count) from error
         except RuntimeError as error:
@@ -288,31 +280,36 @@ class Replica:
             put_start(self.model, self._task, known.changed())
         return drew
 
+    def _check_start(self, a: Batch, b: Batch, peers: Peers, changed: Callable[[], list[str]]) -> None:
+        found = check_start(self._trial, a, b, self.model, self._task, peers, changed, self.instead)
+        self.clipped, self._padded = found[CLIPPED], found.get(PADDED, "")
+        if self.pads:
+            self._refuse_padding()
+
     def _refuse_padding(self) -> None:
         if self._padded:  # a pass over padding would add to gradients
             raise padding_error(self._padded, self.instead)
 
     def _written(self, rows: Batch) -> list[str]:
-        """The parameters that a pass over these rows writes to, or a switch to evaluation and back."""
-        if self._sync is not None:  # who shards parameters has looked
-            return []
+        """The parameters that a pass over these rows writes to. Who shards parameters has looked."""
+        return [] if self._sync is not None else written_by_pass(self.model, self._forward_of(rows))
+
+    def _forward_of(self, rows: Batch) -> Callable[[], Any]:
         self._begin_random(0, 0)
-        inputs = self._received(copy_of(rows), 0, 0).inputs
-        return written_by_pass(self.model, lambda: self._passes.forward(self.model, inputs))
+        return partial(self._passes.forward, self.model, self._received(copy_of(rows), 0, 0).inputs)
 
     def _compile_on_trial(self, rows: Batch) -> None:
         """Raise ConfigError where a module cannot be compiled. Collective where passes are."""
 
         def evaluate() -> None:
             self.model.eval()
-            self._begin_random(0, 0)
-            inputs = self._received(copy_of(rows), 0, 0).inputs
             with torch.no_grad():
-                self._passes.forward(self.model, inputs)
+                self._forward_of(rows)()
             self.model.train()
 
         train = partial(self._trial, rows, 0, last=False, compiled=True)
-        try_compiled(self._compiled, train, evaluate, self.start_numbers, self._compute)
+        if self._compiled:
+            try_compiled(self._compiled, train, evaluate, self.start_numbers, self._compute)
 
     def passes(self, rows: Batch) -> Passes:
         """Trial passes over these rows at any time, without a trace. Collective where passes are."""
