@@ -8,11 +8,14 @@ averages, calls.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
+import re
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -58,17 +61,34 @@ class CompiledForward:
         try:
             return _function(self._kind, _traced_only)(self._module, *args, **kwargs)
         except Exception as error:
-            from torch._dynamo.exc import TorchDynamoException
-
-            if not isinstance(error, TorchDynamoException):
+            refusal = self._refusal(error)
+            if refusal is None:
                 raise
-            raise ConfigError(
-                f"{self.key} cannot compile {self.label} in one piece: {reason(error)}; change that, or use "
-                "step.compile=off"
-            ) from error
+            raise refusal from error
         finally:
             for part in self._counted:
                 part.after_compiled()
+
+    def _refusal(self, error: Exception) -> ConfigError | None:
+        """What to raise for an error of a pass. None for those that are not the compiler's."""
+        from torch._dynamo.exc import FailOnRecompileLimitHit, RecompileError, TorchDynamoException
+
+        if isinstance(error, FailOnRecompileLimitHit):
+            return ConfigError(
+                f"{self.key} has compiled {self.label} for {MOST_SHAPES} shapes of inputs; pad them to fewer shapes, "
+                "or use step.compile=off"
+            )
+        if isinstance(error, RecompileError):
+            return ConfigError(
+                f"{self.key} would compile {self.label} in each pass anew, as something that it keeps changes "
+                f"({_guard(error)}); keep a number in a buffer, as a tensor, or use step.compile=off"
+            )
+        if isinstance(error, TorchDynamoException):
+            return ConfigError(
+                f"{self.key} cannot compile {self.label} in one piece: {reason(error)}; change that, or use "
+                "step.compile=off"
+            )
+        return None
 
     @property
     def label(self) -> str:
@@ -139,11 +159,9 @@ def configure(device: str, threads: int) -> None:
     lack = compiler_lack(device, os.environ) if BACKEND == "inductor" else ""
     if lack:
         raise ConfigError(f"step.compile cannot compile on this host: {lack}; or use step.compile=off")
-    folder = user_cache(CACHE)
-    if folder is not None and not os.environ.get(_VARIABLE):
-        with suppress(OSError):  # else torch's own, in the folder for temporary files
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.environ[_VARIABLE] = str(folder)
+    folder = cache_folder()
+    if folder is not None:
+        os.environ.setdefault(_VARIABLE, str(folder))
     dynamo = torch._dynamo.config
     dynamo.skip_nnmodule_hook_guards = False  # a hook that comes later is seen
     dynamo.optimize_ddp = False  # it would cut blocks at the ends of buckets
@@ -154,6 +172,30 @@ def configure(device: str, threads: int) -> None:
     if device == "cpu":
         inductor.cpp.threads = threads
         inductor.compile_threads = 1  # ranks share the cores
+
+
+def cache_folder() -> Path | None:
+    """Where machine code is kept for later runs of this user, on processors of this kind. None: nowhere of the user's
+    own, then torch takes one in the folder for temporary files.
+    """
+    parent = user_cache(CACHE)
+    if parent is None:
+        return None
+    features = [line for line in _processor() if line.startswith(("model name", "flags", "Features"))]
+    folder = parent / hashlib.sha256("".join(features).encode()).hexdigest()[:12]
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid == os.geteuid() and not status.st_mode & 0o022:  # what is there is run
+            return folder
+    return None
+
+
+def _processor() -> list[str]:
+    """What Linux says of the first one. Code for one kind may stop another, which sees the same home folder."""
+    with suppress(OSError):
+        return Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    return []
 
 
 def uncompiled(compiled: Collection[CompiledForward]) -> AbstractContextManager[object]:
@@ -173,6 +215,12 @@ def traced_only(again: bool = False) -> Iterator[None]:
         yield
     finally:
         _traced_only, torch._dynamo.config.error_on_recompile = before
+
+
+def _guard(error: Exception) -> str:
+    """What changed, of an error that something would be compiled anew."""
+    guards = re.findall(r"- \d+/\d+: (.*?)(?:\s+#.*)?$", str(error), re.MULTILINE)
+    return next((guard for guard in guards if "module" in guard), "; ".join(guards) or str(error).partition("\n")[0])
 
 
 def reason(error: Exception) -> str:

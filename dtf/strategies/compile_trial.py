@@ -39,16 +39,6 @@ def try_compiled(
             f"{key}: the model computes something else when it is compiled ({other[0]} differs): torch does not follow "
             "all that its blocks do, such as numpy's random numbers; use step.compile=off"
         )
-    try:
-        with traced_only(again=True):
-            train()
-            evaluate()
-    except ConfigError as error:
-        from torch._dynamo.exc import RecompileError
-
-        if not isinstance(error.__cause__, RecompileError):
-            raise
-        raise ConfigError(
-            f"{error}: it would be compiled in each pass anew, as a number that it keeps changes; keep that in a "
-            "buffer, as a tensor"
-        ) from error
+    with traced_only(again=True):
+        train()
+        evaluate()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dtf.api.layout import Layout
 from dtf.api.registry import option, register
 from tests.support.toy import Toy
 
@@ -30,6 +31,9 @@ class Uncompilable(Toy):
                 super().__init__()
                 self.layer, self.passes = nn.Linear(16, 16), 0
 
+            def work(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.tanh(self.layer(x))
+
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 if way == "reads" and x.sum().item() > 1e9:
                     return x
@@ -37,7 +41,7 @@ class Uncompilable(Toy):
                     return x
                 if way == "counts":
                     self.passes += 1
-                y = torch.tanh(self.layer(x))
+                y = self.work(x)
                 if way == "counts" and self.passes > 1000:
                     return y
                 return y * float(np.random.rand()) if way == "draws" else y
@@ -51,7 +55,10 @@ class Uncompilable(Toy):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 x = self.stem(x)
                 for block in self.blocks:
-                    x = block.forward(x) if way == "passes by" else block(x)
+                    x = block.work(x) if way == "passes by" else block(x)
                 return self.head(x)
 
         return Net()
+
+    def layout(self, model: nn.Module) -> Layout:
+        return Layout()

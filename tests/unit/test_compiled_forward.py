@@ -155,6 +155,16 @@ def test_nothing_is_compiled_where_that_is_asked() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
+def test_inputs_of_too_many_shapes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_forward, "MOST_SHAPES", 2)
+    model, masks, _ = made()
+    compile_modules(model, ["0"], "step.compile=blocks")
+    with pytest.raises(ConfigError, match=r"has compiled 0 \(Block\) for 2 shapes of inputs; pad them"):
+        for rows in (4, 5, 6):
+            masks.begin_micro_batch(rows, 0)
+            model(torch.randn(rows, 8, dtype=torch.float64))
+
+
 def assigned() -> nn.Module:
     block = Block()
     block.linear.forward = lambda x: x  # type: ignore[method-assign]
