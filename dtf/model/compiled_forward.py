@@ -46,6 +46,7 @@ class CompiledForward:
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
         self._name, self._module, self.key = name, module, key
         self._kind = (key, *_structure(module))
+        self._functions: dict[bool, Callable[..., Any]] = {}
         self._counted = [part for part in module.modules() if isinstance(part, Counted | Seeded)]
         for part in self._counted:
             refusal = part.ready_for_compilation()
@@ -58,8 +59,10 @@ class CompiledForward:
         self.called = True
         for part in self._counted:
             part.before_compiled()
+        if _traced_only not in self._functions:
+            self._functions[_traced_only] = _function(self._kind, _traced_only)
         try:
-            return _function(self._kind, _traced_only)(self._module, *args, **kwargs)
+            return self._functions[_traced_only](self._module, *args, **kwargs)
         except Exception as error:
             refusal = self._refusal(error)
             if refusal is None:
