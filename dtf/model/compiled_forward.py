@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import os
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -156,15 +157,17 @@ def compile_modules(model: nn.Module, names: Collection[str], key: str) -> list[
 
 def configure(device: str, threads: int) -> None:
     """Set torch's compiler up in this process. ConfigError where this host lacks something for it."""
+    folder, given = cache_folder(), os.environ.get(_VARIABLE, "")
+    # torch writes its own choice there when it is imported
+    if folder is not None and (not given or given.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_"))):
+        os.environ[_VARIABLE] = str(folder)
+
     import torch._functorch.config
     import torch._inductor.config as inductor
 
     lack = compiler_lack(device, os.environ) if BACKEND == "inductor" else ""
     if lack:
         raise ConfigError(f"step.compile cannot compile on this host: {lack}; or use step.compile=off")
-    folder = cache_folder()
-    if folder is not None:
-        os.environ.setdefault(_VARIABLE, str(folder))
     dynamo = torch._dynamo.config
     dynamo.skip_nnmodule_hook_guards = False  # a hook that comes later is seen
     dynamo.optimize_ddp = False  # it would cut blocks at the ends of buckets
