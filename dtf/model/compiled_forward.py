@@ -21,10 +21,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dtf.core.errors import ConfigError
 from dtf.host.compiler import compiler_lack
+from dtf.host.heartbeat import compiling
 from dtf.host.user_cache import user_cache
 from dtf.model.norm_calls import Counted
 from dtf.model.seeded_dropout import Seeded
@@ -48,6 +50,7 @@ class CompiledForward:
         self._name, self._module, self.key = name, module, key
         self._kind = (key, *_structure(module))
         self._functions: dict[bool, Callable[..., Any]] = {}
+        self._passed: set[tuple[Any, ...]] = set()
         self._counted = [part for part in module.modules() if isinstance(part, Counted | Seeded)]
         for part in self._counted:
             refusal = part.ready_for_compilation()
@@ -62,8 +65,12 @@ class CompiledForward:
             part.before_compiled()
         if _traced_only not in self._functions:
             self._functions[_traced_only] = _function(self._kind, _traced_only)
+        shapes = (_traced_only, self._module.training, torch.is_grad_enabled(), *_shapes(args), *_shapes(kwargs))
+        new = shapes not in self._passed  # then it may have to be compiled, for a minute or more
+        self._passed.add(shapes)
         try:
-            return self._functions[_traced_only](self._module, *args, **kwargs)
+            with compiling() if new else nullcontext():
+                return self._functions[_traced_only](self._module, *args, **kwargs)
         except Exception as error:
             refusal = self._refusal(error)
             if refusal is None:
@@ -99,6 +106,10 @@ class CompiledForward:
         """Its name and class, for people."""
         kind = type(self._module).__name__
         return f"{self._name} ({kind})" if self._name else f"the model ({kind})"
+
+
+def _shapes(values: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,6 +186,7 @@ def configure(device: str, threads: int) -> None:
     inductor.fallback_random = True  # functional dropout draws what it draws uncompiled
     inductor.fx_graph_cache = True
     torch._functorch.config.enable_autograd_cache = True
+    torch._functorch.config.force_non_lazy_backward_lowering = True  # all is compiled where `compiling` says so
     if device == "cpu":
         inductor.cpp.threads = threads
         inductor.compile_threads = 1  # ranks share the cores

@@ -8,6 +8,7 @@ and backward as for inductor (`aot_eager`), and the slow ones make machine code.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from dtf.config.compose import Composer
 from dtf.core.errors import ConfigError
 from dtf.model import compiled_forward
+from tests.conftest import Result
 from tests.support.harness import difference, reference, spread, train, variants
 from tests.support.ranks import Refused, ranks
 
@@ -83,6 +85,18 @@ def test_equal_blocks_are_compiled_once_for_each_shape_and_never_again() -> None
 
 def spread_list(**case: Any) -> list[Any]:
     return ranks(1, "tests.laws.test_compile:compilations", shared=True, **{**COMPILED, **case})[0]
+
+
+@pytest.mark.slow
+def test_who_compiles_does_not_hang(run_dtf: Callable[..., Result], tmp_path: Path) -> None:
+    """The last batch is smaller: machine code for it takes longer than a step may."""
+    found = run_dtf(
+        "recipe=resnet_shapes", "recipe.data.train_rows=96", "recipe.data.eval_rows=32", "step.compile=blocks",
+        "step.batch_size=40", "train.steps=6", "train.eval_every=6", "checkpoint=off", "launcher.processes=2",
+        "launcher.hang_timeout_s=2", "launcher.max_restarts=0", f"+launcher.env.XDG_CACHE_HOME={tmp_path}",
+    )  # fmt: skip
+    assert found.code == 0, found.err
+    assert "blocks: 3 BasicBlock" in found.out
 
 
 @pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.slow)])
