@@ -72,6 +72,7 @@ def test_the_first_step_of_a_process_has_the_time_of_a_start() -> None:
         "wait": 600,
         "stop": 600,
         "end": 600,
+        "compile": 600,
     }
     assert limits.silence(Beat(0, "step", 120, 1)) == 600
 
