@@ -29,7 +29,7 @@ REFUSING = ("tensor",)
 def ways() -> list[Any]:
     """The strategies that compile."""
     return [
-        pytest.param(*way, marks=() if way[0] in ("ddp", "fsdp", "pipeline") and not way[1] else pytest.mark.slow)
+        pytest.param(*way, marks=() if way[0] in ("ddp", "fsdp") and not way[1] else pytest.mark.slow)
         for way in variants()
         if way[0] not in REFUSING and way[1].get("unit") != "layer"
     ]
@@ -58,6 +58,7 @@ def test_machine_code_gives_the_same_numbers(strategy: str, options: dict[str, A
     assert difference(reference(**RESIDUAL), found) < 1e-10
 
 
+@pytest.mark.slow
 def test_masks_of_a_function_are_the_same_too() -> None:
     """Without a module that draws: from torch's generator, which is seeded with each micro-batch."""
     drawn = {**RESIDUAL, "recipe": {"name": "residual", "functional": True}}
