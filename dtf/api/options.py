@@ -51,6 +51,14 @@ class Remat(Enum):
     selective = "selective"
 
 
+class Compile(Enum):
+    """What of a model torch.compile turns into one program."""
+
+    off = "off"
+    blocks = "blocks"
+    model = "model"
+
+
 class MemoryFormat(Enum):
     """Where the channels of images lie in memory."""
 
@@ -84,6 +92,12 @@ class StepOptions:
         doc="where the channels of images (B, C, H, W) lie in memory, at the same shapes and checkpoints: "
         "`contiguous` leaves them first; `channels_last` makes most convolutions faster; `auto`: last where the model "
         "has two-dimensional convolutions and two rows show that it bears it and is likely to gain",
+    )
+    compile: Compile = option(
+        default=Compile.off,
+        doc="what torch.compile turns into faster code, each piece without a break: nothing (`off`), the repeated "
+        "blocks of the model (`blocks`: equal ones are compiled once) or its whole forward pass (`model`). The first "
+        "step waits for it. Needs a C++ compiler on CPU, Triton on CUDA",
     )
     ema: float = option(
         default=0.0,

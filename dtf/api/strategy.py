@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dtf.api.guard import Guard
+    from dtf.api.options import Compile
     from dtf.core.types import Memory
     from dtf.distributed.world import World
 
@@ -200,6 +201,14 @@ class Strategy(ABC):
         Default: it can where there are several processes.
         """
         return "" if processes > 1 else "one process has no second copy; use launcher.processes=2 or more"
+
+    def uncompiled(self, kind: Compile, processes: int) -> str:
+        """Why `step.compile` cannot be of this kind with so many processes, and what to use. Empty: it can. Pure and
+        torch-free.
+
+        Default: it can, as programs that compute with `Replica` do.
+        """
+        return ""
 
     @abstractmethod
     def communication(self, devices: str) -> str | None:

@@ -98,6 +98,9 @@ class Task:
     channels_last: bool = False
     """Whether images have their channels last in memory, as `step.memory_format` says or the model bears."""
 
+    compiled: tuple[str, ...] = ()
+    """Names of the modules that `step.compile` has chosen; "" is the model."""
+
 
 class Source(Protocol):
     """A checkpoint, as programs and updates read it. Any rank may read any part of any tensor."""

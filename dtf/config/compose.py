@@ -31,6 +31,7 @@ from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.advice import CommandLine, drop_advice
 from dtf.config.as_written import is_as_in_file
 from dtf.config.command_line import parse_arguments
+from dtf.config.compile_check import check_compile
 from dtf.config.defaults_lists import ROOT, YamlFile, require_base
 from dtf.config.environment import refuse_variables
 from dtf.config.from_host import fill_from_host
@@ -130,6 +131,7 @@ class Composed:
             task = Task(*parts, rows=settings.sparse)
             check_roles(settings.strategy, processes)
             settings.strategy.check(task, processes, devices)
+            check_compile(settings, devices, processes)
             check_guard(settings.strategy, settings.recipe, settings.train.guard_every * settings.job.trains, processes)
         return settings
 

@@ -39,6 +39,7 @@ from dtf.engine.rank import Rank, ignore
 from dtf.engine.start_record import StartRecord, start_digest
 from dtf.engine.turns import Turns, build
 from dtf.host import heartbeat, starting
+from dtf.model.compiled_parts import choose_parts
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.ema import with_ema
 from dtf.model.init import construct, refuse_untrainable, start_from
@@ -100,6 +101,9 @@ class TaskInputs:
     memory_format: str
     """For the start-up table: the format of images, and why; empty where there is nothing to tell."""
 
+    compiled: str
+    """For the start-up table: what is compiled; empty: nothing."""
+
 
 @dataclass(frozen=True)
 class TrainingSetup:
@@ -160,8 +164,8 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
     rank, world = joined.rank, joined.world
     settings, kind = rank.settings, rank.place.device.partition(":")[0]
     recipe = settings.recipe
-    batch, eval_rows = settings.step.batch_size, settings.train.eval_rows
-    splits = Splits(recipe, settings.sampler, batch, settings.seed, kind == "cuda", eval_rows)
+    rows = settings.step.batch_size, settings.seed, kind == "cuda", settings.train.eval_rows
+    splits = Splits(recipe, settings.sampler, *rows)
     facts = {"versions": _versions(settings.strategy.communication(kind) == "nccl"), **joined.facts}
     facts |= {"training data": splits.fingerprint, "evaluation data": splits.eval.fingerprint()}
     if joined.trains:
@@ -177,16 +181,9 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
     check_used("optimizer.lr_factors", settings.optimizer.lr_factors, parameters, frozen)
     check_used("optimizer.weight_decays", settings.optimizer.weight_decays, parameters, frozen)
     weights, weights_digest, weights_fit = _weights(recipe, model, world)
-    task = Task(
-        recipe,
-        with_ema(settings.optimizer, settings.step.ema),
-        settings.precision,
-        settings.step,
-        settings.seed,
-        splits.sample,
-        weights,
-        settings.sparse,
-    )
+    optimizer = with_ema(settings.optimizer, settings.step.ema)
+    parts = settings.precision, settings.step, settings.seed, splits.sample, weights, settings.sparse
+    task = Task(recipe, optimizer, *parts)
     if not draws_by_name(recipe):
         holds = turns is None or turns.holds
         if joined.trains:
@@ -196,9 +193,10 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         if turns is not None:
             turns.share(model)
         task.built.append(model)
+    chosen, compiled = choose_parts(settings.step.compile, recipe, model)
     start = _recall_start_check(joined, task, model, facts["training data"])
     last, memory_format = _choose_memory_format(joined, task, model)
-    task = replace(task, channels_last=last)
+    task = replace(task, channels_last=last, compiled=chosen)
     numbers = sum(p.numel() for p in parameters.values())
     learning = sum(p.numel() for name, p in parameters.items() if name not in frozen)
     return TaskInputs(
@@ -213,6 +211,7 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         start,
         turns,
         memory_format,
+        compiled,
     )
 
 

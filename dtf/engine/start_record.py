@@ -32,6 +32,7 @@ from dtf.checkpoint.resolve_path import run_folder_of
 from dtf.core.author_line import DTF
 from dtf.core.consistency import keys_of_all_commands
 from dtf.core.version import __version__
+from dtf.host.user_cache import user_cache
 from dtf.model.attributes import digests
 
 FORMAT = 1
@@ -73,7 +74,7 @@ class StartRecord:
                 if record["found"] is not None:
                     return record["found"], plans
                 break  # a run that had plans alone
-        cache = cache_folder()
+        cache = user_cache("start_checks")
         record = _read(cache / self._name, self.digest) if cache is not None else None
         return record["found"] if record is not None and record["processes"] == self.processes else None, plans
 
@@ -88,7 +89,7 @@ class StartRecord:
         record = {"format": FORMAT, "digest": self.digest, "processes": self.processes, "found": found}
         with suppress(OSError):
             _write(self.folder / NAME, record | {"plans": check.plans})
-        cache = cache_folder()
+        cache = user_cache("start_checks")
         if cache is None or not check.fresh:
             return
         with suppress(OSError):
@@ -99,15 +100,6 @@ class StartRecord:
     @property
     def _name(self) -> str:
         return f"{self.digest[:32]}-{self.processes}.json"
-
-
-def cache_folder() -> Path | None:
-    """Where records of all runs of this user are. None where the user has no home."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "dtf" / "start_checks"
-    except RuntimeError:
-        return None
 
 
 def start_digest(config: dict[str, Any], recipe: Recipe, model: nn.Module, device: str, data: Any) -> str:

@@ -135,6 +135,8 @@ def _report_start(setup: TrainingSetup, resumed: Resumed, saving: Saving) -> lis
     table["allocator"] = f"{keep_freed_memory()}; {huge_pages()}"
     if inputs.memory_format:
         table["memory format"] = inputs.memory_format
+    if inputs.compiled:
+        table["compile"] = inputs.compiled
     if inputs.weights and inputs.weights_fit:
         digest = inputs.weights_digest[:19]
         table["weights"] = f"{inputs.weights.about}, {digest}: {inputs.weights_fit.text()}"

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import monotonic
 from typing import NamedTuple
 
 from dtf.host import waits
 
-PHASES = ("start", "rendezvous", "fetch", "step", "log", "evaluate", "save", "wait", "stop", "end")
+PHASES = ("start", "rendezvous", "fetch", "step", "log", "evaluate", "save", "wait", "stop", "end", "compile")
 """`rendezvous`: it waits for processes that somebody else starts, and says so itself. `wait`: for work that others hand
-out. `end`: its work has returned."""
+out. `end`: its work has returned. `compile`: it compiles within another phase, and others may wait for it."""
 _NUMBER = {phase: float(number) for number, phase in enumerate(PHASES)}
 _BYTES = 32  # of a beat: time, phase, step, beats of phase `step`; float64 each
 _CELL = 1 << 18  # per rank: the beat, then the memory of `waits`. Only pages that are written take memory
@@ -47,6 +49,19 @@ def beat(phase: str, step: int) -> None:
 def still_alive() -> None:
     """This rank is where it was, and works."""
     _cell[0] = monotonic()
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """A context in which this rank compiles. The phase before goes on after it."""
+    before = _cell[1]
+    _cell[1] = _NUMBER["compile"]
+    still_alive()
+    try:
+        yield
+    finally:
+        _cell[1] = before
+        still_alive()
 
 
 def end() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -35,6 +35,15 @@ class Limits:
         return (
             self.hang_timeout_s if beat.phase in ("fetch", "step", "log") and beat.steps > 1 else self.start_timeout_s
         )
+
+    def compiles(self, beats: Iterable[Beat], now: float) -> bool:
+        """Whether a rank compiles, and not for too long."""
+        return any(beat.phase == "compile" and now - beat.at <= self.start_timeout_s for beat in beats)
+
+
+def waited_for(ranks: Iterable[int], beats: Mapping[int, Beat]) -> int:
+    """Of some ranks the one that the others wait for."""
+    return min(ranks, key=lambda rank: (beats[rank].phase == "wait", beats[rank].step, beats[rank].at))
 
 
 @dataclass

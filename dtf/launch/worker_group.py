@@ -23,7 +23,7 @@ from dtf.host.heartbeat import Beat, Board
 from dtf.host.signals import Stop
 from dtf.launch.exit_cause import GroupResult, RankExit, group_result, last_frame, preload_error
 from dtf.launch.forkserver import ForkServer
-from dtf.launch.rank_handle import Limits, OtherHosts, RankHandle, open_log
+from dtf.launch.rank_handle import Limits, OtherHosts, RankHandle, open_log, waited_for
 from dtf.launch.rank_process import MESSAGE_BYTES
 from dtf.launch.recovery import Loss, recovered
 from dtf.launch.waits import WaitWatch
@@ -72,7 +72,7 @@ class WorkerGroup:
     _hang_since: float = 0.0
     _killed_since: float = 0.0
     _helpers_until: float = 0.0
-    _awake_since: float = 0.0  # beats before this moment say nothing: this process itself slept
+    _awake_since: float = 0.0  # beats before this moment say nothing: this process slept, or a rank compiled
 
     def run(self) -> GroupResult:
         """Start the ranks and return when all have ended. ConfigError or DtfError when the server cannot start any."""
@@ -209,6 +209,9 @@ class WorkerGroup:
     def _look_for_hang(self, now: float) -> None:
         alive = self._alive()
         beats = {rank.place.rank: self._board.read(rank.place.rank) for rank in alive}
+        if self.limits.compiles(beats.values(), now):  # others may wait for it
+            self._awake_since = now
+            return
         for rank in alive:
             # not "t": a debugger stops it and goes on
             rank.stopped_since = (rank.stopped_since or now) if rank.state() == "T" else 0.0
@@ -221,10 +224,7 @@ class WorkerGroup:
                     rank.hung_since = 0.0
         else:
             stopped = [rank.place.rank for rank in alive if rank.state() in ("T", "t")]
-            # the one the others wait for
-            first = min(
-                stopped or beats, key=lambda rank: (beats[rank].phase == "wait", beats[rank].step, beats[rank].at)
-            )
+            first = waited_for(stopped or beats, beats)
             self._begin_hang(Failed(first, beats[first].step, int(Exit.PEER), "", ""), now)
 
     def _begin_hang(self, hang: Failed, now: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,16 +18,18 @@ class ModuleOutputs:
     they first finished; of a module that a pass calls again, `name, call 2` and so on. What it sees of a DTensor is the
     local part.
 
-    `root`: whether the model's own output counts. `counts`: whether passes count now; those over padding do not.
+    `root`: whether the model's own output counts. `opaque`: names of modules that are not looked into; "" is the
+    model. `counts`: whether passes count now; those over padding do not.
     """
 
-    def __init__(self, model: nn.Module, root: bool = True) -> None:
+    def __init__(self, model: nn.Module, root: bool = True, opaque: Collection[str] = ()) -> None:
         self.counts = True
         self._sums: dict[str, Tensor] = {}
         self._calls = Counter[str]()
         self._hooks = [model.register_forward_pre_hook(lambda module, inputs: self._calls.clear())]
         for name, module in model.named_modules():
-            if name or root:
+            within = any(name != other and f"{name}.".startswith(f"{other}." * bool(other)) for other in opaque)
+            if (name or root) and not within:
                 hook = lambda module, inputs, outputs, name=name: self._add(name, outputs)  # noqa: E731
                 self._hooks.append(module.register_forward_hook(hook))
 

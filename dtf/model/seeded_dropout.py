@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,14 +43,9 @@ class SeededDropout:
                 # The class changes, the module and its name stay: parameter names and hooks of the user's model are
                 # untouched. Others that draw (AlphaDropout, functional dropout) follow the global generator, which
                 # `begin_micro_batch` seeds.
-                kind: Any = type(
-                    f"Seeded{type(module).__name__}",
-                    (_Seeded, type(module)),
-                    {"_channels": not isinstance(module, nn.Dropout)},
-                )
-                module.__class__ = kind
+                module.__class__ = _seeded(type(module))
                 self._seeded.append(module)
-                module.__dict__ |= {"_masks": self, "_name": name}
+                module.__dict__ |= {"_masks": self, "_name": name, "_draws": Draws(self._seeded[-1])}
 
     @contextmanager
     def record_input_norms(self) -> Iterator[dict[str, Tensor]]:
@@ -131,10 +129,16 @@ class SeededDropout:
         """Whether a part of a forward pass is computed again at the moment, see `again`."""
         return self._again is not None
 
+    def made(self, name: str) -> int:
+        """The number of the next call of a layer, see `call`."""
+        if self._again is None:
+            return 0 if _in_backward() else self._calls.setdefault(self.key, {}).get(name, 0)
+        return self._again.get(name, 0)
+
     def call(self, name: str) -> int:
         """The number of this call of a layer within its micro-batch, from 0."""
         calls = self._calls.setdefault(self.key, {}) if self._again is None else self._again
-        if self._again is None and torch._C._current_graph_task_id() != -1:
+        if self._again is None and _in_backward():
             # torch.utils.checkpoint in the model's own code computes a part of its forward again
             if calls.get(name, 1) > 1:
                 raise ConfigError(
@@ -148,7 +152,17 @@ class SeededDropout:
         return number
 
 
-class _Seeded:
+@functools.cache
+def _seeded(kind: type) -> Any:
+    """One class for all layers of a kind: what is compiled for one serves all."""
+    return type(f"Seeded{kind.__name__}", (Seeded, kind), {"_channels": not issubclass(kind, nn.Dropout)})
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class Seeded:
     """A dropout layer whose mask is drawn from hash(seed, step, micro-batch, layer name, number of the call)."""
 
     _masks: SeededDropout
@@ -156,15 +170,22 @@ class _Seeded:
     _channels = True  # whether whole channels are dropped
     # axis, its whole width, this rank's first and last + 1: the mask is drawn whole, then cut
     _slice: tuple[int, int, int, int] | None = None
+    _draws: Draws
     p: float
     training: bool
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.p:
             return x
-        number = self._masks.call(self._name)
-        parts = (self._name, number) if number else (self._name,)
-        generator = torch.Generator(x.device).manual_seed(seed_of(self._masks.key, *parts))
+        shape = self._shape(x)
+        if self._draws.compiled and torch.compiler.is_compiling():
+            number = len(self._draws.log)
+            self._draws.log.append(number)
+            return x * draw_in_compiled(self._draws.layer, number, shape, x.dtype, x.device)
+        return x * self.draw(self._masks.call(self._name), shape, x.dtype, x.device)
+
+    def _shape(self, x: Tensor) -> list[int]:
+        """Of the mask of `x`, with all channels."""
         shape = [*x.shape]
         if self._slice:
             axis, width, first, last = self._slice
@@ -177,12 +198,79 @@ class _Seeded:
             shape[axis] = width
         if self._channels:
             shape[2:] = [1] * len(shape[2:])
-        mask = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p, generator=generator)
+        return shape
+
+    def draw(self, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The mask of a call of this micro-batch, as a factor."""
+        parts = (self._name, number) if number else (self._name,)
+        generator = torch.Generator(device).manual_seed(seed_of(self._masks.key, *parts))
+        mask = torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - self.p, generator=generator)
         # else what it drops at once spans all channels
         if self._slice and mask.shape[self._slice[0]] == self._slice[1]:
             axis, _, first, last = self._slice
             mask = mask.narrow(axis, first, last - first)
-        return x * mask.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))
+        return mask.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))
+
+    def ready_for_compilation(self) -> str:
+        """Why the layer cannot be in a compiled module; empty: it can, from now on."""
+        if self._slice:
+            return "ranks divide its channels"
+        self._draws.compiled = True
+        return ""
+
+    def before_compiled(self) -> None:
+        """Called before a pass of the compiled module that has this layer."""
+        self._draws.first = self._masks.made(self._name)
+
+    def after_compiled(self) -> None:
+        """Called after that pass: count its calls."""
+        for _ in self._draws.log:
+            self._masks.call(self._name)
+        self._draws.log.clear()
+
+
+class Draws:
+    """What a compiled pass needs to draw the masks of one layer."""
+
+    def __init__(self, layer: Seeded) -> None:
+        self.compiled = False
+        self.log: list[int] = []
+        """The calls of a compiled pass: it cannot count."""
+        self.first = 0
+        """The number of its first call within the micro-batch."""
+        number = next(_numbers)
+        self.layer = torch.tensor(number)
+        """Stands for the layer, (): a compiled pass reads it, and so holds no seed."""
+        _layers[number] = layer
+
+
+_numbers = itertools.count()
+_layers: weakref.WeakValueDictionary[int, Seeded] = weakref.WeakValueDictionary()
+
+
+def draw_in_compiled(
+    layer: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The mask, as a factor, of call `number` of a layer within a compiled pass, drawn while that runs."""
+    return torch.ops.dtf.dropout_mask(layer, number, shape, dtype, device)
+
+
+def _draw(layer: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    drawing = _layers[int(layer)]
+    return drawing.draw(drawing._draws.first + number, shape, dtype, device)
+
+
+def _fake(layer: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+_library = torch.library.Library("dtf", "DEF")
+_library.define(
+    "dropout_mask(Tensor layer, int number, SymInt[] shape, ScalarType dtype, Device device) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),  # so that no two of them are made one, and none is done again
+)
+_library.impl("dropout_mask", _draw, "CompositeExplicitAutograd")
+torch.library.register_fake("dtf::dropout_mask", _fake, lib=_library)
 
 
 @contextmanager

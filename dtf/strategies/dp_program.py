@@ -18,6 +18,7 @@ from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
+from dtf.model.compiled_forward import configure
 from dtf.model.forward import copy_of, few_rows, loss_dtype, merge_evaluated, rows_of, to_device
 from dtf.model.init import cast, whole_model
 from dtf.model.loss_terms import per_count, scale_gradients
@@ -70,6 +71,8 @@ class DataParallelProgram(Program):
                 sharding = Sharding(params=params, tables=self._tables, steps_tables=first)
                 options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
                 self._updates.append(LocalUpdate(sharding, *options))
+        if task.compiled:
+            configure(devices[0].type, threads)  # those of a replica
         self._trained = [[p for p in replica.model.parameters() if p.requires_grad] for replica in self._replicas]
         self._synced = True
         self._factors: dict[int, Tensor] = {}  # rows of a global batch -> what its loss is multiplied by

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from dtf.api.options import Compile
 from dtf.api.precision import Cast
 from dtf.api.registry import option, register
 from dtf.api.sparse_table import Placement
@@ -13,6 +14,8 @@ from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,6 +95,15 @@ class Fsdp(Strategy):
             return "each slice of a parameter is on one rank; use strategy.replicate=2 or more"
         return super().unguarded(processes)
 
+    def uncompiled(self, kind: Compile, processes: int) -> str:
+        if processes == 1:
+            return ""
+        if kind is Compile.model:
+            return "parameters are gathered part by part within a pass; use step.compile=blocks, or step.compile=off"
+        if self.unit is Unit.layer:
+            return "strategy.unit=layer gathers parameters within a block; use strategy.unit=block, or step.compile=off"
+        return ""
+
     def communication(self, devices: str) -> str | None:
         return "nccl" if devices == "cuda" else "gloo"
 
@@ -135,7 +147,7 @@ class Fsdp(Strategy):
         layout = layout_of(task.recipe, model)
         # inside a transform of torch.func nothing can be gathered: all comes with the whole model
         transforms = use is not None and use.transforms
-        units = [] if transforms else gathered_units(model, layout, self.unit.value, use)
+        units = [] if transforms else gathered_units(model, layout, self.unit.value, use, task.compiled)
         exchange = self._exchange(
             [byte_count(p for module in unit for p in module.parameters()) for unit in units],
             microbatch_load(task, world.size)[0],
@@ -248,6 +260,7 @@ class Fsdp(Strategy):
                 wrap(rest, policy)
         if not isinstance(model, FSDPModule):
             wrap([model], policy)
+        _refuse_cuts(model, task.compiled)
         assert isinstance(model, FSDPModule)
         if hasattr(model, SUMS_UNUSED):  # rows of one rank may use what those of another do not
             getattr(model, SUMS_UNUSED)(True)
@@ -256,6 +269,19 @@ class Fsdp(Strategy):
             head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + self.prefetch])
             head.set_modules_to_backward_prefetch(heads[max(0, i - self.prefetch) : i][::-1])
         return model
+
+
+def _refuse_cuts(model: nn.Module, compiled: Sequence[str]) -> None:
+    """Raise ConfigError for a compiled module in the middle of which parameters are gathered."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for name in compiled:
+        for at, part in model.get_submodule(name).named_modules(prefix=name):
+            if at != name and isinstance(part, FSDPModule):
+                raise ConfigError(
+                    f"step.compile=blocks: strategy=fsdp gathers {at} apart from the rest of {name}, in the middle of "
+                    "what would be one piece; use strategy=ddp, or step.compile=off"
+                )
 
 
 def _refuse_own_equality(model: nn.Module) -> None:

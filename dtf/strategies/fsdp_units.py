@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
@@ -15,15 +15,18 @@ PARTS = 8
 Units = list[list[nn.Module]]
 
 
-def gathered_units(model: nn.Module, layout: Layout, size: str, use: ParamUse | None) -> Units:
+def gathered_units(
+    model: nn.Module, layout: Layout, size: str, use: ParamUse | None, compiled: Collection[str] = ()
+) -> Units:
     """What is gathered at once: lists of modules. What lies in none of them is gathered with the whole model.
 
     `size`: `layer`, or `block` or `stage` of the layout; without blocks the model is cut into eight parts. `use`: where
     the parameters are used. A module of which a parameter is used elsewhere is taken apart, and units come in the order
-    in which a pass calls them, which need not be that of their names.
+    in which a pass calls them, which need not be that of their names. `compiled`: modules that compute in one piece;
+    where blocks are none of the layout's they are not cut.
     """
     modules = dict(model.named_modules())
-    owners = _owners(model, use)
+    owners = _owners(model, use, compiled)
     if size == "layer":
         units = [[module] for module in owners]
     elif not layout.blocks:
@@ -37,7 +40,7 @@ def gathered_units(model: nn.Module, layout: Layout, size: str, use: ParamUse | 
     return sorted(_checked(units, names, use), key=lambda unit: min(turns[names[module]] for module in unit))
 
 
-def _owners(model: nn.Module, use: ParamUse | None) -> list[nn.Module]:
+def _owners(model: nn.Module, use: ParamUse | None, compiled: Collection[str]) -> list[nn.Module]:
     """Modules with parameters and no layers inside; where others use their parameters, the module around all of them.
 
     Parameters of a module that has layers inside are gathered with the whole model, as units must not be nested.
@@ -47,6 +50,9 @@ def _owners(model: nn.Module, use: ParamUse | None) -> list[nn.Module]:
         for name, module in model.named_modules()
         if module._parameters and not any(True for child in module.children() for _ in child.parameters())
     ]
+    names = list(
+        dict.fromkeys(next((one for one in compiled if f"{name}.".startswith(f"{one}.")), name) for name in names)
+    )
     if use is not None:
         names = list(dict.fromkeys(filter(None, (_user(model, name, use) for name in names))))
         names = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ from dtf.model.attributes import Attributes
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.changing_buffers import ChangingBuffers, buffers_restored
 from dtf.model.communication import asks_for_no_others
-from dtf.model.counters import Counters
+from dtf.model.compiled_forward import compile_modules, uncompiled
 from dtf.model.forward import (
     ForwardPass,
     as_padding,
@@ -41,6 +42,7 @@ from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.model.shared_state import SharedState
 from dtf.optim.update import LocalUpdate
+from dtf.strategies.compile_trial import try_compiled
 from dtf.strategies.pass_probes import (
     Reached,
     count_calls,
@@ -49,12 +51,10 @@ from dtf.strategies.pass_probes import (
     refuse_hooks_on_sums,
     written_by_pass,
 )
-from dtf.strategies.start_check import Numbers, Passes, Trials, check_passes, not_linear
-from dtf.strategies.start_padding import agree, not_zero, padding_error
+from dtf.strategies.replica_start import CLIPPED, PADDED, check_start
+from dtf.strategies.start_check import Numbers, Passes
+from dtf.strategies.start_padding import padding_error
 from dtf.strategies.trial_numbers import pass_numbers, passes_without_trace, put_start
-
-CLIPPED, PADDED = "clipped", "padded"
-"""What `StartCheck.found` calls the gradient that does not grow with the loss, and that which padding has too."""
 
 
 class Replica:
@@ -94,6 +94,7 @@ class Replica:
         self.changing.watches_parameters = sync is None
         self.changing.take_declared(self.statistics)
         self.masks = SeededDropout(model, task.seed, device)
+        self._compiled = compile_modules(model, task.compiled, f"step.compile={task.step.compile.value}")
         apply_activation_checkpointing(
             model, modules_to_checkpoint(task.recipe, model, layout, task.step.remat), task.step.remat, self.masks
         )
@@ -187,10 +188,7 @@ class Replica:
         return sum(sums[1:], start=sums[0])
 
     def sit_out(self, micro_batches: int, shares: int) -> None:
-        """A step without a micro-batch for this replica, where no other rank waits for its passes.
-
-        Its running averages decay all the same.
-        """
+        """A step without a micro-batch for this replica, where no other rank waits. Its running averages decay."""
         self.model.train()
         self.statistics.begin(0, micro_batches, shares)
         self.counts = None
@@ -198,8 +196,8 @@ class Replica:
         self.statistics.end()
 
     def watch_outputs(self) -> ModuleOutputs:
-        """Begin to sum up the outputs of modules; those of padding do not count."""
-        self.outputs = ModuleOutputs(self.model)
+        """Begin to sum up the outputs of modules, but not within compiled ones; those of padding do not count."""
+        self.outputs = ModuleOutputs(self.model, opaque=self._task.compiled)
         return self.outputs
 
     def _pass(self, batch: Batch, factor: Tensor, last: bool, padding: bool = False) -> Tensor:
@@ -264,6 +262,7 @@ class Replica:
                     self.changing.refuse(changed(), self.instead)
                     self._check_start(*rows[1:], peers, lambda: [*attributes.changed(), *shared.changed_in_code()])
                     self.changing.refuse(changed(), self.instead)
+                self._compile_on_trial(rows[1])
         except ValueError as error:
             raise batch_norm_error(error, count) from error
         except RuntimeError as error:
@@ -282,36 +281,35 @@ class Replica:
         return drew
 
     def _check_start(self, a: Batch, b: Batch, peers: Peers, changed: Callable[[], list[str]]) -> None:
-        """The check at the start, unless an earlier run has made it: see `check_passes`. Collective over `peers`."""
-        check = self._task.start_check
-        if check.found is None or CLIPPED not in check.found:
-            trials = Trials(
-                lambda: self._trial(a, 0, last=False),
-                lambda: self._trial(b, 1, last=False),
-                lambda: dict(self.model.named_modules()),
-                [Counters(self.model, self._task.recipe)],
-            )
-            twice = check_passes(trials, self._compute, peers, changed, self.instead)
-            larger = not_linear(lambda factor: self._trial(a, 0, last=False, factor=factor), *twice, self._compute)
-            shown = [larger, not_zero(self._trial(as_padding(a), 0, last=False))]
-            check.passed(dict(zip((CLIPPED, PADDED), agree(shown, peers), strict=True)))
-        found = check.found or {}
+        found = check_start(self._trial, a, b, self.model, self._task, peers, changed, self.instead)
         self.clipped, self._padded = found[CLIPPED], found.get(PADDED, "")
         if self.pads:
             self._refuse_padding()
 
     def _refuse_padding(self) -> None:
-        """Raise ConfigError where a pass over padding would add to gradients."""
-        if self._padded:
+        if self._padded:  # a pass over padding would add to gradients
             raise padding_error(self._padded, self.instead)
 
     def _written(self, rows: Batch) -> list[str]:
-        """The parameters that a pass over these rows writes to, or a switch to evaluation and back."""
-        if self._sync is not None:  # who shards parameters has looked
-            return []
+        """The parameters that a pass over these rows writes to. Who shards parameters has looked."""
+        return [] if self._sync is not None else written_by_pass(self.model, self._forward_of(rows))
+
+    def _forward_of(self, rows: Batch) -> Callable[[], Any]:
         self._begin_random(0, 0)
-        inputs = self._received(copy_of(rows), 0, 0).inputs
-        return written_by_pass(self.model, lambda: self._passes.forward(self.model, inputs))
+        return partial(self._passes.forward, self.model, self._received(copy_of(rows), 0, 0).inputs)
+
+    def _compile_on_trial(self, rows: Batch) -> None:
+        """Raise ConfigError where a module cannot be compiled. Collective where passes are."""
+
+        def evaluate() -> None:
+            self.model.eval()
+            with torch.no_grad():
+                self._forward_of(rows)()
+            self.model.train()
+
+        train = partial(self._trial, rows, 0, last=False, compiled=True)
+        if self._compiled:
+            try_compiled(self._compiled, train, evaluate, self.start_numbers, self._compute)
 
     def passes(self, rows: Batch) -> Passes:
         """Trial passes over these rows at any time, without a trace. Collective where passes are."""
@@ -343,15 +341,17 @@ class Replica:
         self.changing.take(self.statistics.release(other.statistics.uneven - self.statistics.uneven))
         self._passes.loss.follow(other._passes.loss)
 
-    def _trial(self, rows: Batch, micro_batch: int, last: bool = True, factor: float = 1.0) -> Numbers:
+    def _trial(
+        self, rows: Batch, micro_batch: int, last: bool = True, factor: float = 1.0, compiled: bool = False
+    ) -> Numbers:
         """Forward and backward over some rows as a micro-batch of step 0. The memory of the first two is measured.
-        Returns their sums and the norms of the gradients, which are dropped.
+        Returns their sums and the norms of the gradients, which are dropped. Nothing is compiled but as asked.
         """
         part = with_leaves(self._received(copy_of(rows), 0, micro_batch), self._looked_up)
         self.changing.begin()
         self._begin_random(0, micro_batch)
         footprint = Footprint() if len(self._trials) < 2 else None
-        with footprint or nullcontext():
+        with footprint or nullcontext(), nullcontext() if compiled else uncompiled(self._compiled):
             start = torch.full((), factor, device=self._device)
             sums = self._pass(part, start, last or self._sync is not None)
         numbers, self.undivided = pass_numbers(self.model, sums, self.changing.norms())

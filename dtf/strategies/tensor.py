@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dtf.api.options import Compile
 from dtf.api.registry import option, register
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program, Strategy, check_divides, check_layout, check_tables
@@ -56,6 +57,14 @@ class Tensor(Strategy):
         if processes == (self.degree or processes):
             return "all ranks form one replica; use a strategy.degree below launcher.processes"
         return ""
+
+    def uncompiled(self, kind: Compile, processes: int) -> str:
+        if processes == 1:
+            return ""
+        return (
+            "divided layers talk to other ranks in the middle of what would be one piece; use strategy=fsdp, or "
+            "step.compile=off"
+        )
 
     def communication(self, devices: str) -> str | None:
         return "nccl" if devices == "cuda" else "gloo"

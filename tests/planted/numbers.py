@@ -283,4 +283,32 @@ FAULTS = [
         "if verdict.bound < distance:",
         ("tests/laws/test_verify.py::test_a_fault_beside_rounding_is_found",),
     ),
+    Fault(
+        "a compiled pass keeps the momentum of the first micro-batch",
+        "dtf/model/norm_calls.py",
+        "        if calls.weighs != momentum:\n",
+        "        if calls.weighs is None:\n",
+        ("tests/unit/test_compiled_forward.py::test_masks_averages_and_counts_are_those_of_the_plain_module",),
+    ),
+    Fault(
+        "all calls of a dropout in a compiled pass have one mask",
+        "dtf/model/seeded_dropout.py",
+        "    return drawing.draw(drawing._draws.first + number, shape, dtype, device)\n",
+        "    return drawing.draw(drawing._draws.first, shape, dtype, device)\n",
+        ("tests/unit/test_compiled_forward.py::test_masks_averages_and_counts_are_those_of_the_plain_module",),
+    ),
+    Fault(
+        "a compiled module skips hooks that come later",
+        "dtf/model/compiled_forward.py",
+        "    dynamo.skip_nnmodule_hook_guards = False",
+        "    dynamo.skip_nnmodule_hook_guards = True",
+        ("tests/unit/test_compiled_forward.py::test_hooks_within_a_block_are_not_skipped",),
+    ),
+    Fault(
+        "equal blocks are compiled one by one",
+        "dtf/model/seeded_dropout.py",
+        "@functools.cache\ndef _seeded",
+        "def _seeded",
+        ("tests/laws/test_compile.py::test_equal_blocks_are_compiled_once_for_each_shape_and_never_again",),
+    ),
 ]

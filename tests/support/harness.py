@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from dtf.api.lr import Schedule
-from dtf.api.options import FineTuning, Remat, StepOptions
-from dtf.api.precision import Cast, Format, Precision
+from dtf.api.options import Compile, FineTuning, Remat, StepOptions
 from dtf.api.recipe import Dataset
 from dtf.api.registry import lookup, registered
 from dtf.api.sampler import Tail
@@ -34,6 +33,8 @@ from dtf.engine.clock import Plan, PlannedClock
 from dtf.engine.guarded_steps import guarded_steps
 from dtf.engine.loop import Loop, fit
 from dtf.engine.program_check import check_program
+from dtf.model import compiled_forward
+from dtf.model.compiled_parts import parts_to_compile
 from dtf.model.ema import with_ema
 from dtf.model.forward import zero_rows_for_tables
 from dtf.model.init import construct
@@ -46,6 +47,7 @@ from tests.support.checkpoints import boxes_of_others
 from tests.support.in_process_servers import HelperThreads, KillableTransport, ask_again_soon, connect
 from tests.support.known_checks import keep, known
 from tests.support.lossy_network import LossyTransport
+from tests.support.precisions import PRECISIONS
 from tests.support.ranks import ranks
 from tests.support.saves import Halt, saves
 from tests.support.shapes_toy import ShapesToy  # noqa: F401 (registers itself)
@@ -54,15 +56,6 @@ from tests.support.toy import Toy  # noqa: F401
 
 BATCH, ROWS = 19, 42
 """Two batches of three micro-batches of five rows and one of four, and a last batch of four rows: three steps."""
-
-PRECISIONS = {
-    "fp64": Precision(param=Format.fp64, compute=Format.fp64),
-    "fp32": Precision(),
-    "bf16": Precision(compute=Format.bf16, cast=Cast.autocast),
-    "bf16_params": Precision(param=Format.bf16, compute=Format.bf16),
-    "bf16_master": Precision(compute=Format.bf16),
-    "fp16": Precision(compute=Format.fp16, cast=Cast.autocast, loss_scale=2.0**13),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +85,8 @@ class Case:
     plugin: str = ""
     remat: str = "none"
     channels_last: bool = False
+    compile: str = "off"
+    compiler: str = "aot_eager"  # quick: no machine code
     ema: float = 0.0
     freeze: list[str] = field(default_factory=list)
     weights: str = ""
@@ -120,6 +115,7 @@ class Case:
             clip_norm=self.clip_norm,
             remat=Remat(self.remat),
             ema=self.ema,
+            compile=Compile(self.compile),
         )
         weights = None
         if self.weights:
@@ -127,7 +123,8 @@ class Case:
         stepper = with_ema(lookup("optimizer", self.optimizer)(lr_factors=self.lr_factors), self.ema)
         rows = lookup("sparse", self.sparse)(**self.sparse_options)
         precision, last = PRECISIONS[self.precision], self.channels_last
-        return Task(toy, stepper, precision, step, 0, weights=weights, rows=rows, channels_last=last)
+        task = Task(toy, stepper, precision, step, 0, weights=weights, rows=rows, channels_last=last)
+        return replace(task, compiled=parts_to_compile(step.compile, toy, construct(toy)))
 
     def epochs(self, training: Dataset) -> Epochs:
         """The global batches of these rows."""
@@ -168,7 +165,7 @@ class _Run:
 
     def __init__(self, rank: int, size: int, case: Case) -> None:
         load_parts([case.plugin] if case.plugin else [])
-        self.case, self.task = case, case.task()
+        self.case, self.task, compiled_forward.BACKEND = case, case.task(), case.compiler
         self.toy, self.slots = self.task.recipe, case.slots or size
         self.strategy = case.chosen(self.task)
         self.world = World(Place(rank=rank, size=size, slots=self.slots))

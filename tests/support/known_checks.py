@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-MODEL = ("options", "recipe", "plugin", "precision", "remat", "freeze", "weights")
+MODEL = ("options", "recipe", "plugin", "precision", "remat", "compile", "freeze", "weights")
 """Of a case, what decides how the check ends."""
 
 _found: dict[str, dict[str, str] | None] = {}

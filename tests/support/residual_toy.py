@@ -44,7 +44,7 @@ class Residual(Toy):
                 return torch.relu_(x + self.last(self.fall(y)))
 
         parts = {
-            "stem": nn.Linear(8, 16),
+            "stem": nn.Linear(8, 16, bias=False),
             "norm": nn.BatchNorm1d(16),
             "first": Block(self.dropout),
             "second": Block(self.dropout),

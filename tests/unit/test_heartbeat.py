@@ -72,5 +72,20 @@ def test_the_first_step_of_a_process_has_the_time_of_a_start() -> None:
         "wait": 600,
         "stop": 600,
         "end": 600,
+        "compile": 600,
     }
     assert limits.silence(Beat(0, "step", 120, 1)) == 600
+
+
+def test_nobody_hangs_while_a_rank_compiles_and_the_phase_before_goes_on_after_it() -> None:
+    board, limits = Board(1), Limits(hang_timeout_s=60.0, start_timeout_s=600.0, grace_s=25.0)
+    heartbeat.attach(board.fd, 0)
+    heartbeat.beat("step", 7)
+    heartbeat.beat("step", 8)
+    with heartbeat.compiling():
+        beat = board.read(0)
+        assert (beat.phase, beat.step, beat.steps) == ("compile", 8, 2)
+        assert limits.compiles([beat], beat.at + 599) and not limits.compiles([beat], beat.at + 601)
+    after = board.read(0)
+    assert (after.phase, after.step, after.steps) == ("step", 8, 2) and after.at >= beat.at
+    assert not limits.compiles([after], after.at) and limits.silence(after) == 60.0

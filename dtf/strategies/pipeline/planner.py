@@ -74,7 +74,8 @@ def _plan(
     places, unit = [s % spec.ranks for s in range(stages)], "time" if spec.timed else "FLOPs"
     plan: dict[str, Any] = {}
     least = math.inf
-    inside = not spec.begins and task.step.remat is Remat.none  # what is cut inside cannot be computed again
+    # what is cut inside cannot be computed again, nor compiled
+    inside = not spec.begins and task.step.remat is Remat.none and not task.compiled
     refused: ConfigError | None = None  # by blocks as they are
     for fine in (False, True) if inside else (False,):
         try:

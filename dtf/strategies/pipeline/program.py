@@ -131,12 +131,12 @@ class PipelineProgram(Program):
             whole = looked_up[j] if looked_up else self._receiver.train(copy_of(rows[j]), 0, j)
             return self._leaves(copy_of(rows_of(whole, 0, end)))
 
-        def run(part: Batch, enter: _MicroBatchHook) -> Evaluated:
-            return self._run([part], self._one, enter, _nothing, train=True)
+        def run(part: Batch, enter: _MicroBatchHook, train: bool = True) -> Evaluated:
+            return self._run([part], self._one, enter, _nothing, train)
 
         stages, compute, check = list(self._stages.values()), self._task.precision.compute, self._task.start_check
         early = partial(self._pipeline.early_bytes, self._world.rank)
-        trials = StartTrials(stages, self._task.recipe, self._shared, run, early, self._dims, self._passes)
+        trials = StartTrials(stages, self._task, self._shared, run, early, self._dims, self._passes)
         if self.shares == 1:
             models, scratch = [stage.model for stage in stages], {name for stage in stages for name in stage.scratch}
             peers, train = self._world, trials.passes(lambda: part(0)).run
@@ -389,7 +389,7 @@ class PipelineProgram(Program):
         return [self._update.held()]
 
     def watch_outputs(self) -> list[ModuleOutputs]:
-        return [ModuleOutputs(stage.model, root=False) for stage in self._stages.values()]
+        return [ModuleOutputs(stage.model, root=False, opaque=self._task.compiled) for stage in self._stages.values()]
 
     def skipped(self) -> int:
         return self._update.skipped()

@@ -13,6 +13,7 @@ from dtf.api.task import Task
 from dtf.model.activation_checkpointing import apply_activation_checkpointing
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.changing_buffers import ChangingBuffers
+from dtf.model.compiled_forward import compile_modules
 from dtf.model.seeded_dropout import SeededDropout
 
 
@@ -41,6 +42,7 @@ class Stage:
         self.changing = ChangingBuffers(model, rules, {*self.statistics.names(), *self.statistics.counters()}, True)
         self.changing.take_declared(self.statistics)
         self.masks = SeededDropout(model, task.seed, device)
+        self.compiled = compile_modules(model, task.compiled, f"step.compile={task.step.compile.value}")
         apply_activation_checkpointing(model, checkpointed, task.step.remat, self.masks)
         model.train()
 

@@ -8,6 +8,7 @@ import math
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from dtf.api.options import Compile
 from dtf.api.registry import option, register
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program, Strategy, check_divides, check_layout, check_tables
@@ -119,6 +120,11 @@ class Pipeline(Strategy):
         if processes == (self.degree or processes):
             return "all ranks form one replica; use a strategy.degree below launcher.processes"
         return ""
+
+    def uncompiled(self, kind: Compile, processes: int) -> str:
+        if kind is Compile.blocks or processes == 1:
+            return ""
+        return "stages divide the model; use step.compile=blocks, or step.compile=off"
 
     def communication(self, devices: str) -> str | None:
         return "nccl" if devices == "cuda" else "gloo"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.api.precision import Format
-from dtf.api.task import StartCheck
+from dtf.api.task import StartCheck, Task
 from dtf.core.consistency import Peers
 from dtf.core.types import Batch, Evaluated
 from dtf.distributed.device_mesh import ParallelDims
@@ -18,6 +18,7 @@ from dtf.distributed.world import World
 from dtf.model.attributes import Attributes
 from dtf.model.changing_buffers import buffers_restored
 from dtf.model.communication import AsksForOthers, others_error
+from dtf.model.compiled_forward import uncompiled
 from dtf.model.counters import Counters
 from dtf.model.forward import ForwardPass, batch_norm_error, global_rng_error
 from dtf.model.known_parameters import KnownParameters
@@ -25,6 +26,7 @@ from dtf.model.memory import Footprint
 from dtf.model.outside_tensors import OutsideTensors, outside_error
 from dtf.model.seeded_dropout import find_drawing_modules
 from dtf.model.shared_state import SharedState
+from dtf.strategies.compile_trial import try_compiled
 from dtf.strategies.pass_probes import WrittenParameters, count_calls
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
@@ -33,20 +35,21 @@ from dtf.strategies.start_check import BUFFER, Collectives, Numbers, Passes, Tri
 INSTEAD = "strategy.degree=0"
 """What to use where the rows of a model cannot be divided: all ranks in one pipeline."""
 
-Run = Callable[[Batch, Callable[[Stage, int], None]], Evaluated]
+Run = Callable[..., Evaluated]
 
 
 class StartTrials:
     """Trial passes over the stages of this rank, whose results are dropped: they leave no trace. Collective.
 
-    `run`: forward and backward of one micro-batch by `passes`, with what to call before each stage's forward pass.
+    `run(batch, enter, train)`: forward and backward of one micro-batch by `passes`, with what to call before each
+    stage's forward pass; `train=False`: an evaluation.
     `received`: the bytes of gradients that arrived in it ahead of their pass.
     """
 
     def __init__(
         self,
         stages: list[Stage],
-        recipe: object,
+        task: Task,
         shared: SharedTensors,
         run: Run,
         received: Callable[[], int],
@@ -54,7 +57,7 @@ class StartTrials:
         passes: ForwardPass,
     ) -> None:
         self._stages, self._shared, self._run, self._received, self._dims = stages, shared, run, received, dims
-        self._recipe, self._passes = recipe, passes
+        self._recipe, self._passes, self._compiles = task.recipe, passes, bool(task.compiled)
         self._divided = dims.dp_shard.count > 1
         self.measured: list[tuple[int, Footprint]] = []
         """The first two passes, with their rows."""
@@ -69,7 +72,7 @@ class StartTrials:
         check: StartCheck,
     ) -> None:
         """Measure a pass over `few` rows and one over `a`; then, where rows are divided and no earlier run has done so,
-        compare passes over `a`, `b` and `a`. ConfigError for what cannot run.
+        compare passes over `a`, `b` and `a`; try what is compiled. ConfigError for what cannot run.
         """
         attributes = [Attributes(stage.model, self._recipe) for stage in self._stages]
         parameters = [KnownParameters(stage.model) for stage in self._stages]
@@ -112,13 +115,27 @@ class StartTrials:
                     lambda: self._trial(a(), 0), lambda: self._trial(b(), 1), self.modules, counters, alike=False
                 )
                 found = _changed(attributes, shared)
-
-                def names() -> list[str]:
-                    return sorted({*found, *_changed(attributes, shared)})
-
+                names = lambda: sorted({*found, *_changed(attributes, shared)})  # noqa: E731
                 check_passes(trials, compute, self.peers(world), names, INSTEAD)
                 check_buffers()
                 check.passed({})
+            if self._compiles:
+                self._compile(a, compute)
+
+    def _compile(self, rows: Callable[[], Batch], compute: Format) -> None:
+        """Raise ConfigError where a module of a stage here cannot be compiled."""
+
+        def evaluate() -> None:
+            for stage in self._stages:
+                stage.train(False)
+            with torch.no_grad():
+                self._run(rows(), lambda stage, j: stage.masks.begin_micro_batch(0, 0), False)
+            for stage in self._stages:
+                stage.train()
+
+        expected = self._trial(rows(), 0)
+        forwards = [forward for stage in self._stages for forward in stage.compiled]
+        try_compiled(forwards, lambda: self._trial(rows(), 0, compiled=True), evaluate, expected, compute)
 
     def passes(self, rows: Callable[[], Batch]) -> Passes:
         """Trial passes over some rows at any time, without a trace. Collective over the pipeline."""
@@ -177,10 +194,16 @@ class StartTrials:
             stage.changing.take_uneven(stage.statistics, calls)
             self._shared.refuse_changed(stage.index, stage.changing.names)
 
-    def _trial(self, rows: Batch, micro_batch: int, enter: Callable[[Stage, int], None] | None = None) -> Numbers:
+    def _trial(
+        self,
+        rows: Batch,
+        micro_batch: int,
+        enter: Callable[[Stage, int], None] | None = None,
+        compiled: bool = False,
+    ) -> Numbers:
         """Forward and backward over some rows as a micro-batch of step 0. The memory of the first two is measured.
         Returns their sums, the same on all ranks of a pipeline, and the sizes of the gradients of this rank's
-        parameters.
+        parameters. Nothing is compiled but as asked.
         """
 
         def begin(stage: Stage, j: int) -> None:
@@ -190,7 +213,8 @@ class StartTrials:
         for stage in self._stages:
             stage.changing.begin()
         try:
-            with footprint or nullcontext():
+            forwards = [forward for stage in self._stages for forward in stage.compiled]
+            with footprint or nullcontext(), nullcontext() if compiled else uncompiled(forwards):
                 sums = self._run(rows, enter or begin).sums
         except ValueError as error:
             raise batch_norm_error(error, len(rows.ids)) from error

@@ -1,0 +1,34 @@
+"""What torch.compile needs of a host. Torch-free."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+_SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
+"""Variables that turn torch.compile off without a word."""
+
+
+def compiler_lack(devices: str, environment: Mapping[str, str]) -> str:
+    """What this host lacks for torch.compile on `devices` (`cpu` or `cuda`), and how to get it; empty: nothing."""
+    off = [name for name in _SWITCHES if environment.get(name, "0") not in ("", "0")]
+    if off:
+        return f"{off[0]}={environment[off[0]]} turns torch.compile off; unset it"
+    path = environment.get("PATH")
+    if devices == "cuda" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: python -m pip install triton, in the version that this torch wants"
+    key, names = ("CC", ("gcc", "clang")) if devices == "cuda" else ("CXX", ("g++",))
+    names = (environment[key],) if environment.get(key) else names
+    if not any(shutil.which(name, path=path) for name in names):
+        language, package = ("C", "gcc") if devices == "cuda" else ("C++", "g++")
+        return (
+            f"no {language} compiler is installed ({' or '.join(names)}): apt install {package}, dnf install "
+            f"{'gcc' if devices == 'cuda' else 'gcc-c++'}, or name one by {key}"
+        )
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.is_file():
+        return f"Python's headers are not installed ({header}): apt install python3-dev, dnf install python3-devel"
+    return ""

@@ -1,0 +1,254 @@
+"""torch.compile on modules of a model, in place: names, classes, hooks, state and checkpoints stay as they are. Equal
+modules share what is compiled, and only their own code is in it: hooks of the module itself run around it.
+
+A run of a given shape is compiled by that shape alone, whatever came before: a run that goes on computes the same bits.
+What a compiled pass must not bake in comes as tensors and is counted around it: seeds of masks, momenta of running
+averages, calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dtf.core.errors import ConfigError
+from dtf.host.compiler import compiler_lack
+from dtf.host.heartbeat import compiling
+from dtf.host.user_cache import user_cache
+from dtf.model.norm_calls import Counted
+from dtf.model.seeded_dropout import Seeded
+
+BACKEND = "inductor"
+MOST_SHAPES = 64
+"""Compilations of one kind of module: the shapes of its inputs, in training and evaluation."""
+CACHE = "compiled"
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+_numbers = itertools.count()
+_functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
+_making = threading.Lock()
+_traced_only = False
+
+
+class CompiledForward:
+    """The forward of a module, in one compiled piece. ConfigError where it cannot be one."""
+
+    def __init__(self, name: str, module: nn.Module, key: str) -> None:
+        self._name, self._module, self.key = name, module, key
+        self._kind = (key, *_structure(module))
+        self._functions: dict[bool, Callable[..., Any]] = {}
+        self._passed: set[tuple[Any, ...]] = set()
+        self._counted = [part for part in module.modules() if isinstance(part, Counted | Seeded)]
+        for part in self._counted:
+            refusal = part.ready_for_compilation()
+            if refusal:
+                raise ConfigError(f"{key} cannot compile {self.label}: {refusal}; use step.compile=off")
+        self.called = False
+        """Whether a pass has called it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
+        for part in self._counted:
+            part.before_compiled()
+        if _traced_only not in self._functions:
+            self._functions[_traced_only] = _function(self._kind, _traced_only)
+        shapes = (_traced_only, self._module.training, torch.is_grad_enabled(), *_shapes(args), *_shapes(kwargs))
+        new = shapes not in self._passed  # then it may have to be compiled, for a minute or more
+        self._passed.add(shapes)
+        try:
+            with compiling() if new else nullcontext():
+                return self._functions[_traced_only](self._module, *args, **kwargs)
+        except Exception as error:
+            refusal = self._refusal(error)
+            if refusal is None:
+                raise
+            raise refusal from error
+        finally:
+            for part in self._counted:
+                part.after_compiled()
+
+    def _refusal(self, error: Exception) -> ConfigError | None:
+        """What to raise for an error of a pass. None for those that are not the compiler's."""
+        from torch._dynamo.exc import FailOnRecompileLimitHit, RecompileError, TorchDynamoException
+
+        if isinstance(error, FailOnRecompileLimitHit):
+            return ConfigError(
+                f"{self.key} has compiled {self.label} for {MOST_SHAPES} shapes of inputs; pad them to fewer shapes, "
+                "or use step.compile=off"
+            )
+        if isinstance(error, RecompileError):
+            return ConfigError(
+                f"{self.key} would compile {self.label} in each pass anew, as something that it keeps changes "
+                f"({_guard(error)}); keep a number in a buffer, as a tensor, or use step.compile=off"
+            )
+        if isinstance(error, TorchDynamoException):
+            return ConfigError(
+                f"{self.key} cannot compile {self.label} in one piece: {reason(error)}; change that, or use "
+                "step.compile=off"
+            )
+        return None
+
+    @property
+    def label(self) -> str:
+        """Its name and class, for people."""
+        kind = type(self._module).__name__
+        return f"{self._name} ({kind})" if self._name else f"the model ({kind})"
+
+
+def _shapes(values: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """What is compiled, once for each kind of module. The module is an argument, so that equal ones share it."""
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _function(kind: tuple[Any, ...], traced_only: bool) -> Callable[..., Any]:
+    backend = "eager" if traced_only else BACKEND
+    with _making:
+        if (kind, backend) not in _functions:
+            # torch keeps what it has compiled by code objects: one of its own for each kind
+            code = _call.__code__.replace(co_name=f"compiled_{next(_numbers)}")
+            copy = FunctionType(code, globals(), code.co_name)
+            _functions[kind, backend] = torch.compile(copy, backend=backend, fullgraph=True, dynamic=False)
+        return _functions[kind, backend]
+
+
+def _structure(module: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """What tells kinds of modules apart. Whatever else differs is found by torch's guards."""
+    for name, part in module.named_modules():
+        tensors = [*part._parameters.items(), *part._buffers.items()]
+        yield (
+            name,
+            type(part),
+            part.extra_repr(),
+            *((key, None if t is None else (tuple(t.shape), t.dtype)) for key, t in tensors),
+        )
+
+
+def compile_modules(model: nn.Module, names: Collection[str], key: str) -> list[CompiledForward]:
+    """Compile those of the named modules that `model` has, in place. `key`: the option with its value, for errors.
+
+    Nothing is compiled before a pass. ConfigError for a module that stages of a pipeline have cut.
+    """
+    modules, made = dict(model.named_modules()), []
+    for name in names:
+        if name not in modules:
+            continue
+        if type(modules[name]) is nn.Module:  # what is left of a block whose layers are called one by one
+            raise ConfigError(f"{key} needs {name} in one piece, and the stages are cut inside it; use fewer stages")
+        own = [at for at, part in modules[name].named_modules(prefix=name) if "forward" in vars(part)]
+        if own:
+            raise ConfigError(
+                f"{key} cannot compile {name or 'the model'}: forward of {own[0] or 'the model'} was assigned to the "
+                "object, not to its class; define it in the class, or use step.compile=off"
+            )
+        forward = CompiledForward(name, modules[name], key)
+        modules[name].forward = forward
+        made.append(forward)
+    if made:
+        device = next((tensor.device.type for tensor in model.parameters()), "cpu")
+        configure(device, torch.get_num_threads())
+    return made
+
+
+def configure(device: str, threads: int) -> None:
+    """Set torch's compiler up in this process. ConfigError where this host lacks something for it."""
+    folder, given = cache_folder(), os.environ.get(_VARIABLE, "")
+    # torch writes its own choice there when it is imported
+    if folder is not None and (not given or given.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_"))):
+        os.environ[_VARIABLE] = str(folder)
+
+    import torch._functorch.config
+    import torch._inductor.config as inductor
+
+    lack = compiler_lack(device, os.environ) if BACKEND == "inductor" else ""
+    if lack:
+        raise ConfigError(f"step.compile cannot compile on this host: {lack}; or use step.compile=off")
+    dynamo = torch._dynamo.config
+    dynamo.skip_nnmodule_hook_guards = False  # a hook that comes later is seen
+    dynamo.optimize_ddp = False  # it would cut blocks at the ends of buckets
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = MOST_SHAPES
+    inductor.fallback_random = True  # functional dropout draws what it draws uncompiled
+    inductor.fx_graph_cache = True
+    torch._functorch.config.enable_autograd_cache = True
+    torch._functorch.config.force_non_lazy_backward_lowering = True  # all is compiled where `compiling` says so
+    if device == "cpu":
+        inductor.cpp.threads = threads
+        inductor.compile_threads = 1  # ranks share the cores
+
+
+def cache_folder() -> Path | None:
+    """Where machine code is kept for later runs of this user, on processors of this kind. None: nowhere of the user's
+    own, then torch takes one in the folder for temporary files.
+    """
+    parent = user_cache(CACHE)
+    if parent is None:
+        return None
+    features = [line for line in _processor() if line.startswith(("model name", "flags", "Features"))]
+    folder = parent / hashlib.sha256("".join(features).encode()).hexdigest()[:12]
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid == os.geteuid() and not status.st_mode & 0o022:  # what is there is run
+            return folder
+    return None
+
+
+def _processor() -> list[str]:
+    """What Linux says of the first one. Code for one kind may stop another, which sees the same home folder."""
+    with suppress(OSError):
+        return Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    return []
+
+
+def uncompiled(compiled: Collection[CompiledForward]) -> AbstractContextManager[object]:
+    """A context in which compiled modules compute as they are."""
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+@contextmanager
+def traced_only(again: bool = False) -> Iterator[None]:
+    """A context for passes in which modules are followed as for compilation, and computed as they are. `again`: what
+    would have to be compiled once more is an error.
+    """
+    global _traced_only
+    before = _traced_only, torch._dynamo.config.error_on_recompile
+    _traced_only, torch._dynamo.config.error_on_recompile = True, again
+    try:
+        yield
+    finally:
+        _traced_only, torch._dynamo.config.error_on_recompile = before
+
+
+def _guard(error: Exception) -> str:
+    """What changed, of an error that something would be compiled anew."""
+    guards = re.findall(r"- \d+/\d+: (.*?)(?:\s+#.*)?$", str(error), re.MULTILINE)
+    return next((guard for guard in guards if "module" in guard), "; ".join(guards) or str(error).partition("\n")[0])
+
+
+def reason(error: Exception) -> str:
+    """What torch says of an error, in one line, and the line of code that it names."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = [lines[0]] if lines else [type(error).__name__]
+    said += [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")][:1]
+    _, _, user = text.partition("from user code:")
+    places = [line.strip() for line in user.splitlines() if line.strip().startswith("File ")]
+    if places:
+        said.append(places[-1])
+    return " ".join(part.rstrip(".") + "," for part in said).rstrip(",")

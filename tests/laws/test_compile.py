@@ -1,0 +1,162 @@
+"""What is compiled computes the same numbers under any strategy, once for each shape, and what cannot be is refused by
+name before the first step.
+
+The compiler itself takes tens of seconds for a few blocks. So the default tests follow code and divide it into forward
+and backward as for inductor (`aot_eager`), and the slow ones make machine code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtf.config.compose import Composer
+from dtf.core.errors import ConfigError
+from dtf.model import compiled_forward
+from tests.conftest import Result
+from tests.support.harness import difference, reference, spread, train, variants
+from tests.support.ranks import Refused, ranks
+
+RESIDUAL: dict[str, Any] = {"recipe": {"name": "residual"}, "plugin": "tests.support.residual_toy"}
+COMPILED: dict[str, Any] = {**RESIDUAL, "compile": "blocks"}
+REFUSING = ("tensor",)
+
+
+def ways() -> list[Any]:
+    """The strategies that compile."""
+    return [
+        pytest.param(*way, marks=() if way[0] in ("ddp", "fsdp") and not way[1] else pytest.mark.slow)
+        for way in variants()
+        if way[0] not in REFUSING and way[1].get("unit") != "layer"
+    ]
+
+
+@pytest.mark.parametrize(("strategy", "options"), ways())
+def test_the_numbers_are_those_of_the_plain_model(strategy: str, options: dict[str, Any]) -> None:
+    """With batch statistics over several micro-batches, masks of modules, and a last batch that is smaller."""
+    found = spread(strategy, 2, options=options, **COMPILED)
+    assert difference(reference(**RESIDUAL), found) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [{"remat": "blocks"}, {"ema": 0.9}, {"compile": "model"}, {"recipe": {"name": "shapes_toy"}}]
+)
+def test_so_they_are_beside_other_options(case: dict[str, Any]) -> None:
+    plain = {**RESIDUAL, **{key: value for key, value in case.items() if key not in ("compile", "remat")}}
+    assert difference(reference(**plain), spread("ddp", 2, **{**COMPILED, **case})) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "options"), ways())
+def test_machine_code_gives_the_same_numbers(strategy: str, options: dict[str, Any]) -> None:
+    found = spread(strategy, 2, options=options, compiler="inductor", **COMPILED)
+    assert difference(reference(**RESIDUAL), found) < 1e-10
+
+
+@pytest.mark.slow
+def test_masks_of_a_function_are_the_same_too() -> None:
+    """Without a module that draws: from torch's generator, which is seeded with each micro-batch."""
+    drawn = {**RESIDUAL, "recipe": {"name": "residual", "functional": True}}
+    assert difference(reference(**drawn), spread("ddp", 2, **drawn, compile="blocks")) < 1e-10
+
+
+def compilations(rank: int, size: int, **case: Any) -> list[tuple[int, ...]]:
+    """The shapes of the first input that has several axes of each compilation of a run, in order."""
+    made: list[tuple[int, ...]] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        made.append(tuple(next(value.shape for value in inputs if value.dim() == 2 and value.shape[0] < 16)))
+        return graph
+
+    train(rank, size, **{**case, "compiler": backend})
+    return made
+
+
+def test_equal_blocks_are_compiled_once_for_each_shape_and_never_again() -> None:
+    """Micro-batches of five rows, the last of a batch and the last batch of four; evaluations of five. Two blocks."""
+    one = spread_list(steps=3, eval_every=3)
+    assert [shape[0] for shape in one] == [5, 4, 5]
+    assert spread_list(steps=9, eval_every=3) == one
+
+
+def spread_list(**case: Any) -> list[Any]:
+    return ranks(1, "tests.laws.test_compile:compilations", shared=True, **{**COMPILED, **case})[0]
+
+
+@pytest.mark.slow
+def test_who_compiles_does_not_hang(run_dtf: Callable[..., Result], tmp_path: Path) -> None:
+    """The last batch is smaller: machine code for it takes longer than a step may."""
+    found = run_dtf(
+        "recipe=resnet_shapes", "recipe.data.train_rows=96", "recipe.data.eval_rows=32", "step.compile=blocks",
+        "step.batch_size=40", "train.steps=6", "train.eval_every=6", "checkpoint=off", "launcher.processes=2",
+        "launcher.hang_timeout_s=2", "launcher.max_restarts=0", f"+launcher.env.XDG_CACHE_HOME={tmp_path}",
+    )  # fmt: skip
+    assert found.code == 0, found.err
+    assert "blocks: 3 BasicBlock" in found.out
+
+
+@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_run_goes_on_with_or_without(compiled: bool, tmp_path: Path) -> None:
+    kinds = ["off", "blocks"] if compiled else ["blocks", "off"]
+    half = {**RESIDUAL, "folder": str(tmp_path), "save_every": 2, "halt": True}
+    spread("ddp", 2, compile=kinds[0], **half)
+    start = str(tmp_path / "step_000002")
+    found = spread("ddp", 2, compile=kinds[1], start=start, **RESIDUAL)
+    whole = reference(**RESIDUAL)
+    later = {split: {step: whole[split][step] for step in found[split]} for split in ("train", "eval")}
+    assert difference(whole | later | {"ids": found["ids"]}, found) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        (
+            "reads",
+            r"cannot compile blocks.0 \(Block\) in one piece: .*data-dependent.*uncompilable.py",
+        ),
+        ("reads in evaluation", r"cannot compile blocks.0 \(Block\) in one piece: .*data-dependent"),
+        ("counts", r"would compile blocks.0 \(Block\) in each pass anew.*passes.*keep a number in a buffer"),
+        ("draws", r"cannot compile blocks.0 \(Block\) in one piece: .*uncompilable.py"),
+        ("passes by", r"calls none of blocks.0 \(Block\), blocks.1 \(Block\) as a module; call blocks as block\(x\)"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_by_name_before_the_first_step(way: str, words: str) -> None:
+    case = {"recipe": {"name": "uncompilable", "way": way}, "plugin": "tests.support.uncompilable"}
+    with pytest.raises(Refused, match=f"ConfigError: .*{words}"):
+        spread("ddp", 1, compile="blocks", **case)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("strategy=tensor", "step.compile=blocks does not work with this strategy: divided layers talk to other ranks"),
+        ("strategy=fsdp strategy.unit=layer", "strategy.unit=layer gathers parameters within a block"),
+        ("strategy=fsdp step.compile=model", "parameters are gathered part by part"),
+        ("strategy=pipeline step.compile=model", "stages divide the model; use step.compile=blocks"),
+        ("step.remat=selective", "use step.remat=blocks"),
+        ("step.remat=blocks step.compile=model", "use step.compile=blocks"),
+        ("+launcher.env.PATH=/nowhere", r"no C\+\+ compiler is installed \(g\+\+\): apt install g\+\+"),
+        ("+launcher.env.TORCHDYNAMO_DISABLE=1", "TORCHDYNAMO_DISABLE=1 turns torch.compile off; unset it"),
+    ],
+)
+def test_what_no_rank_could_do_is_refused_before_ranks_start(line: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Composer().compose(["launcher.devices=cpu", "step.compile=blocks", *line.split()]).check()
+
+
+def test_the_machine_code_is_kept_for_later_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    compiled_forward.configure("cpu", 1)
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder.parent == tmp_path / "dtf" / compiled_forward.CACHE and not folder.stat().st_mode & 0o077
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")  # a user's own choice stays
+    compiled_forward.configure("cpu", 1)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
+    folder.chmod(0o777)  # others may write there what a rank would run
+    assert compiled_forward.cache_folder() is None

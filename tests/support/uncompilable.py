@@ -1,0 +1,64 @@
+"""The toy with two blocks that torch.compile cannot make one piece of, or not for long.
+
+A plugin: `plugins=[tests.support.uncompilable]`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtf.api.layout import Layout
+from dtf.api.registry import option, register
+from tests.support.toy import Toy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@register("recipe", "uncompilable")
+class Uncompilable(Toy):
+    way: str = option(default="", doc="what its blocks do")
+
+    def build_model(self) -> nn.Module:
+        import numpy as np
+        import torch
+        from torch import nn
+
+        way = self.way
+
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer, self.passes = nn.Linear(16, 16), 0
+
+            def work(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.tanh(self.layer(x))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if way == "reads" and x.sum().item() > 1e9:
+                    return x
+                if way == "reads in evaluation" and not self.training and x.sum().item() > 1e9:
+                    return x
+                if way == "counts":
+                    self.passes += 1
+                y = self.work(x)
+                if way == "counts" and self.passes > 1000:
+                    return y
+                return y * float(np.random.rand()) if way == "draws" else y
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList([Block(), Block()])
+                self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x = self.stem(x)
+                for block in self.blocks:
+                    x = block.work(x) if way == "passes by" else block(x)
+                return self.head(x)
+
+        return Net()
+
+    def layout(self, model: nn.Module) -> Layout:
+        return Layout()
