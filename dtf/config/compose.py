@@ -117,9 +117,8 @@ class Composed:
             if data:
                 _check_recipe(settings.recipe)
             check_weights_path(settings.recipe.fine_tuning.weights, "recipe.model.weights")
-            settings.optimizer.check()
-            settings.sparse.check()
-            settings.lr.check()
+            for part in (settings.optimizer, settings.sparse, settings.lr):
+                part.check()
             sparse = self.composer.read("sparse", DEFAULT)
             settings.check_tables(is_as_in_file(self.tree["sparse"], "sparse", DEFAULT, sparse))
             settings.checkpoint.check()

@@ -62,7 +62,10 @@ class EmaOptimizer(Optimizer):
         # one by one: a list of differences would take as much memory as they
         for parameter, average in zip(group.parameters, averages, strict=True):
             average.lerp_(parameter.to(average.dtype), weight.to(average.dtype))
-        torch._foreach_add_(steps, done if skip is None else [done] * len(steps))  # a list is not read by the host
+        if isinstance(done, torch.Tensor):
+            torch._foreach_add_(steps, [done] * len(steps))  # one tensor would be read by the host
+        else:
+            torch._foreach_add_(steps, done)
 
 
 EMA_PREFIX = "ema/"
