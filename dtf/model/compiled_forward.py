@@ -247,6 +247,7 @@ def reason(error: Exception) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = [lines[0]] if lines else [type(error).__name__]
     said += [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")][:1]
+    said += [line for line in lines if ": error: " in line or ": fatal error: " in line][:1]  # of a C++ compiler
     _, _, user = text.partition("from user code:")
     places = [line.strip() for line in user.splitlines() if line.strip().startswith("File ")]
     if places:

@@ -48,7 +48,8 @@ def test_the_numbers_are_those_of_the_plain_model(strategy: str, options: dict[s
 )
 def test_so_they_are_beside_other_options(case: dict[str, Any]) -> None:
     plain = {**RESIDUAL, **{key: value for key, value in case.items() if key not in ("compile", "remat")}}
-    assert difference(reference(**plain), spread("ddp", 2, **{**COMPILED, **case})) < 1e-10
+    processes = 1 if "recipe" in case else 2  # three kinds of blocks
+    assert difference(reference(**plain), spread("ddp", processes, **{**COMPILED, **case})) < 1e-10
 
 
 @pytest.mark.slow
@@ -93,7 +94,7 @@ def test_who_compiles_does_not_hang(run_dtf: Callable[..., Result], tmp_path: Pa
     """The last batch is smaller: machine code for it takes longer than a step may."""
     found = run_dtf(
         "recipe=resnet_shapes", "recipe.data.train_rows=96", "recipe.data.eval_rows=32", "step.compile=blocks",
-        "step.batch_size=40", "train.steps=6", "train.eval_every=6", "checkpoint=off", "launcher.processes=2",
+        "step.batch_size=40", "train.steps=3", "train.eval_every=0", "checkpoint=off", "launcher.processes=2",
         "launcher.hang_timeout_s=2", "launcher.max_restarts=0", f"+launcher.env.XDG_CACHE_HOME={tmp_path}",
     )  # fmt: skip
     assert found.code == 0, found.err
