@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench import page
 from bench.parts import PARTS
-from bench.peers import NotRun, versions_of
+from bench.peers import Absent, versions_of
 from bench.results import FOLDER, Record, own_versions, read, record, this_commit, this_machine, write
 from bench.rows import Row, table
 
@@ -28,12 +28,12 @@ def measured(part: str, quick: bool) -> Record:
     for name in PARTS[part].peers:
         try:
             peers |= versions_of(name)
-        except NotRun as error:
+        except Absent as error:
             print(error, file=sys.stderr, flush=True)
     began = time.perf_counter()
     try:
         rows = PARTS[part].measure(quick)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the other parts go on
         traceback.print_exc()
         rows = [Row(PARTS[part].title, "dtf", not_run=f"{type(error).__name__}: {error}"[:300])]
     own = own_versions()
@@ -64,7 +64,8 @@ def main() -> int:
         if part not in given.only.split(","):
             continue
         kept = read(path).get(part)
-        if kept and kept.commit == commit and not (given.again or given.quick):
+        ran = kept and kept.commit == commit and any(row.values for row in kept.rows)
+        if kept and ran and not (given.again or given.quick):
             print(f"\n{part}: measured on {kept.date}; --again measures it once more", flush=True)
             continue
         found = measured(part, given.quick)

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from bench.peers import NotRun, python_of
+from bench.peers import Absent, python_of
 from bench.rows import Row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,7 +127,7 @@ def contest(
                 running[one.who] = Running(one)
                 running[one.who].wait_until_ready()
                 running[one.who].turn(warm)
-            except (NotRun, RuntimeError) as error:
+            except (Absent, RuntimeError) as error:
                 absent.append(Row(work, one.who, settings=one.settings, not_run=" ".join(str(error).split())[:200]))
                 if one.who in running:
                     running.pop(one.who).end()

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from bench.endless import Endless
 from bench.toy import LR, MOMENTUM, Work, data, network, rank_and_size
 from bench.turns import Run, Turns, contestant
-from dtf.api.options import MemoryFormat, StepOptions
+from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.task import Task
@@ -88,11 +88,9 @@ def engine(work: Work, turns: Turns) -> Run:
     if size > 1:
         torch.distributed.init_process_group("gloo")
     world, case = World(Place(rank=rank, size=size, slots=size)), Case(work)
-    memory_format = MemoryFormat.channels_last if work.channels_last else MemoryFormat.contiguous
-    options = StepOptions(batch_size=work.rows, memory_format=memory_format)
-    program = Ddp(static_graph=work.static_graph).setup(
-        Task(case, Sgd(momentum=MOMENTUM), Precision(), options, 0), world
-    )
+    options = StepOptions(batch_size=work.rows)
+    task = Task(case, Sgd(momentum=MOMENTUM), Precision(), options, 0, channels_last=work.channels_last)
+    program = Ddp(static_graph=work.static_graph).setup(task, world)
     rows, losses = case.open_data("train", 0), []
     epochs = Epochs(Sequential(), len(rows), work.rows, 0)
     clock = Endless(epochs, LR, logs=True, mark=turns.mark)

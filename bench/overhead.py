@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from bench.contest import Contestant, apart, contest, shortest_rows, step_rows
 from bench.rows import Row, against_dtf, table
@@ -22,7 +23,7 @@ VIEW = ", gradient_as_bucket_view"
 
 def contestants(work: Work, ranks: int) -> list[Contestant]:
     text, view = json.dumps(work), VIEW if ranks > 1 else ""
-    common = {"ranks": ranks, "threads": work.threads}
+    common: dict[str, Any] = {"ranks": ranks, "threads": work.threads}
     return [
         Contestant("dtf", "bench.engine", [text], settings="strategy=ddp, defaults", **common),
         Contestant("by hand", "bench.toy", ["by_hand", text], settings=f"torch alone{view}", **common),

@@ -28,10 +28,11 @@ python -m bench --page                   # this page
 pinned in [bench/peers.toml](../bench/peers.toml). Where their requirements allow it they use the torch of dtf's
 environment. A peer that cannot be installed, or fails, is a row that says why.
 
-- **median, range**: over the rounds. Contestants of a table take turns in each round, in the other direction each time.
+- **median, range**: over the rounds. In each round the contestants of a table take turns, each time in the other
+  direction.
 - **processor**: processor time of all processes of a contestant, for the same work as the median.
-- **times as fast dtf is**: of each round, the other's time over dtf's; the median of these ratios, and the 95 % interval
-  of that median by ranks. Below 1, dtf is slower.
+- **times as fast dtf is**: of each round, the other's time over dtf's; the median of these ratios, and the 95 %
+  interval of that median by ranks. Below 1, dtf is slower.
 - **loss**: at the end of the last round. Where contestants compute the same, the command fails when losses differ.
 """
 

@@ -1,4 +1,4 @@
-"""The parts of `python -m bench`: what each measures, and with which peers."""
+"""The parts of `python -m bench`: what each measures, and the environments of its peers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,34 @@ from bench.rows import Row
 
 
 class Part(NamedTuple):
-    """`module` has `measure(quick) -> list[Row]`."""
+    """`function` of `module` is `measure(quick) -> list[Row]`."""
 
-    module: str
     title: str
+    module: str
     peers: tuple[str, ...] = ()
+    function: str = "measure"
 
     def measure(self, quick: bool) -> list[Row]:
-        return importlib.import_module(self.module).measure(quick)
+        return getattr(importlib.import_module(f"bench.{self.module}"), self.function)(quick)
 
 
 PARTS = {
-    "overhead": Part("bench.overhead", "What the engine adds to a step", ("trainers",)),
-    "resnet18": Part("bench.end_to_end", "A ResNet-18 of 224 pixels", ("trainers",)),
-    "start": Part("bench.startup", "From the command to the first step of two ranks", ("trainers",)),
-    "recovery": Part("bench.recovery", "From kill -9 of a rank to the next step"),
-    "checkpoints": Part("bench.checkpoints", "Writing and reading a checkpoint"),
+    "overhead": Part("What the engine adds to a step", "overhead", ("trainers",)),
+    "resnet18": Part("Whole steps of a ResNet-18, 224 pixels", "end_to_end", ("trainers",)),
+    "resnet50": Part("Whole steps of a ResNet-50, 224 pixels", "end_to_end", ("trainers",), "measure_resnet50"),
+    "start": Part("From the command to the first step, and to an answer", "startup", ("trainers",)),
+    "recovery": Part("From the death of a rank to the next step", "recovery"),
+    "growth": Part("More ranks and more servers", "growth"),
+    "clicks": Part("Click-through models", "ctr", ("torchrec", "fuxictr")),
+    "rows": Part("Rows of sparse tables alone", "sparse"),
+    "checkpoints": Part("Writing and reading a state", "checkpoints"),
+    "saves": Part("How long training stands still for a save", "saves"),
+    "mirror": Part("What a mirror costs", "mirror"),
+    "guard": Part("What a guarded step costs", "guard"),
+    "watching": Part("What it costs to watch a model", "watching"),
+    "memory_format": Part("Channels last", "memory_format"),
+    "allocator": Part("Memory that ranks keep", "allocator"),
+    "pipeline": Part("A pipeline of two ranks", "pipeline"),
+    "logs": Part("Reading click logs", "logs"),
+    "rpc": Part("Requests of parameter servers", "rpc"),
 }

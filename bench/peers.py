@@ -24,7 +24,7 @@ _DONE = "dtf-bench.json"
 _TELL = "import importlib.metadata as m, json, sys; print(json.dumps({name: m.version(name) for name in sys.argv[1:]}))"
 
 
-class NotRun(Exception):
+class Absent(Exception):
     """A peer is not there, and why."""
 
 
@@ -41,7 +41,7 @@ def folder() -> Path:
 @cache
 def environment(name: str) -> tuple[str, dict[str, str]]:
     """Its interpreter, and the version of each package that peers.toml names for it. Made anew where peers.toml or the
-    running interpreter is another than it was made with. NotRun with the last words of what failed.
+    running interpreter is another than it was made with. Absent with the last words of what failed.
     """
     wish = declared()[name]  # KeyError: peers.toml has no such one
     packages = sysconfig.get_path("purelib")
@@ -53,7 +53,7 @@ def environment(name: str) -> tuple[str, dict[str, str]]:
             _make(place, wish, packages)
             (place / _DONE).write_text(json.dumps({"made_from": mark}))
     except OSError as error:
-        raise NotRun(f"no environment {name}: {error}") from error
+        raise Absent(f"no environment {name}: {error}") from error
     names = [text.partition("==")[0] for text in [*wish["packages"], *wish.get("alone", [])]]
     names += ["torch"] if wish["torch"] == "shared" else []
     said = _done([str(python), "-c", _TELL, *names], name)
@@ -94,11 +94,11 @@ def _make(place: Path, wish: dict[str, Any], packages: str) -> None:
 
 
 def _done(command: list[str], what: str) -> str:
-    """Standard output. NotRun with the last line of standard error."""
+    """Standard output. Absent with the last line of standard error."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
-        raise NotRun(f"{what}: {lines[-1][:200]}")
+        raise Absent(f"{what}: {lines[-1][:200]}")
     return done.stdout
 
 
@@ -108,7 +108,7 @@ def main() -> None:
     for name in parser.parse_args().names or declared():
         try:
             print(f"{name}: {', '.join(f'{key} {value}' for key, value in versions_of(name).items())}")
-        except NotRun as error:
+        except Absent as error:
             print(f"{name}: not there: {error}")
 
 

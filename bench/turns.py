@@ -1,5 +1,6 @@
-"""The side of a contestant: it waits for its turns on standard input, and answers each on standard output. Knows nothing
-of dtf; `bench.contest` is the other side.
+"""The side of a contestant: it waits for its turns on standard input, and answers each on standard output.
+
+Knows nothing of dtf; `bench.contest` is the other side.
 """
 
 from __future__ import annotations
