@@ -57,6 +57,7 @@ class Command:
 
     def __init__(self, command: list[str], folder: Path) -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # modules are compiled once, as those of an installation
         self.began = time.perf_counter()
         self.errors = (folder / "errors.txt").open("w+")
         self.process = subprocess.Popen(
@@ -98,9 +99,9 @@ class Command:
         return sorted(pid for pid in leaves if resident_mb(pid) > 50)
 
     def cpu_s(self) -> float:
-        """Processor seconds of its processes that are alive."""
+        """Processor seconds of its processes that are alive, and of those that they have waited for."""
         tick = os.sysconf("SC_CLK_TCK")
-        return sum(sum(map(int, words[11:13])) for pid in self.tree() if (words := _stat(pid))) / tick
+        return sum(sum(map(int, words[11:15])) for pid in self.tree() if (words := _stat(pid))) / tick
 
 
 @contextmanager

@@ -1,17 +1,19 @@
-"""How long a person waits: from the command to the first optimizer step of two ranks, and to an answer.
+"""How long a person waits: from the command to an answer, and from the command to the first optimizer step of two
+ranks.
 
     python -m bench.startup
 
-The first step is the moment when its report appears on standard output: dtf beside torchrun, accelerate launch and
-Lightning, which train the same network on the same rows (`bench.plain_script`). Answers of the command line are
-compared with that of a bare Hydra application. Commands alternate; the first round warms up. Ends with status 1 when an
-answer takes more than 0.25 s of the processor beyond that of bare Hydra, or a heartbeat more than a microsecond.
+The commands alternate with `python -c "import torch"`; the medians and their spread are printed. The first step is the
+moment when its report appears on standard output. It is compared with that of torchrun: two ranks of a script which
+trains the same network on the same rows by hand, and two ranks of dtf under `launcher=env`. Ends with status 1 when an
+answer takes more than 0.25 s of the processor beyond a bare Hydra application, or a heartbeat more than a microsecond.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -20,15 +22,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.commands import DTF, dtf_run, script, started
-from bench.contest import ROOT
-from bench.peers import Absent
-from bench.rows import Row, against_dtf, table
 from dtf.host.heartbeat import beat
 
-FIRST = "from the command to the first step of two ddp ranks"
-ANSWER = "from the command to its answer"
+ROUNDS = 7
+FIRST = "first step of 2 ddp ranks"
 ALLOWED_S = 0.25  # an answer over that of a bare Hydra application, of the processor
+ANSWERS = ("dtf --help", "dtf --cfg job", "dtf strategy=ddpp")
+ROOT = Path(__file__).resolve().parent.parent
 BARE = """
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -37,103 +37,50 @@ def main(config: DictConfig) -> None:
     print(OmegaConf.to_yaml(config))
 main()
 """
-LAUNCHERS = ("torchrun", "accelerate launch", "Lightning")
-SETTINGS = {
-    "dtf": "launcher=local, strategy=ddp, checkpoint=off, the start checks of a later start",
-    "torchrun": "--standalone, DistributedDataParallel by hand",
-    "accelerate launch": "--cpu, one thread a process",
-    "Lightning": "Trainer(barebones=True, devices=2)",
-    "dtf under torchrun": "launcher=env",
-}
+PLAIN = """
+import torch
+from torch import distributed
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from recipes.resnet.recipe import ResnetShapes
+
+distributed.init_process_group("gloo")
+torch.manual_seed(0)
+rank, recipe = distributed.get_rank(), ResnetShapes()
+model = DistributedDataParallel(recipe.build_model())
+optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+rows = recipe.open_data("train", 0)
+ids = torch.randperm(len(rows))[64 * rank : 64 * rank + 64]
+inputs, targets = rows.fetch(ids.numpy(), 0)
+loss = cross_entropy(model(inputs), targets)
+loss.backward()
+optimizer.step()
+if rank == 0:
+    print("step=1/1 loss", loss.item(), flush=True)
+distributed.destroy_process_group()
+"""
 
 
-def first_steps(folder: Path) -> tuple[dict[str, list[str]], list[Row]]:
-    """Commands by name, and rows of those that have no environment."""
-    once = ["checkpoint=off"]
-    found, absent = {"dtf": dtf_run(2, 1, *once)}, []
-    for launcher in LAUNCHERS:
-        try:
-            found[launcher] = script(launcher, 2, 1)
-        except Absent as error:
-            absent.append(Row(FIRST, launcher, settings=SETTINGS[launcher], not_run=str(error)))
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found["dtf under torchrun"] = [*agent, *dtf_run(2, 1, *once)[1:], "launcher=env"]
-    found["dtf under torchrun"].remove("launcher.processes=2")
-    return found, absent
-
-
-def answers(folder: Path) -> dict[str, list[str]]:
-    (folder / "conf" / "db").mkdir(parents=True)
-    (folder / "conf" / "config.yaml").write_text("defaults:\n  - db: a\n  - _self_\nx: 1\n")
-    (folder / "conf" / "db" / "a.yaml").write_text("y: 2\n")
-    (folder / "bare.py").write_text(BARE)
-    asked = (["--help"], ["--cfg", "job"], ["strategy=ddpp"], ["optimizer.lrr=1"])
-    return {
-        **{f"dtf {' '.join(words)}": [*DTF, *words] for words in asked},
-        "a bare Hydra application": [sys.executable, "bare.py"],
-        'python -c "import torch"': [sys.executable, "-c", "import torch"],
-    }
-
-
-def seconds_to_first_step(command: list[str], folder: Path) -> tuple[float, float]:
-    """Wall time, and processor time until all of its processes have ended."""
-    before = processor_s()
-    with started(command, folder) as running:
-        first = 0.0
-        for seen in running.steps():
-            first = first or seen.seconds - running.began
-    if not first:
-        raise RuntimeError(f"{command} made no step")
-    return first, processor_s() - before
-
-
-def seconds_to_end(command: list[str], folder: Path) -> tuple[float, float]:
-    before, began = processor_s(), time.perf_counter()
-    subprocess.run(
-        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
-    return time.perf_counter() - began, processor_s() - before
+def seconds(command: list[str], folder: Path, until: str = "") -> float:
+    """Wall time of a command, or until a line of its output starts with `until`."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    started = time.perf_counter()
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        passed = 0.0
+        for line in process.stdout:
+            if until and not passed and line.startswith(until):
+                passed = time.perf_counter() - started
+        process.wait()
+    return passed or time.perf_counter() - started
 
 
 def processor_s() -> float:
     """Seconds of the processor that commands have used which have ended."""
     times = os.times()
     return times.children_user + times.children_system
-
-
-def alternating(
-    work: str, commands: dict[str, list[str]], timed: Callable[[list[str], Path], tuple[float, float]],
-    rounds: int, folder: Path,
-) -> list[Row]:  # fmt: skip
-    """A row for each command; one that fails says why."""
-    found: dict[str, list[tuple[float, float]]] = {who: [] for who in commands}
-    failed: dict[str, str] = {}
-    for number in range(rounds + 1):
-        for who in list(commands)[:: -1 if number % 2 else 1]:
-            if who not in failed:
-                try:
-                    found[who].append(timed(commands[who], folder))
-                except RuntimeError as error:
-                    failed[who] = str(error)
-    rows = []
-    for who, pairs in found.items():
-        wall, cpu = ([pair[index] for pair in pairs[1:]] for index in (0, 1))
-        settings = SETTINGS.get(who, "")
-        if who in failed:
-            rows.append(Row(work, who, settings=settings, not_run=failed[who]))
-        else:
-            rows.append(Row(work, who, "s", wall, cpu=cpu, cpu_unit="s", settings=settings))
-    return rows
-
-
-def measure(quick: bool, rounds: int = 7) -> list[Row]:
-    rounds = 1 if quick else rounds
-    with tempfile.TemporaryDirectory(prefix="dtf-bench-start-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        commands, absent = first_steps(folder)
-        rows = against_dtf(alternating(FIRST, commands, seconds_to_first_step, rounds, folder)) + absent
-        return rows + alternating(ANSWER, answers(folder), seconds_to_end, rounds, folder)
 
 
 def beat_s() -> tuple[float, float]:
@@ -149,25 +96,79 @@ def beat_s() -> tuple[float, float]:
     return min(each for each, _ in rounds), min(each for _, each in rounds)
 
 
-def verdict(rows: list[Row]) -> int:
+def verdict(used: dict[str, list[float]]) -> int:
     """Say what is over its bound; the exit status."""
-    used = {row.who: statistics.median(row.cpu) for row in rows if row.work == ANSWER}
-    bare = used["a bare Hydra application"]
-    over = {who: cpu - bare for who, cpu in used.items() if who.startswith("dtf ")}
+    over = {key: statistics.median(used[key][1:]) - statistics.median(used["bare hydra"][1:]) for key in ANSWERS}
     beating_s, looking_s = beat_s()
-    print(f"a heartbeat: {beating_s * 1e6:.3f} us, time.monotonic: {looking_s * 1e6:.3f} us")
-    slow = [f"{who} takes {more:.3f} s more than bare Hydra" for who, more in over.items() if more > ALLOWED_S]
+    print(
+        json.dumps(
+            {"what": "a heartbeat", "us": round(beating_s * 1e6, 3), "time.monotonic_us": round(looking_s * 1e6, 3)}
+        )
+    )
+    slow = [f"{key} takes {more:.3f} s more than bare hydra" for key, more in over.items() if more > ALLOWED_S]
     slow += ["a heartbeat takes more than a microsecond"] if beating_s >= 1e-6 else []
     print("\n".join(slow) or f"all answers within {ALLOWED_S} s of the processor of a bare Hydra application")
     return int(bool(slow))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    rows = measure(False, parser.parse_args().rounds)
-    print(table(rows))
-    return verdict(rows)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "conf" / "db").mkdir(parents=True)
+        (folder / "conf" / "config.yaml").write_text("defaults:\n  - db: a\n  - _self_\nx: 1\n")
+        (folder / "conf" / "db" / "a.yaml").write_text("y: 2\n")
+        (folder / "bare.py").write_text(BARE)
+        (folder / "plain.py").write_text(PLAIN)
+        python = sys.executable
+        dtf = [python, "-m", "dtf"]
+        run = [
+            *dtf,
+            "strategy=ddp",
+            "train.until=1",
+            "train.log_every=1",
+            "train.eval_every=0",
+            "checkpoint=off",
+        ]
+        torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        cases = {
+            "bare hydra": ([python, "bare.py"], ""),
+            "dtf --help": ([*dtf, "--help"], ""),
+            "dtf --cfg job": ([*dtf, "--cfg", "job"], ""),
+            "dtf strategy=ddpp": ([*dtf, "strategy=ddpp"], ""),
+            "dtf optimizer.lrr=1": ([*dtf, "optimizer.lrr=1"], ""),
+            "import torch": ([python, "-c", "import torch"], ""),
+            FIRST: ([*run, "launcher.processes=2"], "step=1/"),
+            f"{FIRST}, torchrun and a script": ([*torchrun, "plain.py"], "step=1/"),
+            f"{FIRST}, torchrun -m dtf": ([*torchrun, *run[1:], "launcher=env"], "step=1/"),
+        }
+        times: dict[str, list[float]] = {key: [] for key in cases}
+        used: dict[str, list[float]] = {key: [] for key in cases}
+        for _ in range(ROUNDS + 1):
+            for key, (command, until) in cases.items():
+                before = processor_s()
+                times[key].append(seconds(command, folder, until))
+                used[key].append(processor_s() - before)
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {ROUNDS} rounds after one "
+        "to warm up"
+    )
+    for key, values in times.items():
+        rest = sorted(values[1:])
+        print(
+            json.dumps(
+                {
+                    "what": key,
+                    "median_s": round(statistics.median(rest), 3),
+                    "min_s": round(rest[0], 3),
+                    "max_s": round(rest[-1], 3),
+                    "processor_s": round(statistics.median(used[key][1:]), 3),
+                }
+            )
+        )
+    for other in (key for key in times if key.startswith(f"{FIRST}, ")):
+        ratios = sorted(ours / theirs for ours, theirs in zip(times[FIRST][1:], times[other][1:], strict=True))
+        print(f"dtf / {other}: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    return verdict(used)
 
 
 if __name__ == "__main__":

@@ -67,9 +67,10 @@ def test_a_ratio_says_how_many_times_as_fast_dtf_is() -> None:
 
 
 def test_a_row_has_figures_or_says_why_not() -> None:
-    for wrong in ({"work": "w", "who": "x"}, {"work": "w", "who": "x", "values": [1.0], "not_run": "gone"}):
+    wrongs: list[dict[str, Any]] = [{}, {"values": [1.0], "not_run": "gone"}]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="has values, or says why"):
-            Row(**wrong)
+            Row("w", "x", **wrong)
     with pytest.raises(ValueError, match="no row of figures"):
         row_of({"work": "w", "whose": "x"})
 
