@@ -1,8 +1,8 @@
 """Images per second from JPEG files of natural size to batches of 224 x 224 bytes, RandomResizedCrop, against what else
 there is.
 
-    python bench/images.py shared/data/imagenet-sample-200.tar             # any archive or folder of JPEG files
-    python bench/images.py ARCHIVE --threads 2 --rounds 5
+    python -m bench.images shared/data/imagenet-sample-200.tar             # any archive or folder of JPEG files
+    python -m bench.images ARCHIVE --threads 2 --rounds 5
 
 All read the same files into memory first, draw their own crops, use so many threads or worker processes, and are run in
 turn; the median over rounds is told with its range. `floor` decodes each file at 1/8 of its size and does nothing else:

@@ -1,10 +1,10 @@
 """How fast a parameter server trains a click-through model: one server and one trainer, against dtf's table in one
 process, on the same rows in memory.
 
-    python bench/pserver.py                          # modes async and sync, both models of bench/ctr.py in fp32
-    python bench/pserver.py --only 64-32 --modes async
-    python bench/pserver.py --rows                   # rows that one thread of a server steps and looks up in a second
-    python bench/pserver.py --save --ids 260000      # how long a server takes to save and load so many rows
+    python -m bench.pserver                          # modes async and sync, both models of bench/ctr.py in fp32
+    python -m bench.pserver --only 64-32 --modes async
+    python -m bench.pserver --rows                   # rows that one thread of a server steps and looks up in a second
+    python -m bench.pserver --save --ids 260000      # how long a server takes to save and load so many rows
 
 Server and trainers are processes that talk over gRPC on loopback, as with `launcher=local`; the server runs the engine,
 and the trainer has the threads of the one process. The model, the log and the turns are those of bench/ctr.py:
@@ -28,12 +28,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from ctr import CASES, Deep, engine, fill, processor
-from ctr_rivals import LR, Case, draw, opened, timed
-from ctr_rivals import Log as Rows
-from endless import Endless
 from torch.distributed import TCPStore
 
+from bench.ctr import CASES, Deep, engine, fill, processor
+from bench.ctr_rivals import LR, Case, draw, opened, timed
+from bench.ctr_rivals import Log as Rows
+from bench.endless import Endless
 from dtf.api.helper_roles import RoleContext
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
@@ -125,7 +125,8 @@ class Pair:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600))
         command = [
             sys.executable,
-            __file__,
+            "-m",
+            "bench.pserver",
             "--log",
             str(log),
             "--only",
