@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.functional import cross_entropy
 
-from recipes.resnet.recipe import ResnetShapes
+from dtf.recipes.resnet.recipe import ResnetShapes
 
 BATCH, EVERY = 128, 10
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,19 +21,29 @@ from bench.medians import bounds
 from bench.parts import PARTS, Part
 from bench.rows import Row, against_dtf, as_json, row_of, table
 
-MODULES = sorted(path.stem for path in Path(bench.__path__[0]).glob("*.py") if path.stem != "__init__")
+ROOT = Path(bench.__path__[0]).parent
+IMPORT = """
+import importlib
+from pathlib import Path
+from bench.parts import PARTS
+for path in sorted(Path("bench").rglob("*.py")):
+    importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
+for part in PARTS.values():
+    assert callable(getattr(importlib.import_module(f"bench.{part.module}"), part.function))
+"""
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_module_imports_and_starts_nothing(name: str) -> None:
-    """Those of peers too: they import a peer when it is their turn."""
-    importlib.import_module(f"bench.{name}")
+def test_every_module_imports_and_every_part_has_its_function() -> None:
+    """In a process of its own, as some register recipes. Those of peers too: they import a peer when they are asked."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
-def test_every_part_has_its_function_and_its_peers_are_pinned() -> None:
-    for part in PARTS.values():
-        assert callable(getattr(importlib.import_module(f"bench.{part.module}"), part.function))
-        assert set(part.peers) <= set(peers.declared())
+def test_peers_are_pinned() -> None:
+    assert {name for part in PARTS.values() for name in part.peers} <= set(peers.declared())
     for wish in peers.declared().values():
         assert all("==" in text for text in [*wish["packages"], *wish.get("alone", [])])
 
