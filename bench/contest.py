@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import select
 import socket
 import subprocess
@@ -26,6 +27,12 @@ PATIENCE_S = 240.0
 """The longest that a start or a turn may take."""
 REST_S = 0.2
 """Between turns: threads of the one before may still spin."""
+_GLIBC = tuple(int(part) for part in platform.libc_ver()[1].split(".") if part.isdigit())
+KEPT = {
+    "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << (28 if _GLIBC >= (2, 35) else 25)),
+}
+"""Environment in which glibc keeps freed memory as `dtf.host.allocator` has it do so in ranks."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +140,14 @@ def contest(
                     running.pop(one.who).end()
         turns: dict[str, list[Turn]] = {who: [] for who in running}
         for number in range(rounds):
-            for who in turns if number % 2 else reversed(turns):
+            for who in list(turns) if number % 2 else list(reversed(turns)):
                 time.sleep(REST_S)
-                turns[who].append(running[who].turn(steps))
+                try:
+                    turns[who].append(running[who].turn(steps))
+                except RuntimeError as error:
+                    settings = next(one.settings for one in contestants if one.who == who)
+                    absent.append(Row(work, who, settings=settings, not_run=f"in round {number + 1}: {error}"[:200]))
+                    del turns[who]
         return turns, absent
     finally:
         for one in running.values():

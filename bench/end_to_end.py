@@ -14,13 +14,11 @@ import argparse
 import json
 from typing import Any
 
-from bench.contest import Contestant, apart, contest, step_rows
+from bench.contest import KEPT, Contestant, apart, contest, step_rows
 from bench.rows import Row, against_dtf, table
 from bench.toy import Work
 
 ROWS = {"resnet18": 16, "resnet50": 8}
-KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-"""As dtf sets glibc's allocator in its ranks."""
 
 
 def contestants(model: str, ranks: int) -> list[Contestant]:

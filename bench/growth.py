@@ -84,21 +84,33 @@ def measure(quick: bool) -> list[Row]:
             f"train.until={until}", "train.log_every=1", "train.eval_every=0", "checkpoint=off", "observer=[console]",
         ]  # fmt: skip
         found += steady_rows(f"{count} parameter servers, 2 trainers", {"dtf": command}, rounds, until)
+    return in_order(found)
+
+
+def measure_starts(quick: bool) -> list[Row]:
+    rounds, found = 1 if quick else 3, []
     for count in STARTS[:1] if quick else STARTS:
         with tempfile.TemporaryDirectory(prefix="dtf-bench-growth-", ignore_cleanup_errors=True) as name:
             work, values = f"from the command to the first step of {count} ranks", dict[str, list[float]]()
+            commands = {"dtf": dtf_run(count, 1, "checkpoint=off"), "torchrun": script("torchrun", count, 1)}
             for number in range(rounds):
-                commands = {"dtf": dtf_run(count, 1, "checkpoint=off"), "torchrun": script("torchrun", count, 1)}
                 for who in list(commands)[:: -1 if number % 2 else 1]:
                     values.setdefault(who, []).append(first_step_s(commands[who], Path(name)))
             found += against_dtf([Row(work, who, "s", some) for who, some in values.items()])
-    return sorted(found, key=lambda row: list(dict.fromkeys(one.work for one in found)).index(row.work))
+    return found
+
+
+def in_order(rows: list[Row]) -> list[Row]:
+    """Rows of the same work beside each other."""
+    works = list(dict.fromkeys(row.work for row in rows))
+    return sorted(rows, key=lambda row: works.index(row.work))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a trial")
-    print(table(measure(parser.parse_args().quick)))
+    quick = parser.parse_args().quick
+    print(table([*measure(quick), *measure_starts(quick)]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python -m bench.overhead                # a toy MLP of 32 rows a step, one process and two ddp ranks
 
 The smaller the network, the more of a step is the framework's. All compute the same metrics and the norm of the
-gradient in each step, on the same rows, with torch's fused SGD, one thread a rank. Contestants take turns. It fails
+gradient in each step, on the same rows, with torch's fused SGD, one thread a rank, and keep freed memory as dtf's
+ranks do. Contestants take turns. It fails
 when their losses differ.
 """
 
@@ -13,7 +14,7 @@ import argparse
 import json
 from typing import Any
 
-from bench.contest import Contestant, apart, contest, shortest_rows, step_rows
+from bench.contest import KEPT, Contestant, apart, contest, shortest_rows, step_rows
 from bench.rows import Row, against_dtf, table
 from bench.toy import Work
 
@@ -24,20 +25,26 @@ VIEW = ", gradient_as_bucket_view"
 def contestants(work: Work, ranks: int) -> list[Contestant]:
     text, view = json.dumps(work), VIEW if ranks > 1 else ""
     common: dict[str, Any] = {"ranks": ranks, "threads": work.threads}
+    dtf = Contestant("dtf", "bench.engine", [text], settings="strategy=ddp, defaults", **common)
+
+    def other(who: str, loop: str, settings: str) -> Contestant:
+        peer = "" if loop == "by_hand" else "trainers"
+        return Contestant(
+            who, "bench.toy", [loop, text], peer, settings=f"{settings}{view}, kept memory", variables=KEPT, **common
+        )
+
     return [
-        Contestant("dtf", "bench.engine", [text], settings="strategy=ddp, defaults", **common),
-        Contestant("by hand", "bench.toy", ["by_hand", text], settings=f"torch alone{view}", **common),
-        Contestant("Fabric", "bench.toy", ["fabric", text], "trainers", settings=f"setup and backward{view}", **common),
-        Contestant(
-            "Accelerate", "bench.toy", ["accelerate", text], "trainers", settings=f"prepare, backward{view}", **common
-        ),
-        Contestant("Lightning", "bench.toy", ["lightning", text], "trainers", settings=BAREBONES + view, **common),
+        dtf,
+        other("by hand", "by_hand", "torch alone"),
+        other("Fabric", "fabric", "setup and backward"),
+        other("Accelerate", "accelerate", "prepare and backward"),
+        other("Lightning", "lightning", BAREBONES),
     ]
 
 
 def measure(quick: bool) -> list[Row]:
     found: list[Row] = []
-    rounds, steps = (4, 50) if quick else (24, 300)
+    rounds, steps = (2, 20) if quick else (24, 200)
     for ranks in (1, 2):
         name = "one process" if ranks == 1 else "two ranks"
         work = f"toy MLP, 32 rows, {name}: mean of {steps} steps"

@@ -27,6 +27,7 @@ PARTS = {
     "start": Part("From the command to the first step of two ranks", "first_step", ("trainers",)),
     "recovery": Part("From the death of a rank to the next step", "recovery"),
     "growth": Part("More ranks and more servers", "growth"),
+    "starts": Part("The start of many ranks", "growth", function="measure_starts"),
     "clicks": Part("Click-through models", "ctr", ("torchrec", "fuxictr")),
     "rows": Part("Rows of sparse tables alone", "sparse"),
     "checkpoints": Part("Writing and reading a state", "checkpoints"),
