@@ -21,9 +21,9 @@ from bench.toy import Work
 ROWS = {"resnet18": 16, "resnet50": 8}
 
 
-def contestants(model: str, ranks: int) -> list[Contestant]:
+def contestants(model: str, ranks: int, pixels: int) -> list[Contestant]:
     threads = 2 // ranks
-    work = Work(model, ROWS[model], 224, threads=threads)
+    work = Work(model, ROWS[model], pixels, threads=threads)
     last = work._replace(channels_last=True)
     common: dict[str, Any] = {"ranks": ranks, "threads": threads}
     view = "gradient_as_bucket_view, " if ranks > 1 else ""
@@ -60,8 +60,9 @@ def contestants(model: str, ranks: int) -> list[Contestant]:
 def measure_of(model: str, quick: bool, sizes: tuple[int, ...] = (1, 2)) -> list[Row]:
     found: list[Row] = []
     for ranks in sizes:
-        work = f"{model}, {ROWS[model]} rows a step, {'one process' if ranks == 1 else 'two ranks'}"
-        those = contestants(model, ranks)
+        pixels, size = 64 if quick else 224, "one process" if ranks == 1 else "two ranks"
+        work = f"{model}, {pixels} pixels, {ROWS[model]} rows a step, {size}"
+        those = contestants(model, ranks, pixels)
         if quick:
             those = [one for one in those if "compiled" not in one.who]
         turns, absent = contest(work, those, rounds=2 if quick else 20, steps=1, warm=1 if quick else 3)

@@ -17,7 +17,7 @@ metrics and rows. This page is made by `python -m bench --page` from the figures
 [bench/results](../bench/results); do not edit it. Your figures will differ.
 
 ```
-python -m bench --quick                  # a trial of a few minutes; nobody should quote it
+python -m bench --quick                  # a trial of some minutes; nobody should quote it
 python -m bench                          # all parts that were not measured on this machine and commit
 python -m bench --only overhead,start    # these alone
 python -m bench --again --only start     # once more
