@@ -224,7 +224,7 @@ def compare(args: argparse.Namespace) -> list[Row]:
 
 
 def measure(quick: bool) -> list[Row]:
-    return compare(options().parse_args(QUICK if quick else ["--ways", "push", "pull"]))
+    return compare(options().parse_args(QUICK if quick else ["--ways", "push", "pull", "--rounds", "20"]))
 
 
 def main() -> None:
