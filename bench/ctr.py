@@ -186,7 +186,7 @@ def compare(name: str, log: Rows, saved: Path, rounds: int, steps: int, warm: in
 
 
 def measure(quick: bool, only: str = "", ids: int = 1_000_000, threads: int = 2) -> list[Row]:
-    rounds, steps, warm, ids, batch = (2, 2, 2, 40_000, 256) if quick else (20, 10, 40, ids, 2048)
+    rounds, steps, warm, ids, batch = (2, 2, 2, 200_000, 256) if quick else (20, 10, 40, ids, 2048)
     log, found = draw(ids, batch, warm + rounds * steps), []
     with TemporaryDirectory(prefix="dtf-bench-ctr-") as folder:
         saved = Path(folder, "log.npz")
