@@ -22,7 +22,7 @@ from bench.results import FOLDER, Record, own_versions, read, record, this_commi
 from bench.rows import Row, table
 
 
-def measured(part: str, quick: bool) -> Record:
+def measured(part: str, commit: str, quick: bool) -> Record:
     """A part that fails is a row that says why."""
     peers: dict[str, str] = {}
     for name in PARTS[part].peers:
@@ -38,7 +38,7 @@ def measured(part: str, quick: bool) -> Record:
         rows = [Row(PARTS[part].title, "dtf", not_run=f"{type(error).__name__}: {error}"[:300])]
     own = own_versions()
     others = {name: text for name, text in peers.items() if own.get(name) != text}
-    return record(part, rows, time.perf_counter() - began, others)
+    return record(part, commit, rows, time.perf_counter() - began, others)
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def main() -> int:
         if kept and ran and not (given.again or given.quick):
             print(f"\n{part}: measured on {kept.date}; --again measures it once more", flush=True)
             continue
-        found = measured(part, given.quick)
+        found = measured(part, commit, given.quick)
         versions = ", ".join(f"{name} {text}" for name, text in found.versions.items())
         print(f"\n{part}, {found.date}, {found.seconds:.0f} s, {versions}\n\n{table(found.rows)}", flush=True)
         failed |= not any(row.values for row in found.rows)

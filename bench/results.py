@@ -77,10 +77,10 @@ def own_versions() -> dict[str, str]:
     return found
 
 
-def record(part: str, rows: list[Row], seconds: float, peers: dict[str, str]) -> Record:
-    """With `peers`, the versions of what dtf was compared with."""
+def record(part: str, commit: str, rows: list[Row], seconds: float, peers: dict[str, str]) -> Record:
+    """`commit`: when it began. `peers`: the versions of what dtf was compared with."""
     today = date.today().isoformat()
-    return Record(part, this_machine(), this_commit(), today, round(seconds, 1), own_versions() | peers, rows)
+    return Record(part, this_machine(), commit, today, round(seconds, 1), own_versions() | peers, rows)
 
 
 def read(path: Path) -> dict[str, Record]:

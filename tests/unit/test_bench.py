@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -88,9 +89,19 @@ def test_a_row_has_figures_or_says_why_not() -> None:
         row_of({"work": "w", "whose": "x"})
 
 
-def test_the_interval_of_a_median_holds_the_ranks_that_it_says() -> None:
+@pytest.mark.parametrize("count", [6, 7, 15, 20, 24, 51])
+def test_the_interval_of_a_median_covers_95_percent_and_could_not_be_narrower(count: int) -> None:
+    """By counting: the median lies between two ranks unless that many of `count` coins fall alike."""
+
+    def covered(low: int) -> float:
+        return 1 - 2 * sum(math.comb(count, heads) for heads in range(low + 1)) / 2**count
+
+    low, high = bounds([float(rank) for rank in range(count)])
+    assert low + high == count - 1 and covered(int(low)) >= 0.95 > covered(int(low) + 1)
+
+
+def test_the_interval_of_few_values_is_all_of_them() -> None:
     assert bounds([5.0, 1.0, 3.0]) == (1.0, 5.0)
-    assert bounds([float(value) for value in range(20)]) == (5.0, 14.0)
 
 
 def a_record(part: str, commit: str) -> results.Record:
