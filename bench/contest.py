@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -130,15 +131,19 @@ def contest(
     absent: list[Row] = []
     try:
         for one in contestants:
+            with suppress(Absent):
+                if one.ranks == 1:  # those of more choose a port for their store, one after the other
+                    running[one.who] = Running(one)
+        for one in contestants:
             try:
-                running[one.who] = Running(one)
+                running[one.who] = running.get(one.who) or Running(one)
                 running[one.who].wait_until_ready()
                 running[one.who].turn(warm)
             except (Absent, RuntimeError) as error:
                 absent.append(Row(work, one.who, settings=one.settings, not_run=" ".join(str(error).split())[:200]))
                 if one.who in running:
                     running.pop(one.who).end()
-        turns: dict[str, list[Turn]] = {who: [] for who in running}
+        turns: dict[str, list[Turn]] = {one.who: [] for one in contestants if one.who in running}
         for number in range(rounds):
             for who in list(turns) if number % 2 else list(reversed(turns)):
                 time.sleep(REST_S)

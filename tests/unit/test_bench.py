@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import subprocess
@@ -55,11 +54,11 @@ def test_contestants_take_turns_and_train_alike() -> None:
     from bench.toy import Work
 
     both = contestants(Work("mlp", 8), 1)[:2]
-    lacking = Contestant("nobody", "bench.toy", ["by_hand", json.dumps(["no such network", 8])])
+    lacking = Contestant("nobody", "bench.no_such_module")
     turns, absent = contest("work", [*both, lacking], rounds=2, steps=3, warm=2)
     assert [len(turns[one.who]) for one in both] == [2, 2]
     apart(turns, ["dtf", "by hand"], 1e-6)
-    assert [row.who for row in absent] == ["nobody"] and "no such network" in absent[0].not_run
+    assert [row.who for row in absent] == ["nobody"] and "without a word" in absent[0].not_run
     dtf, hand = step_rows("work", both, turns, 3, "us", 1e6)
     assert (dtf.loss, dtf.unit) == (pytest.approx(hand.loss, rel=1e-6), "us a step") and dtf.loss
 
