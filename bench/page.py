@@ -14,7 +14,7 @@ _HEAD = """# How fast is it?
 
 dtf beside its peers and beside loops written by hand, in the same run, in turn, with the same threads, precision,
 metrics and rows. This page is made by `python -m bench --page` from the figures in
-[bench/results](../bench/results); do not edit it. Your figures will differ.
+`bench/results`; do not edit it. Your figures will differ.
 
 ```
 python -m bench --quick                  # a trial of some minutes; nobody should quote it
@@ -40,6 +40,8 @@ environment. A peer that cannot be installed, or fails, is a row that says why.
 def render(files: Mapping[str, Mapping[str, Record]]) -> str:
     """The page. `files`: records by part, by name of file."""
     texts = [_HEAD]
+    if not any(files.values()):
+        texts.append("Nothing has been measured yet.\n")
     for name in sorted(files):
         records = files[name]
         if not records:
