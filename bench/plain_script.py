@@ -19,14 +19,20 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.functional import cross_entropy
 
+from dtf.recipes.resnet.options import Arch, ModelOptions, ShapesOptions
 from dtf.recipes.resnet.recipe import ResnetShapes
 
 BATCH, EVERY = 128, 10
 
 
+def recipe() -> ResnetShapes:
+    """With the settings of conf/recipe/resnet_shapes.yaml, which are not the defaults of the class."""
+    return ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8), data=ShapesOptions(pixels=24))
+
+
 def batches(first: int, steps: int, rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's share of each batch."""
-    rows = ResnetShapes().open_data("train", 0)
+    rows = recipe().open_data("train", 0)
     share = BATCH // size
     for step in range(first, steps):
         epoch, index = divmod(step, len(rows) // BATCH)
@@ -37,11 +43,11 @@ def batches(first: int, steps: int, rank: int, size: int) -> Iterator[tuple[Tens
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return ResnetShapes().build_model()
+    return recipe().build_model()
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, fused=True)
+    return torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, weight_decay=5e-4, fused=True)
 
 
 def say(step: int, given: argparse.Namespace, loss: Tensor) -> None:

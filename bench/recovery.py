@@ -79,7 +79,7 @@ def measure(quick: bool, rounds: int = 7) -> list[Row]:
                 settings += f"; in {len(failed[who])} of {rounds} rounds no step followed: {failed[who][0]}"
             values = [float(getattr(one, key)) for one in some]
             rows.append(Row(work, who, unit, values, settings=settings, not_run="" if values else settings))
-    return [row for row in against_dtf(rows) if row.unit != "steps"] + [row for row in rows if row.unit == "steps"]
+    return against_dtf(rows)
 
 
 def main() -> None:

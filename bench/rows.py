@@ -13,6 +13,9 @@ from typing import Any
 
 from bench.medians import bounds
 
+NO_SPEED = ("MB", "steps")
+"""Units of what is neither a time nor a rate."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -45,13 +48,14 @@ def row_of(found: dict[str, Any]) -> Row:
 
 def against_dtf(rows: Sequence[Row], dtf: str = "dtf") -> list[Row]:
     """The same rows with `ratios`: of each round, the time of a row over that of `dtf` in the same work, or `dtf`'s
-    rate over its own. More than 1: dtf was faster. Rows of other units or numbers of rounds than dtf's get none.
+    rate over its own. More than 1: dtf was faster. Rows of other units or numbers of rounds than dtf's get none, nor
+    do those of NO_SPEED.
     """
     own = {row.work: row for row in rows if row.who == dtf and row.values}
     found = []
     for row in rows:
         base = own.get(row.work)
-        if base is None or row is base or not row.values:
+        if base is None or row is base or not row.values or row.unit in NO_SPEED:
             found.append(row)
             continue
         if (base.unit, len(base.values)) != (row.unit, len(row.values)):

@@ -20,6 +20,8 @@ from bench.contest import Contestant, apart, contest, step_rows
 from bench.medians import bounds
 from bench.parts import PARTS, Part
 from bench.rows import Row, against_dtf, as_json, row_of, table
+from dtf.config.compose import compose
+from dtf.recipes.resnet.recipe import ResnetShapes
 
 ROOT = Path(bench.__path__[0]).parent
 IMPORT = """
@@ -75,8 +77,18 @@ def test_losses_that_differ_end_the_contest() -> None:
 def test_a_ratio_says_how_many_times_as_fast_dtf_is() -> None:
     times = [Row("w", "dtf", "s", [1.0, 2.0]), Row("w", "other", "s", [2.0, 3.0]), Row("v", "lone", "s", [1.0, 1.0])]
     assert [row.ratios for row in against_dtf(times)] == [[], [2.0, 1.5], []]
+    memory = [Row("w", "dtf", "MB", [1.0]), Row("w", "other", "MB", [2.0])]
+    assert [row.ratios for row in against_dtf(memory)] == [[], []], "no speed"
     rates = [Row("w", "dtf", "1/s", [8.0], True), Row("w", "other", "1/s", [2.0], True), Row("w", "odd", "s", [2.0])]
     assert [row.ratios for row in against_dtf(rates)] == [[], [4.0], []]
+
+
+def test_the_script_of_other_launchers_trains_what_dtf_trains_by_default() -> None:
+    """Network and images: else a comparison with them would be of different work."""
+    from bench.plain_script import recipe
+
+    chosen = compose(["recipe=resnet_shapes"]).settings.recipe
+    assert isinstance(chosen, ResnetShapes) and (recipe().model, recipe().data) == (chosen.model, chosen.data)
 
 
 def test_a_row_has_figures_or_says_why_not() -> None:
