@@ -14,7 +14,7 @@ import argparse
 import json
 from typing import Any
 
-from bench.contest import KEPT, Contestant, apart, contest, step_rows
+from bench.contest import KEPT, Contestant, Turn, apart, contest, step_rows
 from bench.rows import Row, against_dtf, table
 from bench.toy import Work
 
@@ -66,9 +66,17 @@ def measure_of(model: str, quick: bool, sizes: tuple[int, ...] = (1, 2)) -> list
         if quick:
             those = [one for one in those if "compiled" not in one.who]
         turns, absent = contest(work, those, rounds=2 if quick else 20, steps=1, warm=1 if quick else 3)
-        apart(turns, [one.who for one in those], 1e-3)  # of noise, in other formats of memory and compiled
+        check_losses(turns)
         found += against_dtf([*step_rows(work, those, turns, 1, "ms", 1e3), *absent])
     return found
+
+
+def check_losses(turns: dict[str, list[Turn]]) -> None:
+    """Alike where memory has the same format; another format, or compiled kernels, round otherwise from step to step."""
+    first = ["dtf, channels first", "by hand"]
+    apart(turns, first, 1e-4)
+    apart(turns, [who for who in turns if who not in (*first, "by hand, compiled")], 1e-4)
+    apart(turns, list(turns), 0.05)
 
 
 def measure(quick: bool) -> list[Row]:
