@@ -35,7 +35,7 @@ def measured(part: str, commit: str, quick: bool) -> Record:
         rows = PARTS[part].measure(quick)
     except (Exception, SystemExit) as error:  # noqa: BLE001  the other parts go on
         traceback.print_exc()
-        rows = [Row(PARTS[part].title, "dtf", not_run=f"{type(error).__name__}: {error}"[:300])]
+        rows = [Row(PARTS[part].title, "dtf", not_run=f"{type(error).__name__}: {error}".splitlines()[0][:300])]
     own = own_versions()
     others = {name: text for name, text in peers.items() if own.get(name) != text}
     return record(part, commit, rows, time.perf_counter() - began, others)

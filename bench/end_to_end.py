@@ -39,7 +39,7 @@ def contestants(model: str, ranks: int, pixels: int) -> list[Contestant]:
         )
 
     found = [
-        dtf("dtf", last, "step.memory_format=auto, which takes channels last here"),
+        dtf("dtf", last, "channels last, as step.memory_format=auto takes at 224 pixels"),
         dtf("dtf, channels first", work, "defaults"),
         other("by hand", "by_hand", work, "channels first"),
         other("by hand, channels last", "by_hand", last, "channels last"),
@@ -72,7 +72,7 @@ def measure_of(model: str, quick: bool, sizes: tuple[int, ...] = (1, 2)) -> list
 
 
 def check_losses(turns: dict[str, list[Turn]]) -> None:
-    """Alike where memory has the same format; another format, or compiled kernels, round otherwise from step to step."""
+    """Alike where memory has the same format. Another one rounds otherwise in each step, and so do compiled kernels."""
     first = ["dtf, channels first", "by hand"]
     apart(turns, first, 1e-4)
     apart(turns, [who for who in turns if who not in (*first, "by hand, compiled")], 1e-4)
