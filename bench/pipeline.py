@@ -113,7 +113,7 @@ def compare(given: argparse.Namespace) -> list[Row]:
     return against_dtf(rows, who)
 
 
-QUICK = ["--arch", "resnet18", "--pixels", "32", "--rows", "1", "--micro-batches", "2", "--blocks", "1"]
+QUICK = ["--arch", "resnet18", "--pixels", "64", "--rows", "2", "--micro-batches", "2", "--blocks", "1"]
 
 
 def measure(quick: bool) -> list[Row]:
