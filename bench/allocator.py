@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.medians import interval, machine
+from bench.rows import Row, against_dtf
 
 TORCH, GLIBC = "THP_MEM_ALLOC_ENABLE", "GLIBC_TUNABLES"
 WAYS = {
@@ -157,6 +158,29 @@ def show(case: str, found: dict[str, list[list[float]]]) -> None:
             for ratios in [[one[index] / kept[index] for one, kept in pairs]]
         ]
         print(f"{case}, {way} / kept: {', '.join(texts)}", flush=True)
+
+
+def measure(quick: bool) -> list[Row]:
+    rows = []
+    for case in ["mlp"] if quick else CASES:
+        for way, runs in compare(case, 1 if quick else 6).items():
+            wall, cpu, memory, _, _, loss = ([*column] for column in zip(*runs, strict=True))
+            settings = f"{median(memory):.0f} MB"
+            times, used = ([1e3 * each for each in column] for column in (wall, cpu))
+            rows.append(
+                Row(
+                    f"Memory of ranks, {case}",
+                    way,
+                    "ms a step",
+                    times,
+                    False,
+                    used,
+                    "ms",
+                    loss=loss[-1],
+                    settings=settings,
+                )
+            )
+    return against_dtf(rows, "kept")
 
 
 def main() -> None:

@@ -1,28 +1,29 @@
 """How long a state takes to be written and to be read, beside what users of PyTorch have for it.
 
-    python bench/checkpoints.py [--mb 100 1000] [--rounds 20]
+    python -m bench.checkpoints [--mb 100 1000] [--rounds 20]
 
 The state: weights of some layers and two numbers of AdamW for each, in memory that is used already, as in a run that
-goes on. Ways take turns, each in a process of its own that does nothing else, on files that the system still holds in
-memory; medians, the range, and the ratio to torch.distributed.checkpoint round by round with the 95 % interval of its
-median. A way has read when all tensors of the state have the numbers of the file: each is compared once. Only dtf
-compares digests of all bytes, once before anything is loaded and once as it loads. Writes are synced to the disk by
-dtf alone: `saved` is not comparable beyond that.
+goes on. Ways take turns, each in a process of its own that does nothing else; ratios are those to dtf, round by round.
+
+Read are files that the system still holds in memory. A way has read when all tensors of the state have the numbers of
+the file: each is compared once. Only dtf compares digests of all bytes, once before anything is loaded and once as it
+loads. A way has written when all its files are synced to the disk: dtf does so itself, for the others it is done here.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.medians import interval, machine
+from bench.contest import ROOT
+from bench.rows import Row, against_dtf, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +31,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DCP = "torch.distributed.checkpoint"
-WAYS = ("dtf", DCP, "safetensors", "torch.load", "torch.load, mapped")
+MAPPED = "torch.load, mapped"
+WAYS = ("dtf", DCP, "safetensors", "torch.save and torch.load", MAPPED)
+SETTINGS = {
+    "read": {
+        "dtf": "every byte compared twice", DCP: "no_dist, into tensors that are there", "safetensors": "load_file",
+        "torch.save and torch.load": "weights_only", MAPPED: "weights_only, mmap",
+    },
+    "write": {"dtf": "with a digest of each MiB", DCP: "no_dist"},
+}  # fmt: skip
 State = dict[str, "Tensor"]
 
 
@@ -111,21 +120,34 @@ def way(name: str, folder: Path) -> tuple[Callable[[State], None], Callable[[Sta
 
 
 def work(name: str, mb: int) -> None:
-    """One process: write once, then read whenever a line comes, and say how long it took."""
+    """One process: write once, then read or write whenever a line says so, and say how long it took."""
     with tempfile.TemporaryDirectory(prefix="dtf-bench-checkpoints-") as folder:
         state = state_of(mb)
         write, read = way(name, Path(folder))
-        began = time.perf_counter()
         write(state)
-        print(json.dumps({"seconds": time.perf_counter() - began}), flush=True)
         into = {key: tensor.clone().zero_() for key, tensor in state.items()}
         read(into)
         assert all(tensor.equal(into[key]) for key, tensor in state.items()), f"{name} reads other numbers"
-        for _ in sys.stdin:
-            began, cpu = time.perf_counter(), time.process_time()
-            read(into)
-            wall = time.perf_counter() - began
-            print(json.dumps({"seconds": wall, "cpu": time.process_time() - cpu}), flush=True)
+        print("{}", flush=True)
+        for line in sys.stdin:
+            with tempfile.TemporaryDirectory(prefix="dtf-bench-checkpoints-") as other:
+                write = way(name, Path(other))[0]
+                began, cpu = time.perf_counter(), time.process_time()
+                if line.strip() == "read":
+                    read(into)
+                else:
+                    write(state)
+                    sync(Path(other))
+                wall = time.perf_counter() - began
+                print(json.dumps({"seconds": wall, "cpu": time.process_time() - cpu}), flush=True)
+
+
+def sync(folder: Path) -> None:
+    """All files below it are on the disk."""
+    for path in [path for path in folder.rglob("*") if path.is_file()]:
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.close(file)
 
 
 class Worker:
@@ -133,42 +155,56 @@ class Worker:
 
     def __init__(self, name: str, mb: int) -> None:
         command = [sys.executable, "-m", "bench.checkpoints", "--mb", str(mb), "--work", name]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert process.stdin and process.stdout
         self._process, self._orders, self._answers = process, process.stdin, process.stdout
-        self.saved_s = self._answer()["seconds"]
-        self.reads: list[dict[str, float]] = []
+        self._answer()
+        self.turns: dict[str, list[dict[str, float]]] = {"read": [], "write": []}
 
-    def read(self) -> None:
-        self._orders.write("read\n")
+    def turn(self, kind: str) -> None:
+        self._orders.write(f"{kind}\n")
         self._orders.flush()
-        self.reads.append(self._answer())
+        self.turns[kind].append(self._answer())
 
     def end(self) -> None:
         self._orders.close()
         self._process.wait()
+        self._answers.close()
 
     def _answer(self) -> dict[str, float]:
-        return json.loads(self._answers.readline())
+        line = self._answers.readline()
+        if not line:
+            raise RuntimeError("a process ended without a word")
+        return json.loads(line)
 
 
-def compare(mb: int, rounds: int) -> None:
-    """One table."""
+def compare(mb: int, rounds: int, writes: int) -> list[Row]:
+    """Of all ways, that many rounds of reading and of writing."""
     workers = {name: Worker(name, mb) for name in WAYS}
-    for number in range(rounds):
-        for name in WAYS[:: -1 if number % 2 else 1]:
-            workers[name].read()
-    print(f"{mb} MB")
-    for name, worker in workers.items():
-        worker.end()
-        speeds = sorted(mb / one["seconds"] for one in worker.reads)
-        text = f"  {name:<29} read {median(speeds):6.0f} MB/s ({speeds[0]:.0f} to {speeds[-1]:.0f}), CPU "
-        text += f"{median(one['cpu'] for one in worker.reads):.2f} s, saved {mb / worker.saved_s:5.0f} MB/s"
-        if name != DCP:
-            pairs = zip(worker.reads, workers[DCP].reads, strict=True)
-            ratios = [theirs["seconds"] / own["seconds"] for own, theirs in pairs]
-            text += f", {median(ratios):.2f} x ({interval(ratios)})"
-        print(text, flush=True)
+    try:
+        for kind, count in (("read", rounds), ("write", writes)):
+            for number in range(count):
+                for name in WAYS[:: -1 if number % 2 else 1]:
+                    if kind == "read" or name != MAPPED:
+                        workers[name].turn(kind)
+    finally:
+        for worker in workers.values():
+            worker.end()
+    rows = []
+    for kind, title in (("read", "reading"), ("write", "writing, synced,")):
+        for name, worker in workers.items():
+            if turns := worker.turns[kind]:
+                speeds, cpu = [mb / turn["seconds"] for turn in turns], [turn["cpu"] for turn in turns]
+                rows.append(
+                    Row(f"{title} {mb} MB", name, "MB/s", speeds, True, cpu, "s", settings=SETTINGS[kind].get(name, ""))
+                )
+    return against_dtf(rows)
+
+
+def measure(quick: bool) -> list[Row]:
+    if quick:
+        return compare(3, 2, 1)
+    return [*compare(100, 20, 20), *compare(1000, 20, 6)]
 
 
 def main() -> None:
@@ -180,9 +216,8 @@ def main() -> None:
     if options.work:
         work(options.work, options.mb[0])
         return
-    print(machine())
     for mb in options.mb:
-        compare(mb, options.rounds)
+        print(table(compare(mb, options.rounds, options.rounds)), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench.medians import interval, machine
+from bench.rows import Row, against_dtf
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,8 +115,8 @@ def starts(case: str, way: str, threads: int) -> tuple[float, float]:
     return first, second
 
 
-def compared(case: str, rounds: int) -> str:
-    """The times of steps, and the ratios to `off`."""
+def compare(case: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of each way's steps, in turns, and its last loss."""
     steps = {way: stepper(case, way) for way in WAYS}
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     losses: dict[str, float] = {}
@@ -124,9 +125,27 @@ def compared(case: str, rounds: int) -> str:
             began = time.perf_counter()
             losses[way] = steps[way](number)
             times[way].append(time.perf_counter() - began)
-    text = f"{1e3 * median(times['off'][2:]):.0f} ms"
+    return {way: found[2:] for way, found in times.items()}, losses
+
+
+def measure(quick: bool) -> list[Row]:
+    rows = []
+    for case in ["deepfm"] if quick else CASES:
+        times, losses = compare(case, 1 if quick else 20)
+        for way in WAYS:
+            seconds = [1e3 * time for time in times[way]]
+            rows.append(
+                Row(f"step.compile, {CASES[case]}", f"step.compile={way}", "ms a step", seconds, loss=losses[way])
+            )
+    return against_dtf(rows, "step.compile=blocks")
+
+
+def compared(case: str, rounds: int) -> str:
+    """The times of steps, and the ratios to `off`."""
+    times, losses = compare(case, rounds)
+    text = f"{1e3 * median(times['off']):.0f} ms"
     for way in WAYS[1:]:
-        ratios = [one / off for one, off in zip(times[way][2:], times["off"][2:], strict=True)]
+        ratios = [one / off for one, off in zip(times[way], times["off"], strict=True)]
         apart = abs(losses[way] - losses["off"]) / abs(losses["off"])
         text += f"; {way} {median(ratios):.2f} ({interval(ratios)}), loss {apart:.0e} apart"
     return text

@@ -1,22 +1,11 @@
-"""How fast dtf trains a click-through model, against a loop written by hand and against other frameworks, on the same
-rows in memory.
+"""How fast dtf trains a click-through model, against loops written by hand and other frameworks, on the same rows in
+memory.
 
-    python -m bench.ctr                     # dtf and the loop written by hand
-    python -m bench.ctr --rivals PYTHON     # and what is installed beside the interpreter PYTHON
+    python -m bench.ctr [--ids 10000000] [--only 64-32]
 
-The other frameworks need an environment of their own, with the torch for CPUs that FBGEMM was built for (2.13 for 1.8):
-
-    python -m venv rivals
-    rivals/bin/pip install fbgemm-gpu-cpu==1.8.0 fuxictr deepctr-torch requests
-    rivals/bin/pip install tensordict torchmetrics==1.0.3 pyre-extensions
-    rivals/bin/pip install --no-deps torchrec==1.8.0
-
-A framework that cannot run is named with its error and left out.
-
-13 numbers and 26 fields, whose ids follow Zipf's law; rows of 16 numbers; Adagrad on all. Contestants take turns, in
-each round in the other direction. The first steps warm up; then dtf's table is given the rest of its rows, so that
-nobody makes rows in what is timed. dtf and the loop by hand see every row of the log once, and it fails when they do
-not come to the same loss on rows that they had not seen before.
+13 numbers and 26 fields, whose ids follow Zipf's law; rows of 16 numbers; Adagrad on all. Contestants are processes
+that take turns. The first steps warm up; then dtf's table is given the rest of its rows, so that nobody makes rows in
+what is timed. It fails when dtf and the loop by hand do not come to the same loss on rows that they had not seen.
 """
 
 from __future__ import annotations
@@ -24,12 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import shutil
-import statistics
-import subprocess
-import sys
-import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,9 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bench.ctr_rivals import DIM, FIELDS, LR, NUMBERS, RIVALS, SCALE, Case, Run, draw, hand, timed
+from bench.contest import Contestant, apart, contest
+from bench.ctr_rivals import DIM, FIELDS, LR, NUMBERS, SCALE, Case, Run, draw, opened
 from bench.ctr_rivals import Log as Rows
 from bench.endless import Endless
+from bench.rows import Row, against_dtf, table
+from bench.turns import Turns, contestant
 from dtf.api.options import StepOptions
 from dtf.api.precision import Cast, Format, Precision
 from dtf.api.recipe import Dataset, Recipe
@@ -67,8 +53,6 @@ CASES = {
     "400-400-400 bf16": ((400, 400, 400), True),
     "64-32": ((64, 32), False),
 }
-TURN_S = 3.0
-"""A turn of another framework takes about so long, or less."""
 
 
 class Clicks(Dataset):
@@ -150,133 +134,79 @@ def engine(rows: Rows, case: Case) -> tuple[Run, Any]:
     return run, program._tables._tables["ids"].store  # type: ignore[attr-defined]
 
 
-class Rival:
-    """A contestant in a process of its own."""
-
-    def __init__(self, python: str, name: str, case: Case, log: Path) -> None:
-        command = [python, str(Path(__file__).with_name("ctr_rivals.py")), name, json.dumps(case), str(log)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        self.steps = 2
-        self.torch = self._answer()["torch"]
-
-    def turn(self, steps: int) -> tuple[float, float]:
-        """Seconds and mean loss of so many steps."""
-        assert self._process.stdin is not None
-        print(steps, file=self._process.stdin, flush=True)
-        answer = self._answer()
-        return answer["seconds"], answer["loss"]
-
-    def warm(self, steps: int, seconds: float, most: int) -> None:
-        """That many steps, but no longer than that; then turns are of about TURN_S, and of so many steps at most."""
-        done, spent, took = 0, 0.0, 0.0
-        while done < steps and spent < seconds:
-            took, _ = self.turn(self.steps)
-            done, spent = done + self.steps, spent + took
-        self.steps = min(most, max(2, round(TURN_S * self.steps / took)))
-
-    def close(self) -> None:
-        self._process.communicate()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        answer = json.loads(self._process.stdout.readline() or '{"error": "the process ended without a word"}')
-        if "error" in answer:
-            self._process.wait()
-            raise RuntimeError(answer["error"])
-        return answer
-
-
-def rivals(python: str, case: Case, log: Path, warm: int, most: int) -> dict[str, Rival]:
-    """Those that run."""
-    found = {}
-    for name in RIVALS:
-        try:
-            rival = Rival(python, name, case, log)
-            rival.warm(warm, 10 * TURN_S, most)
-        except RuntimeError as error:
-            print(f"{name} is left out: {error}", flush=True)
-        else:
-            found[f"by hand, torch {rival.torch}" if RIVALS[name] is hand else name] = rival
-    return found
-
-
 def fill(store: Any) -> None:
     """Let the table have all rows that it can have."""
     for ids in np.array_split(np.arange(store.spec.size), 64):
         store.lookup(ids, create=True)
 
 
-def compare(name: str, log: Rows, saved: Path, given: argparse.Namespace) -> None:
-    hidden, bf16 = CASES[name]
-    case = Case(hidden, bf16, given.threads)
-    torch.manual_seed(0)
-    (by_dtf, store), by_hand = engine(log, case), hand(log, case)
-    for run in (by_dtf, by_hand):
-        run(given.warm)
+def dtf(turns: Turns, case: Case, log: Path) -> None:
+    """The contestant. The turn of warming up ends before the table gets the rest of its rows."""
+    torch.set_num_threads(case.threads)
+    run, store = engine(opened(log), case)
+    turns.ready()
+    steps = turns.begin()
+    turns.end(run(steps))
     fill(store)
-    others = rivals(given.rivals, case, saved, given.warm, given.steps) if given.rivals else {}
-    turns = {"dtf": (by_dtf, given.steps), "by hand": (by_hand, given.steps)}
-    rates: dict[str, list[float]] = {key: [] for key in (*turns, *others)}
-    losses: dict[str, list[float]] = {key: [] for key in rates}
-    for number in range(given.rounds):
-        for key in rates if number % 2 else reversed(rates):
-            time.sleep(0.5)  # threads of the one before may still spin
-            steps = turns[key][1] if key in turns else others[key].steps
-            seconds, loss = timed(*turns[key]) if key in turns else others[key].turn(steps)
-            rates[key].append(steps * log.batch / seconds)
-            losses[key].append(loss)
-    for rival in others.values():
-        rival.close()
-    say(name, rates, losses)
-    apart = abs(losses["dtf"][-1] - losses["by hand"][-1])
-    if not apart < 0.01:
-        raise SystemExit(f"{name}: dtf and the loop by hand must reach the same loss, they are {apart:.4f} apart")
+    turns.serve(run)
 
 
-def say(name: str, rates: dict[str, list[float]], losses: dict[str, list[float]]) -> None:
-    """A table of medians and ranges, and the ratios of dtf's rate to the others', round by round."""
-    print(f"\n{name:28}{'rows/s':>10} {'least to most':>20} {'dtf / it':>10} {'least to most':>16} {'loss':>8}")
-    for key, values in rates.items():
-        ratios = sorted(a / b for a, b in zip(rates["dtf"], values, strict=True))
-        spread, ratio_spread = f"{min(values):,.0f} to {max(values):,.0f}", f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        print(
-            f"{key:28}{statistics.median(values):10,.0f} {spread:>20} {statistics.median(ratios):10.3f} "
-            f"{ratio_spread:>16} {losses[key][-1]:8.4f}"
+def contestants(case: Case, saved: Path) -> list[Contestant]:
+    text, path = json.dumps(case), str(saved)
+
+    def rival(who: str, name: str, peer: str, settings: str) -> Contestant:
+        return Contestant(who, "bench.ctr_rivals", [name, text, path], peer, threads=case.threads, settings=settings)
+
+    own = ["--contestant", text, path]
+    return [
+        Contestant("dtf", "bench.ctr", own, threads=case.threads, settings="one sparse table, adagrad, one process"),
+        rival("by hand, 26 tables", "hand", "", "nn.Embedding(sparse=True), Adagrad, fused for the perceptron"),
+        rival("by hand, one table", "one_table", "", "nn.Embedding(sparse=True) with offsets, Adagrad, fused likewise"),
+        rival("torchrec", "torchrec", "torchrec", "FusedEmbeddingBagCollection, Adagrad in the backward pass"),
+        rival("FBGEMM alone", "fbgemm", "torchrec", "SplitTableBatchedEmbeddingBagsCodegen, EXACT_ADAGRAD"),
+        rival("FuxiCTR", "fuxictr", "fuxictr", "BaseModel.train_step, dense gradients of tables, as it comes"),
+    ]
+
+
+def compare(name: str, log: Rows, saved: Path, rounds: int, steps: int, warm: int, threads: int) -> list[Row]:
+    hidden, bf16 = CASES[name]
+    those = contestants(Case(hidden, bf16, threads), saved)
+    work = f"perceptron {name}, {sum(log.sizes):,} ids, batches of {log.batch:,}, {threads} threads"
+    turns, absent = contest(work, those, rounds, steps, warm)
+    apart(turns, ["dtf", "by hand, 26 tables", "by hand, one table"], 0.02)
+    rows = [
+        Row(
+            work, one.who, "rows/s", [steps * log.batch / turn.seconds for turn in turns[one.who]], True,
+            [turn.cpu / steps * 1e3 for turn in turns[one.who]], "ms a step",
+            loss=turns[one.who][-1].loss, settings=one.settings,
         )
-    sys.stdout.flush()
+        for one in those if one.who in turns
+    ]  # fmt: skip
+    return against_dtf([*rows, *absent])
+
+
+def measure(quick: bool, only: str = "", ids: int = 1_000_000, threads: int = 2) -> list[Row]:
+    rounds, steps, warm, ids, batch = (2, 2, 2, 200_000, 256) if quick else (20, 10, 40, ids, 2048)
+    log, found = draw(ids, batch, warm + rounds * steps), []
+    with TemporaryDirectory(prefix="dtf-bench-ctr-") as folder:
+        saved = Path(folder, "log.npz")
+        log.save(saved)
+        for name in [only] if only else list(CASES)[-1:] if quick else CASES:
+            found += compare(name, log, saved, rounds, steps, warm, threads)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rivals", metavar="PYTHON", help="interpreter of an environment that has the others")
-    parser.add_argument("--only", choices=CASES)
+    parser.add_argument("--only", choices=CASES, default="")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=50, help="of a turn of dtf and of the loop by hand")
-    parser.add_argument("--ids", type=int, default=10_000_000, help="distinct ids of all fields")
-    parser.add_argument("--batch", type=int, default=2048)
-    parser.add_argument("--warm", type=int, default=100, help="steps before the first turn")
+    parser.add_argument("--ids", type=int, default=1_000_000, help="distinct ids of all fields")
+    parser.add_argument("--contestant", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.rivals and not shutil.which(given.rivals):
-        parser.error(
-            f"--rivals={given.rivals} is no program; give the interpreter of an environment that has the others"
-        )
-    warnings.filterwarnings("ignore", message="Sparse invariant checks")
-    torch.set_num_threads(given.threads)
-    log = draw(given.ids, given.batch, given.warm + given.rounds * given.steps)
-    seen = sum(len(np.unique(ids)) for ids in log.ids.T)
-    print(
-        f"{processor()}, {given.threads} threads, torch {torch.__version__}; {sum(log.sizes):,} ids in "
-        f"{len(log.sizes)} fields, {seen:,} of them in the {len(log.clicks):,} rows of the log; batches of {log.batch}",
-        flush=True,
-    )
-    with TemporaryDirectory() as folder:
-        saved = Path(folder, "log.npz")
-        log.save(saved)
-        for name in [given.only] if given.only else CASES:
-            compare(name, log, saved, given)
+    if given.contestant:
+        case, log = given.contestant
+        contestant(lambda turns: dtf(turns, Case(*json.loads(case)), Path(log)))
+    print(table(measure(False, given.only, given.ids, given.threads)))
 
 
 def processor() -> str:

@@ -1,8 +1,6 @@
-"""Click-through training without dtf: a loop written by hand, torchrec, FBGEMM alone, FuxiCTR, DeepCTR-Torch. Knows
-nothing of dtf.
+"""Click-through training without dtf: loops written by hand, torchrec, FBGEMM alone, FuxiCTR. Knows nothing of dtf.
 
-`python -m bench.ctr --rivals PYTHON` starts it, once for each of them, in an environment that has them. It then takes
-numbers of steps, one a line, and answers each with a line of JSON: seconds and mean log loss.
+`bench.ctr` starts it, once for each of them, as a contestant of `bench.contest`.
 """
 
 # pyright: reportMissingImports=false
@@ -10,16 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from bench.turns import Turns, contestant
 
 NUMBERS, DIM, LR, SCALE = 13, 16, 0.01, 0.01
 ZIPF = 1.05
@@ -147,6 +146,22 @@ def hand(log: Log, case: Case) -> Run:
     return loop(Batches(log), logits, optimizers, case.bf16)
 
 
+def one_table(log: Log, case: Case) -> Run:
+    """One sparse nn.Embedding for all fields, whose ids have the field's first row added."""
+    table = nn.Embedding(sum(log.sizes), DIM, sparse=True)
+    nn.init.normal_(table.weight, std=SCALE)
+    mlp, starts = tower(case.hidden), torch.tensor([0, *log.sizes[:-1]]).cumsum(0)
+    optimizers = (
+        torch.optim.Adagrad([table.weight], LR),
+        torch.optim.Adagrad(mlp.parameters(), LR, fused=True),
+    )
+
+    def logits(ids: Tensor, dense: Tensor) -> Tensor:
+        return mlp(torch.cat([dense, table(ids + starts).flatten(1)], 1))
+
+    return loop(Batches(log), logits, optimizers, case.bf16)
+
+
 def torchrec(log: Log, case: Case) -> Run:
     """torchrec's collection of embedding bags whose Adagrad is fused into the backward pass."""
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -248,43 +263,7 @@ def fuxictr(log: Log, case: Case) -> Run:
     return run
 
 
-def deepctr(log: Log, case: Case) -> Run:
-    """DeepCTR-Torch's Wide & Deep without a wide part, and the step of its `fit`."""
-    from deepctr_torch.inputs import DenseFeat, SparseFeat
-    from deepctr_torch.models import WDL
-
-    fields = [SparseFeat(f"C{field}", size, embedding_dim=DIM) for field, size in enumerate(log.sizes)]
-    model: Any = WDL(
-        [],
-        [*fields, DenseFeat("dense", NUMBERS)],
-        dnn_hidden_units=case.hidden,
-        l2_reg_linear=0,
-        l2_reg_embedding=0,
-        l2_reg_dnn=0,
-    )
-    model.compile("adagrad", "binary_crossentropy")
-    model.train()
-    columns = torch.from_numpy(np.concatenate([log.ids.astype(np.float32), log.dense], 1)).split(log.batch)
-    batches, at = torch.from_numpy(log.clicks).split(log.batch), -1
-
-    def run(steps: int) -> float:
-        nonlocal at
-        total = 0.0
-        for _ in range(steps):
-            at = (at + 1) % len(columns)
-            with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
-                outputs = model(columns[at])
-            model.optim.zero_grad()
-            loss = binary_cross_entropy(outputs.float().squeeze(-1), batches[at], reduction="sum")
-            (loss + model.get_regularization_loss() + model.aux_loss).backward()
-            model.optim.step()
-            total += loss.item() / log.batch
-        return total / max(steps, 1)
-
-    return run
-
-
-RIVALS = {"hand": hand, "torchrec": torchrec, "fbgemm": fbgemm, "fuxictr": fuxictr, "deepctr-torch": deepctr}
+RIVALS = {"hand": hand, "one_table": one_table, "torchrec": torchrec, "fbgemm": fbgemm, "fuxictr": fuxictr}
 
 
 def timed(run: Run, steps: int) -> tuple[float, float]:
@@ -294,7 +273,7 @@ def timed(run: Run, steps: int) -> tuple[float, float]:
     return time.perf_counter() - started, loss
 
 
-def main() -> None:
+def main(turns: Turns) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rival", choices=RIVALS)
     parser.add_argument("case", help="JSON: [hidden, bf16, threads]")
@@ -303,21 +282,10 @@ def main() -> None:
     case = Case(*json.loads(given.case))
     torch.set_num_threads(case.threads)
     torch.manual_seed(0)
-    answers, sys.stdout = sys.stdout, sys.stderr  # libraries print
-
-    def say(**answer: Any) -> None:
-        print(json.dumps(answer), file=answers, flush=True)
-
-    try:
-        run = RIVALS[given.rival](opened(given.log), case)
-        say(torch=torch.__version__)
-        for line in sys.stdin:
-            seconds, loss = timed(run, int(line))
-            say(seconds=seconds, loss=loss)
-    except Exception as error:
-        say(error=f"{type(error).__name__}: {error}")
-        raise SystemExit(1) from error
+    run = RIVALS[given.rival](opened(given.log), case)
+    turns.ready()
+    turns.serve(run)
 
 
 if __name__ == "__main__":
-    main()
+    contestant(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from dtf.api.lr import Constant
@@ -11,11 +12,14 @@ from dtf.engine.clock import Clock, Plan, PlannedClock
 
 
 class Endless(Clock):
-    """A plan without end that stops after each turn, and logs before that if it is to."""
+    """A plan without end that stops after each turn, and logs before that if it is to.
 
-    def __init__(self, epochs: Epochs, lr: float, logs: bool = False) -> None:
+    `mark` is called before each step and after the last one of a turn.
+    """
+
+    def __init__(self, epochs: Epochs, lr: float, logs: bool = False, mark: Callable[[], None] = lambda: None) -> None:
         self._inner = PlannedClock(Plan(10**9, 0, 0, 0), epochs, Constant(peak=lr))
-        self._logs = logs
+        self._logs, self._mark = logs, mark
         self._step, self._left, self._said = 0, 0, True
 
     @property
@@ -30,11 +34,13 @@ class Endless(Clock):
         if self._left:
             ticket = next(self._inner)
             if isinstance(ticket, Train):
+                self._mark()
                 self._left, self._step = self._left - 1, ticket.step + 1
             return ticket
         if self._said:
             return Stop(self._step, "stopped")
         self._said = True
+        self._mark()
         return Log(self._step)
 
     def ahead(self, count: int) -> list[Train]:

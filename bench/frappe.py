@@ -1,7 +1,7 @@
 """Models of click-through rates on Frappe against the figures published for them: trains each with some seeds, one
 after the other, and prints a table.
 
-    python bench/frappe.py FOLDER_OF_FRAPPE [--models dnn fm] [--seeds 0 1 2] [--out outputs/frappe] [key=value ...]
+    python -m bench.frappe FOLDER_OF_FRAPPE [--models dnn fm] [--seeds 0 1 2] [--out outputs/frappe] [key=value ...]
 
 Each run is `experiment=frappe_<model>` on two processes; its best checkpoint is then evaluated on the test split. Runs
 that are there already are not repeated.

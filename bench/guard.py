@@ -1,7 +1,7 @@
 """What a guarded step costs, beside what it should: one more pass over a micro-batch, and the reading of digests.
 
-    python bench/guard.py                       # toy MLP and ResNet-18 at 64 px, two ddp ranks
-    python bench/guard.py --only resnet18
+    python -m bench.guard                       # toy MLP and ResNet-18 at 64 px, two ddp ranks
+    python -m bench.guard --only resnet18
 
 Plain and guarded steps alternate in the same processes. The parts of the prediction are timed alone, on all ranks at
 the same time: forward and backward of one micro-batch without communication, and a digest of what a rank holds.
@@ -10,18 +10,15 @@ the same time: forward and backward of one micro-batch without communication, an
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from overhead import LR, Case
 
+from bench.engine import Case
+from bench.rows import Row, table
+from bench.toy import LR, Work
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.task import Task
@@ -35,14 +32,15 @@ from dtf.optim.optimizers import Sgd
 from dtf.strategies.ddp import Ddp
 
 
-def measure(rank: int, size: int, name: str, batch: int, blocks: int, threads: int) -> dict[str, list[float]]:
+def on_rank(rank: int, size: int, name: str, batch: int, blocks: int, threads: int) -> dict[str, list[float]]:
     """Milliseconds of each block's plain step, guarded step, pass and digest."""
     torch.set_num_threads(threads)
-    case, world = Case(name, batch), World(Place(rank=rank, size=size, slots=size))
+    case = Case(Work(name, batch, 0 if name == "mlp" else 64))
+    data, world = case.open_data("train", 0), World(Place(rank=rank, size=size, slots=size))
     program: Any = Ddp().setup(Task(case, Sgd(momentum=0.9), Precision(), StepOptions(batch_size=batch), 0), world)
-    epochs = Epochs(Sequential(), len(case.rows), batch, 0)
-    loader = Loader(case.rows, epochs, program.shard, program.micro_batch_rows)
-    whole = Loader(case.rows, epochs, Shard(0, 1), program.micro_batch_rows)
+    epochs = Epochs(Sequential(), len(data), batch, 0)
+    loader = Loader(data, epochs, program.shard, program.micro_batch_rows)
+    whole = Loader(data, epochs, Shard(0, 1), program.micro_batch_rows)
     program.warmup(program.prepare(whole.get(0, 0)))
     guard, at = program.guard(), 0
     (copy,) = guard.copies
@@ -80,32 +78,35 @@ def measure(rank: int, size: int, name: str, batch: int, blocks: int, threads: i
     return {key: values[1:] for key, values in times.items()}
 
 
-def report(name: str, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, and what was predicted."""
-    plain, guarded, one_pass, digest = (statistics.median(times[key]) for key in ("plain", "guarded", "pass", "digest"))
-    return {
-        "model": name, "plain_ms": round(plain, 2), "guarded_ms": round(guarded, 2),
-        "extra_ms": round(statistics.median(a - b for a, b in zip(times["guarded"], times["plain"], strict=True)), 2),
-        "predicted_ms": round(one_pass + digest, 2), "pass_ms": round(one_pass, 2), "digest_ms": round(digest, 2),
-        "every_100_percent": round((guarded - plain) / plain, 2),
+def rows_of(name: str, times: dict[str, list[float]]) -> list[Row]:
+    """Of each kind, and what was predicted."""
+    times = times | {"predicted": [one + other for one, other in zip(times["pass"], times["digest"], strict=True)]}
+    times["extra"] = [one - other for one, other in zip(times["guarded"], times["plain"], strict=True)]
+    titles = {
+        "plain": "a step", "guarded": "a guarded step", "extra": "a guarded step, less the step of its round",
+        "predicted": "predicted: one pass and one digest", "pass": "one pass over a micro-batch",
+        "digest": "a digest of all that a rank holds",
     }  # fmt: skip
+    return [Row(f"{name}, two ddp ranks", title, "ms", times[key]) for key, title in titles.items()]
+
+
+def measure(quick: bool, size: int = 2, blocks: int = 20, only: str = "") -> list[Row]:
+    from tests.support.ranks import ranks
+
+    found = []
+    for name in [only] if only else ["mlp"] if quick else ["mlp", "resnet18"]:
+        arguments = {"name": name, "batch": 32, "blocks": 2 if quick else blocks, "threads": 1}
+        found += rows_of(name, ranks(size, "bench.guard:on_rank", timeout_s=500, **arguments)[0])
+    return found
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.support.ranks import ranks
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=15)
-    parser.add_argument("--only", choices=["mlp", "resnet18"])
+    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--only", choices=["mlp", "resnet18"], default="")
     given = parser.parse_args()
-    print(f"torch {torch.__version__}, {platform.machine()}, {given.ranks} ranks, one thread each")
-    for name in ("mlp", "resnet18"):
-        if given.only in (None, name):
-            arguments = {"name": name, "batch": 32, "blocks": given.blocks, "threads": 1}
-            times = ranks(given.ranks, "bench.guard:measure", timeout_s=900, **arguments)[0]
-            print(json.dumps(report(name, times)), flush=True)
+    print(table(measure(False, given.ranks, given.blocks, given.only)))
 
 
 if __name__ == "__main__":

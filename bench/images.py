@@ -9,15 +9,14 @@ Each reader has a process of its own and runs in steady state: the readers take 
 (SIGSTOP) while another reads; what was ready before a turn is read before the clock starts. Told are medians with their
 range, processor seconds per image, and dtf's rate divided by the other's in the same round, with the 95 % interval of
 the median. `floor` decodes each file at 1/8 of its size and does nothing else: no reader of the original files that
-knows no crop can be faster. OpenCV, DALI and SPDL (with PyAV's FFmpeg) are installed at pinned versions into an
-environment that is made for it under the user's cache folder; what cannot run is told with the reason.
+knows no crop can be faster. What cannot run is told with the reason. `python -m bench` reads the archive that
+DTF_BENCH_IMAGES names.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -27,8 +26,7 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,9 +34,12 @@ from typing import Any
 from PIL import Image
 
 from bench.medians import interval, machine
+from bench.peers import Absent, python_of
+from bench.rows import Row, against_dtf
 
 ROOT = Path(__file__).parent.parent
-PINNED = ("av==16.1.0", "nvidia-dali-cuda120==2.4.0", "opencv-python-headless==5.0.0.93", "spdl==0.8.0")
+_FILES = "DTF_BENCH_IMAGES"
+"""Environment variable: the archive or folder for `python -m bench`."""
 NAMES = {  # reader -> what it is, its resampling
     "dtf": ("dtf", "bilinear, anti-aliased"),
     "loop": ("simplejpeg + torch, threads", "bilinear, anti-aliased"),
@@ -104,6 +105,59 @@ class Reader:
             os.killpg(self._process.pid, number)
 
 
+Turns = dict[str, list[tuple[float, float]]]
+"""Reader -> images per second and processor milliseconds per image, of each round."""
+
+
+def compare(
+    folder: Path, readers: Sequence[str], threads: int, rounds: int, seconds: float, output: str
+) -> tuple[Turns, dict[str, str], dict[str, str]]:
+    """The turns of all readers, what they deliver, and why others cannot run. `folder`: of the files, see `write`."""
+    running: dict[str, Reader] = {}
+    absent: dict[str, str] = {}
+    found: Turns = {}
+    try:
+        for name in readers:
+            try:
+                python = Path(python_of("images") if name in _OWN_ENVIRONMENT else sys.executable)
+                running[name] = Reader(name, python, folder, threads, output)
+            except (RuntimeError, OSError, Absent) as error:
+                absent[name] = str(error)[:200]
+        found.update({name: [] for name in running})
+        for number in range(rounds):
+            order = list(running) if number % 2 == 0 else list(running)[::-1]
+            turns = {name: running[name].read(seconds) for name in order}
+            for name, turn in turns.items():
+                found[name].append(turn)
+    except KeyboardInterrupt:
+        print("ended before the last round")
+    finally:
+        for reader in running.values():
+            reader.close()
+    return found, {name: reader.delivers for name, reader in running.items()}, absent
+
+
+def measure(quick: bool) -> list[Row]:
+    """Of the archive or folder that the environment names."""
+    source = os.environ.get(_FILES)
+    if not source:
+        return [Row("Reading JPEG files", "dtf", not_run=f"{_FILES} names no archive or folder of JPEG files")]
+    threads, rows = len(os.sched_getaffinity(0)), []
+    for vary, output in ((False, "uint8"), (False, "float32"), (True, "uint8"), (True, "float32")):
+        with tempfile.TemporaryDirectory() as folder:
+            files = _files(Path(source), 20 if quick else 2000, vary)
+            sizes = [write(file, Path(folder), number) for number, file in enumerate(files)]
+            found, _, absent = compare(Path(folder), list(NAMES), threads, *((2, 0.2) if quick else (20, 0.4)), output)
+        kind = "enlarged, of several qualities" if vary else "as they are"
+        work = f"Reading {len(sizes)} JPEG files of {sum(sizes) / len(sizes) / 1000:.0f} kB, {kind}, to {output}"
+        for name, turns in found.items():
+            rates, used = ([*column] for column in zip(*turns, strict=True))
+            who, resampling = NAMES[name]
+            rows.append(Row(work, who, "images/s", rates, True, used, "ms an image", settings=resampling))
+        rows += [Row(work, NAMES[name][0], not_run=why) for name, why in absent.items()]
+    return against_dtf(rows)
+
+
 def main() -> None:
     given = _arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # readers are ended, and what was measured is told
@@ -113,28 +167,13 @@ def main() -> None:
             f"{len(sizes)} files of {sum(sizes) / len(sizes) / 1000:.0f} kB, {given.output}, {given.threads} threads "
             f"or workers, {given.rounds} rounds of {given.seconds} s; {machine()}"
         )
-        readers: dict[str, Reader] = {}
-        found: dict[str, list[tuple[float, float]]] = {}
-        try:
-            for name in given.readers:
-                try:
-                    python = _environment(given.environment) if name in _OWN_ENVIRONMENT else Path(sys.executable)
-                    readers[name] = Reader(name, python, Path(folder), given.threads, given.output)
-                except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
-                    print(f"{NAMES[name][0]}: not run: {str(error)[:200]}")
-            found.update({name: [] for name in readers})
-            for number in range(given.rounds):
-                order = list(readers) if number % 2 == 0 else list(readers)[::-1]
-                turns = {name: readers[name].read(given.seconds) for name in order}
-                for name, turn in turns.items():
-                    found[name].append(turn)
-        except KeyboardInterrupt:
-            print("ended before the last round")
-        finally:
-            for reader in readers.values():
-                reader.close()
+        found, delivers, absent = compare(
+            Path(folder), given.readers, given.threads, given.rounds, given.seconds, given.output
+        )
+    for name, why in absent.items():
+        print(f"{NAMES[name][0]}: not run: {why}")
     if found and all(found.values()):
-        report(found, {name: reader.delivers for name, reader in readers.items()})
+        report(found, delivers)
 
 
 def report(found: dict[str, list[tuple[float, float]]], delivers: dict[str, str]) -> None:
@@ -190,19 +229,6 @@ def _originals(path: Path) -> Iterator[bytes]:
                 yield stream.read()
 
 
-def _environment(folder: Path | None) -> Path:
-    """The interpreter of an environment with the peers, made at the first use."""
-    if folder is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = cache / "dtf" / f"bench-images-{hashlib.sha256(repr((PINNED, sys.version)).encode()).hexdigest()[:12]}"
-    python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
-        venv.create(folder, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *PINNED], check=True)
-        (folder / "complete").touch()
-    return python
-
-
 def _ffmpeg(environment: Path) -> str:
     """Where the FFmpeg inside PyAV's wheel is found under its usual names, which SPDL looks for."""
     folder = environment / "ffmpeg"
@@ -225,7 +251,6 @@ def _arguments() -> Any:
     parser.add_argument("--seconds", type=float, default=0.7)
     parser.add_argument("--most", type=int, default=2000, help="files that are read at most")
     parser.add_argument("--varied", action="store_true", help="other sizes, qualities and subsampling: see `varied`")
-    parser.add_argument("--environment", type=Path, help="of the peers; default: one in the user's cache folder")
     return parser.parse_args()
 
 

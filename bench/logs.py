@@ -1,10 +1,10 @@
 """Rows per second from click logs to batches, and the memory that takes; also writes a log to read.
 
-    python bench/logs.py write day.tsv --rows 2000000    # a generated Criteo log; compressed when its name ends in .gz
-    python bench/logs.py read day.tsv --threads 2        # parses, encodes and batches, in the seeded order of blocks
-    python bench/logs.py read day.tsv --mode memory      # parses into columns, then batches shuffled rows of them
-    python bench/logs.py generate --threads 2            # rows of recipe=ctr_clicks, which need no file
-    python bench/logs.py ceiling                         # the best possible AUC and log loss of these rows
+    python -m bench.logs write day.tsv --rows 2000000    # a generated Criteo log; compressed when its name ends in .gz
+    python -m bench.logs read day.tsv --threads 2        # parses, encodes and batches, in the seeded order of blocks
+    python -m bench.logs read day.tsv --mode memory      # parses into columns, then batches shuffled rows of them
+    python -m bench.logs generate --threads 2            # rows of recipe=ctr_clicks, which need no file
+    python -m bench.logs ceiling                         # the best possible AUC and log loss of these rows
 
 `read` and `generate` take batches from a loader as a training rank does, and do nothing with them. They print the
 median of the rounds, the seconds of CPU per million rows, and the peak of the process's memory. The kernels are
@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from bench.rows import Row
 from dtf.api.recipe import Dataset
 from dtf.core.types import Shard
 from dtf.data.batches import Epochs
@@ -113,6 +114,33 @@ def write(args: argparse.Namespace) -> None:
 def ceiling(args: argparse.Namespace) -> None:
     found = ClicksOptions(eval_rows=args.rows, values=args.values, seed=args.seed).best_possible()
     print(f"best reachable over {args.rows:,} rows: AUC {found['auc']:.4f}, log loss {found['loss']:.4f}")
+
+
+def measure(quick: bool) -> list[Row]:
+    """Rows per second of a Criteo log of a million rows, read in both modes, and of generated rows."""
+    rows, rounds, found = (2_000, 1, []) if quick else (1_000_000, 5, [])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with tempfile.TemporaryDirectory(prefix="dtf-bench-logs-") as folder:
+        path = Path(folder, "day.tsv")
+        made = ClicksOptions(train_rows=rows).open("train", 0)
+        write_criteo(made, path)
+        work = f"{rows:,} rows of a Criteo log to batches of 2,048, two threads"
+        for mode in Mode:
+            options = LogOptions(train=str(path), eval=str(path), mode=mode, cache=folder)
+            options.check()
+            data = options.open("train", 0)
+            data.fetch(torch.arange(8).numpy(), 0)
+            found.append(_row(work, f"mode={mode.name}", data, rounds))
+        found.append(_row(work, "generated (recipe=ctr_clicks)", made, rounds))
+    torch.set_num_threads(before)
+    return found
+
+
+def _row(work: str, who: str, data: Dataset, rounds: int) -> Row:
+    passes = [passed_through(data, 2048, 1, 0) for _ in range(rounds)]
+    cpu = [used / rows * 1e6 for rows, _, used in passes]
+    return Row(work, who, "rows/s", [rows / wall for rows, wall, _ in passes], True, cpu, "s per million")
 
 
 def main() -> None:

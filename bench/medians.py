@@ -29,12 +29,19 @@ def processor() -> str:
     return f"{names[0]} ({', '.join(flag for flag in ('avx2', 'avx512f', 'avx512_bf16', 'amx_bf16') if flag in flags)})"
 
 
-def interval(values: Sequence[float]) -> str:
+def bounds(values: Sequence[float]) -> tuple[float, float]:
     """The 95 % interval of the median, by ranks: no shape is assumed. With fewer than six values: all of them."""
     ordered, count = sorted(values), len(values)
-    tail, low = 0.0, 0
-    for low in range(count // 2):
-        tail += math.comb(count, low) / 2**count
+    tail, below = 0.0, 0
+    for rank in range(count // 2):
+        tail += math.comb(count, rank) / 2**count  # how likely the median lies below the value of this rank
         if tail > 0.025:
             break
-    return f"{ordered[low]:.2f} to {ordered[count - 1 - low]:.2f}"
+        below = rank
+    return ordered[below], ordered[count - 1 - below]
+
+
+def interval(values: Sequence[float]) -> str:
+    """`bounds`, as a text."""
+    low, high = bounds(values)
+    return f"{low:.2f} to {high:.2f}"

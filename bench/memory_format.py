@@ -3,17 +3,16 @@
     python -m bench.memory_format [--rounds 20] [--threads 2]
 
 `input`: images alone have their channels last; `both`: the weights of convolutions too, as under step.memory_format.
-The ways take turns in one process; medians of the times, and of the ratios to channels first with their 95 % interval.
+The ways take turns in one process.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.medians import interval, machine
+from bench.rows import Row, against_dtf, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 WAYS = ("first", "input", "both")
+TITLES = {"first": "channels first", "input": "images channels last", "both": "images and weights, as dtf"}
 
 
 def networks() -> dict[str, tuple[Callable[[], nn.Module], int, int]]:
@@ -63,30 +63,40 @@ def stepper(make: Callable[[], nn.Module], pixels: int, rows: int, way: str) -> 
     return step
 
 
-def main() -> None:
+def measure(quick: bool, rounds: int = 20, threads: int = 2) -> list[Row]:
     import torch
 
+    before, found = torch.get_num_threads(), []
+    torch.set_num_threads(threads)
+    for name, (make, pixels, rows) in list(networks().items())[: 1 if quick else None]:
+        steps = {way: stepper(make, pixels, 2 if quick else rows, way) for way in WAYS}
+        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        cpu: dict[str, list[float]] = {way: [] for way in WAYS}
+        losses: dict[str, float] = {}
+        for number in range((1 if quick else rounds) + 2):
+            for way in WAYS[:: -1 if number % 2 else 1]:
+                began, used = time.perf_counter(), time.process_time()
+                losses[way] = steps[way]()
+                times[way].append((time.perf_counter() - began) * 1e3)
+                cpu[way].append((time.process_time() - used) * 1e3)
+        work = f"{name.strip()}, {pixels} pixels, {rows} rows"
+        found += against_dtf(
+            [
+                Row(work, TITLES[way], "ms a step", times[way][2:], cpu=cpu[way][2:], cpu_unit="ms", loss=losses[way])
+                for way in WAYS
+            ],
+            TITLES["both"],
+        )
+    torch.set_num_threads(before)
+    return found
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print(f"{machine()}, {options.threads} threads")
-    for name, (make, pixels, rows) in networks().items():
-        steps = {way: stepper(make, pixels, rows, way) for way in WAYS}
-        times: dict[str, list[float]] = {way: [] for way in WAYS}
-        losses: dict[str, float] = {}
-        for number in range(options.rounds + 2):
-            for way in WAYS[:: -1 if number % 2 else 1]:
-                began = time.perf_counter()
-                losses[way] = steps[way]()
-                times[way].append(time.perf_counter() - began)
-        text = f"{name.strip()}, {pixels} px, {rows} rows: {1e3 * median(times['first'][2:]):.0f} ms"
-        for way in WAYS[1:]:
-            ratios = [one / first for one, first in zip(times[way][2:], times["first"][2:], strict=True)]
-            apart = abs(losses[way] - losses["first"]) / abs(losses["first"])
-            text += f"; {way} {median(ratios):.2f} ({interval(ratios)}), loss {apart:.0e} apart"
-        print(text, flush=True)
+    print(table(measure(False, options.rounds, options.threads)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a mirror costs the steps: processor seconds of all ranks with `checkpoint.mirror` and without it.
 
-    python bench/mirror.py [--rounds 5] [--speed 20e6] [--width 1024]
+    python -m bench.mirror [--rounds 5] [--speed 20e6] [--width 1024]
 
 Two ranks train a multilayer perceptron under ddp and save it every few steps. The mirror is an S3 server on loopback
 behind a line of `--speed` bytes a second, which is busy all the time. Counted is what the ranks' processes use from the
@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import time
@@ -22,11 +21,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from saves import Wide, processor
-
+from bench.rows import Row, table
+from bench.saves import Wide
 from dtf.api.registry import register, with_default
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 STEPS, EVERY, ROWS = 240, 20, 256
 
 
@@ -64,16 +63,16 @@ class Measured(NamedTuple):
     losses: list[str]
 
 
-def run(width: int, environment: dict[str, str]) -> Measured:
+def run(width: int, environment: dict[str, str], steps: int = STEPS) -> Measured:
     with TemporaryDirectory(prefix="dtf-bench-mirror-") as folder:
         command = [
-            *(sys.executable, "-m", "dtf", "recipe=mirrored", "plugins=[mirror]", f"recipe.width={width}"),
+            *(sys.executable, "-m", "dtf", "recipe=mirrored", "plugins=[bench.mirror]", f"recipe.width={width}"),
             *("strategy=ddp", "launcher.processes=2", "optimizer=adamw", f"run.dir={folder}/run"),
-            *(f"step.batch_size={ROWS}", f"train.steps={STEPS}", "train.eval_every=0", "observer=[console]"),
+            *(f"step.batch_size={ROWS}", f"train.steps={steps}", "train.eval_every=0", "observer=[console]"),
             *(f"checkpoint.every_steps={EVERY}", "checkpoint.keep_last=1", "checkpoint.keep_best=0"),
             *([f"checkpoint.mirror=s3://bucket/{Path(folder).name}"] if environment else []),
         ]
-        variables = os.environ | environment | {"PYTHONPATH": str(Path(__file__).parent)}
+        variables = os.environ | environment | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
@@ -89,30 +88,36 @@ def run(width: int, environment: dict[str, str]) -> Measured:
     )
 
 
-def main() -> None:
-    sys.path.insert(0, str(ROOT))
+def measure(quick: bool, rounds: int = 5, speed: float = 20e6, width: int = 1024) -> list[Row]:
     from tests.support.object_store import object_store
 
-    parser = argparse.ArgumentParser(description="What a mirror costs.")
+    if quick:
+        rounds, width = 1, 64
+    found: dict[str, list[Measured]] = {"without": [], "with": []}
+    with object_store(speed) as environment:
+        for number in range(rounds):
+            for name in list(found)[:: -1 if number % 2 else 1]:
+                given = environment if name == "with" else {}
+                found[name].append(run(width, given, 2 * EVERY if quick else STEPS))
+            if found["with"][-1].losses != found["without"][-1].losses:
+                raise SystemExit("the losses differ")
+    work = f"two ddp ranks, a save at every {EVERY}th step, a line of {speed / 1e6:.0f} MB/s"
+    rows = []
+    for name, runs in found.items():
+        sent = f"{runs[-1].mirrored / 1e6:.0f} MB mirrored" if name == "with" else ""
+        rows.append(Row(work, f"{name} a mirror", "s of processor", [one.cpu_s for one in runs], settings=sent))
+    pairs = zip(found["with"], found["without"], strict=True)
+    ratios = [one.cpu_s / other.cpu_s for one, other in pairs]
+    return [*rows, Row(f"{work}: processor time", "with / without", "", ratios)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--speed", type=float, default=20e6)
     parser.add_argument("--width", type=int, default=1024)
     options = parser.parse_args()
-    print(f"{processor()}, {len(os.sched_getaffinity(0))} cores")
-    ratios = []
-    with object_store(options.speed) as environment:
-        for number in range(options.rounds):
-            pair = {}
-            for name in ("without", "with")[:: -1 if number % 2 else 1]:
-                pair[name] = run(options.width, environment if name == "with" else {})
-            if pair["with"].losses != pair["without"].losses:
-                raise SystemExit("the losses differ")
-            ratios.append(pair["with"].cpu_s / pair["without"].cpu_s)
-            for name, one in pair.items():
-                print(
-                    f"{name:<8} CPU {one.cpu_s:6.2f} s, wall {one.wall_s:.0f} s, mirrored {one.mirrored / 1e6:.0f} MB"
-                )
-    print(f"with / without: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+    print(table(measure(False, options.rounds, options.speed, options.width)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """How much faster a pipeline of p ranks trains than one rank, with equal micro-batches and one thread per process on
 both sides.
 
-    python bench/pipeline.py                                # ResNet-50 at 128 px on 2 ranks, 8 micro-batches of 4 rows
-    python bench/pipeline.py --ranks 4 --schedule gpipe
+    python -m bench.pipeline                                # ResNet-50 at 128 px on 2 ranks, 8 micro-batches of 4 rows
+    python -m bench.pipeline --ranks 4 --schedule gpipe
 
 Both run in the same processes, in turn: the first rank trains the whole model while the others wait, then all train in
 the pipeline. The ideal is p m / (m + p - 1). It fails when the losses of both differ by more than 1e-4.
@@ -11,16 +11,13 @@ the pipeline. The ideal is p m / (m + p - 1). It fails when the losses of both d
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import statistics
 import time
 from typing import Any
 
 import numpy as np
 import torch
 
+from bench.rows import Row, against_dtf, table
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.strategy import Program
@@ -37,7 +34,7 @@ from dtf.strategies.pipeline.strategy import Pipeline
 LR = 1e-4
 
 
-def measure(
+def on_rank(
     rank: int,
     size: int,
     arch: str,
@@ -86,7 +83,7 @@ def measure(
     return result
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--arch", default="resnet50")
@@ -95,29 +92,36 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--schedule", default="1f1b", choices=[schedule.name for schedule in Schedule])
     parser.add_argument("--virtual", type=int, default=1)
-    parser.add_argument("--blocks", type=int, default=7)
-    given = parser.parse_args()
+    parser.add_argument("--blocks", type=int, default=20)
+    return parser
+
+
+def compare(given: argparse.Namespace) -> list[Row]:
     from tests.support.ranks import ranks
 
-    cores = len(os.sched_getaffinity(0))
-    print(f"torch {torch.__version__}, {platform.machine()}, {cores} cores, {given.ranks} ranks of 1 thread")
     arguments = {key: value for key, value in vars(given).items() if key != "ranks"}
-    found = ranks(given.ranks, "bench.pipeline:measure", timeout_s=3600, **arguments)[0]
-    print(found["table"])
+    found = ranks(given.ranks, "bench.pipeline:on_rank", timeout_s=3600, **arguments)[0]
     apart = max(abs(a - b) / abs(a) for a, b in found["losses"])
     if not apart < 1e-4:
         raise SystemExit(f"both must compute the same losses, they are {apart:.1e} apart: {found['losses']}")
-    ratios = sorted(a / b for a, b in zip(found["alone"][1:], found["pipeline"][1:], strict=True))  # the first warms up
+    alone, pipeline = found["alone"][1:], found["pipeline"][1:]  # the first warms up
     p, m, v = given.ranks, given.micro_batches, given.virtual
     ideal = p * v * m / (v * m + p - 1)
-    median = statistics.median(ratios)
-    print(json.dumps({
-        **arguments, "ranks": p, "alone_s": round(statistics.median(found["alone"][1:]), 3),
-        "pipeline_s": round(statistics.median(found["pipeline"][1:]), 3),
-        "speed_up": round(median, 3), "least_most": [round(ratios[0], 3), round(ratios[-1], 3)],
-        "ideal": round(ideal, 3),
-        "share_of_ideal": round(median / ideal, 3), "losses_apart": apart,
-    }))  # fmt: skip
+    work = f"{given.arch}, {given.pixels} pixels, {m} micro-batches of {given.rows} rows, one thread a rank"
+    who, settings = f"dtf, pipeline of {p} ranks", f"{given.schedule}; at best {ideal:.2f} times as fast"
+    rows = [Row(work, who, "s a step", pipeline, settings=settings), Row(work, "dtf, one rank", "s a step", alone)]
+    return against_dtf(rows, who)
+
+
+QUICK = ["--arch", "resnet18", "--pixels", "64", "--rows", "2", "--micro-batches", "2", "--blocks", "1"]
+
+
+def measure(quick: bool) -> list[Row]:
+    return compare(options().parse_args(QUICK if quick else []))
+
+
+def main() -> None:
+    print(table(compare(options().parse_args())))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from torch.distributed import TCPStore
 from bench.ctr import CASES
 from bench.ctr_rivals import draw
 from bench.medians import interval, machine
-from bench.peers import Absent, environment
+from bench.peers import Absent, python_of
 from bench.pserver_processes import (
     ALONE,
     ECHO,
@@ -51,13 +51,13 @@ from bench.pserver_processes import (
     save_and_load,
     saved,
 )
+from bench.rows import Row, against_dtf
 from dtf.host.devices import cores
 from dtf.host.network import listen
 from dtf.pserver.host_layout import host_layout
 from dtf.pserver.options import Mode
 
 MODELS = ("400-400-400", "64-32")
-PADDLE = ("paddlepaddle==3.0.0", "numpy==1.26.4", "protobuf==4.25.8", "setuptools==80.9.0")
 BASE = "one process"
 APART = {"sync": 1e-4, "async": 0.01}
 """How far a mean log loss may be from that of one process."""
@@ -205,13 +205,23 @@ def contestants(log: Path, hidden: str, args: argparse.Namespace, close: ExitSta
     for way in ("feed", "dataset") if args.paddle else ():
         name = f"Paddle 3.0.0, {way}"
         try:
-            add(name, Paddle(environment("paddle", PADDLE), log, hidden, way, count))
+            add(name, Paddle(python_of("paddle"), log, hidden, way, count))
         except Absent as error:
             found[name] = error
     return found
 
 
-def compare(hidden: str, log: Path, args: argparse.Namespace) -> None:
+class Compared(NamedTuple):
+    """Of one model. `floor`: see `least_ratio`; None without `sync`."""
+
+    turns: dict[str, list[Turn]]
+    absent: dict[str, str]
+    floor: float | None
+
+
+def compare(hidden: str, log: Path, args: argparse.Namespace) -> Compared:
+    """SystemExit where the losses differ that must not."""
+    floor = None
     with ExitStack() as close:
         found = contestants(log, hidden, args, close)
         for name, contestant in found.items():
@@ -229,11 +239,36 @@ def compare(hidden: str, log: Path, args: argparse.Namespace) -> None:
                 time.sleep(0.1)  # threads of the one before may still spin
                 turns_of[name].append(runs[name].turn(args.steps))
         absent = {name: str(error) for name, error in found.items() if isinstance(error, Absent)}
-        print_table(hidden, turns_of, absent, args.steps, args.batch)
         if any(run.mode == "sync" for run in runs.values()):
             step_s = statistics.median(turn.seconds for turn in turns_of[BASE]) / args.steps
-            print(f"sync, if only its bytes and a round trip came on top: {least_ratio(log, hidden, step_s):.3f}")
+            floor = least_ratio(log, hidden, step_s)
         check_losses(hidden, {name: run.mode for name, run in runs.items()}, turns_of)
+    return Compared(turns_of, absent, floor)
+
+
+def measure(quick: bool) -> list[Row]:
+    """Both models; of short turns, so that all see the same machine."""
+    found: list[Row] = []
+    for hidden, steps in (("400-400-400", 12), ("64-32", 40)):
+        options = ["--rounds", "1", "--steps", "2", "--warm", "4", "--ids", "10000", "--batch", "256"]
+        args = _parser().parse_args(options if quick else ["--rounds", "20", "--steps", str(steps)])
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            save(draw(args.ids, args.batch, args.warm + args.rounds * args.steps), folder)
+            compared = compare(hidden, folder, args)
+        work = f"Servers on one host, multilayer perceptron {hidden}"
+        for who, turns in compared.turns.items():
+            rates = [args.steps * args.batch / turn.seconds for turn in turns]
+            cpu = [1e3 * turn.processor_s / args.steps for turn in turns]
+            dtf = who if who == BASE or who.startswith("Paddle") else f"dtf, {who}"
+            settings = f"its requests alone would leave {compared.floor:.2f}" if who.startswith("sync") else ""
+            found.append(
+                Row(work, dtf, "rows/s", rates, True, cpu, "ms a step", loss=turns[-1].loss, settings=settings)
+            )
+        found += [Row(work, who, not_run=why) for who, why in compared.absent.items()]
+    return against_dtf(
+        found, "dtf, async, auto: {0.trainers} x {0.threads}".format(host_layout(Mode("async"), cores()))
+    )
 
 
 def check_losses(hidden: str, modes: dict[str, str], turns_of: dict[str, list[Turn]]) -> None:
@@ -273,7 +308,7 @@ def print_table(hidden: str, turns_of: dict[str, list[Turn]], absent: dict[str, 
     sys.stdout.flush()
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=MODELS)
     parser.add_argument("--modes", nargs="+", choices=list(APART), default=["async", "sync"])
@@ -286,7 +321,11 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=40, help="steps before the first turn")
     parser.add_argument("--rows", action="store_true", help="measure the table of a server alone")
     parser.add_argument("--save", action="store_true", help="measure saving and loading alone")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = _parser().parse_args()
     torch.set_num_threads(1)
     print(f"{machine()}; {args.ids:,} ids, batches of {args.batch}, turns of {args.steps} steps", flush=True)
     with TemporaryDirectory() as name:
@@ -300,7 +339,10 @@ def main() -> None:
         save(log, folder)
         del log
         for hidden in [args.only] if args.only else MODELS:
-            compare(hidden, folder, args)
+            turns_of, absent, floor = compare(hidden, folder, args)
+            print_table(hidden, turns_of, absent, args.steps, args.batch)
+            if floor is not None:
+                print(f"sync, if only its bytes and a round trip came on top: {floor:.3f}")
 
 
 if __name__ == "__main__":

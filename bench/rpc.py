@@ -1,9 +1,9 @@
 """Bytes and round trips per second of requests on loopback, and the seconds of CPU that they take.
 
-    python bench/rpc.py                       # plain gRPC, gRPC with kept buffers, dtf's client and service, and
+    python -m bench.rpc                       # plain gRPC, gRPC with kept buffers, dtf's client and service, and
                                               # messages of arrays over these
-    python bench/rpc.py --kinds dtf --clients 2 --threads 4
-    python bench/rpc.py --address '[::1]:0'   # or unix:/tmp/socket, for the first two kinds
+    python -m bench.rpc --kinds dtf --clients 2 --threads 4
+    python -m bench.rpc --address '[::1]:0'   # or unix:/tmp/socket, for the first two kinds
 
 The server is a process of its own. `push`: the request is large, `pull`: the response is, `echo`: both are. Each number
 is the median over rounds in which the kinds take turns, so that a busy machine slows all of them alike. `of plain`:
@@ -21,17 +21,25 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 
+from bench.rows import Row, against_dtf, table
 from dtf.pserver.net.codec import Array, Schema, decode, encode
 from dtf.pserver.net.rpc import Client, Service, keep_buffers
 
 KINDS = ("plain", "kept", "dtf", "message")
 WAYS = ("push", "pull", "echo")
 MOST = 1 << 28
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = ["--ways", "push", "--sizes", "100", "--rounds", "1", "--seconds", "0.01", "--kinds", "plain", "dtf"]
+TITLES = {
+    "plain": "gRPC as it comes", "kept": "gRPC that keeps memory", "dtf": "dtf's client and service",
+    "message": "messages of arrays over these",
+}  # fmt: skip
 OPTIONS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MOST), ("grpc.max_send_message_length", MOST)]
 SCHEMA = Schema({"step": int}, {"rows": Array(2)})
 Call = Callable[[str, bytes], bytes]
@@ -122,9 +130,9 @@ def client_process(kind: str, args: argparse.Namespace) -> Iterator[Callable[[st
     """A server of this kind and a process that calls it; `ask(way, size)` -> bytes/s, median latency, CPU of client and
     server per GB.
     """
-    command = [sys.executable, __file__, "--role", "call", "--kinds", kind, "--address", args.address]
+    command = [sys.executable, "-m", "bench.rpc", "--role", "call", "--kinds", kind, "--address", args.address]
     command += ["--threads", str(args.threads), "--clients", str(args.clients), "--seconds", str(args.seconds)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdin and process.stdout
         asking, answers = process.stdin, process.stdout
 
@@ -140,9 +148,9 @@ def call(kind: str, args: argparse.Namespace) -> None:
     """The calling process: measures what standard input asks for."""
     if kind == "kept":
         keep_buffers()
-    command = [sys.executable, __file__, "--role", "serve", "--kinds", kind, "--address", args.address]
+    command = [sys.executable, "-m", "bench.rpc", "--role", "serve", "--kinds", kind, "--address", args.address]
     with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server,
         ExitStack() as stack,
     ):
         assert server.stdin and server.stdout
@@ -182,7 +190,7 @@ def call(kind: str, args: argparse.Namespace) -> None:
         server.stdin.close()
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--role", choices=("compare", "call", "serve"), default="compare", help=argparse.SUPPRESS)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
@@ -191,36 +199,40 @@ def main() -> None:
     parser.add_argument("--address", default="127.0.0.1:0")
     parser.add_argument("--clients", type=int, default=1, help="connections")
     parser.add_argument("--threads", type=int, default=1, help="that call, shared among the connections")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.3, help="of one measurement")
-    args = parser.parse_args()
-    if args.role != "compare":
-        (serve(args.kinds[0], args.address) if args.role == "serve" else call(args.kinds[0], args))
-        return
+    return parser
+
+
+def compare(args: argparse.Namespace) -> list[Row]:
+    found = []
     with ExitStack() as stack:
         ask = {kind: stack.enter_context(client_process(kind, args)) for kind in args.kinds}
-        print(
-            f"{'':6}{'bytes':>10} "
-            f"{'kind':8}{'MB/s':>8}{'of plain':>10}{'requests/s':>12}{'median ms':>11}"
-            f"{'CPU ms: client':>16}{'server':>8}"
-        )
         for way in args.ways:
             for size in args.sizes:
-                measured = {kind: [] for kind in args.kinds}
-                for _ in range(args.rounds):
-                    for kind in args.kinds:
+                measured: dict[str, list[list[float]]] = {kind: [] for kind in args.kinds}
+                for number in range(args.rounds):
+                    for kind in list(args.kinds)[:: -1 if number % 2 else 1]:
                         measured[kind].append(ask[kind](way, size))
-                middle = {
-                    kind: [statistics.median(column) for column in zip(*some, strict=True)]
-                    for kind, some in measured.items()
-                }
-                for kind, (rate, latency, requests, client, server) in middle.items():
-                    over = f"{rate / middle['plain'][0]:.2f}" if "plain" in middle else ""
-                    print(
-                        f"{way:6}{size:10} "
-                        f"{kind:8}{rate / 1e6:8.1f}{over:>10}{requests:12.0f}{latency * 1e3:11.3f}"
-                        f"{client * 1e3:16.3f}{server * 1e3:8.3f}"
-                    )
+                work = f"{way}, {size:,} bytes"
+                for kind, some in measured.items():
+                    small, cpu = size < 1000, [1e3 * (one[3] + one[4]) for one in some]
+                    values = [one[2] if small else one[0] / 1e6 for one in some]
+                    unit = "requests/s" if small else "MB/s"
+                    found.append(Row(work, TITLES[kind], unit, values, True, cpu, "ms a request"))
+    return against_dtf(found, TITLES["dtf"])
+
+
+def measure(quick: bool) -> list[Row]:
+    return compare(options().parse_args(QUICK if quick else ["--ways", "push", "pull", "--rounds", "20"]))
+
+
+def main() -> None:
+    args = options().parse_args()
+    if args.role == "compare":
+        print(table(compare(args)))
+    else:
+        (serve(args.kinds[0], args.address) if args.role == "serve" else call(args.kinds[0], args))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How long training stands still for a save, and what a save costs, in the background and while training waits.
 
-    python bench/saves.py [--rounds 2] [--width 4096]
+    python -m bench.saves [--rounds 3] [--width 4096]
 
 Runs of the command line on one and two processes train a multilayer perceptron of some 30 million numbers with AdamW:
 three numbers of state for each. A run takes 24 steps and is saved at every 4th. The ways take turns: saves in the
@@ -16,17 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from bench.rows import Row, table
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import option, register
 
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
     from dtf.core.types import Batch
 
+ROOT = Path(__file__).resolve().parents[1]
 STEPS, EVERY, ROWS = 24, 4, 16
 WAYS = {
     "background": ["checkpoint.background=true"],
@@ -154,12 +154,12 @@ class Measured(NamedTuple):
 def run(strategy: str, processes: int, width: int, way: list[str]) -> Measured:
     with TemporaryDirectory(prefix="dtf-bench-saves-") as folder:
         command = [
-            *(sys.executable, "-m", "dtf", "recipe=wide", "plugins=[saves]", f"recipe.width={width}", *way),
+            *(sys.executable, "-m", "dtf", "recipe=wide", "plugins=[bench.saves]", f"recipe.width={width}", *way),
             *(f"strategy={strategy}", f"launcher.processes={processes}", f"run.dir={folder}/run", "optimizer=adamw"),
             *(f"step.batch_size={ROWS}", f"train.steps={STEPS}", "train.eval_every=0", "observer=[console]"),
             *([f"checkpoint.every_steps={EVERY}", "checkpoint.keep_last=1"] if way != WAYS["none"] else []),
         ]
-        environment, began = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}, time.perf_counter()
+        environment, began = os.environ | {"PYTHONPATH": str(ROOT)}, time.perf_counter()
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         wall = time.perf_counter() - began
         if done.returncode:
@@ -175,46 +175,37 @@ def run(strategy: str, processes: int, width: int, way: list[str]) -> Measured:
     )
 
 
-def main() -> None:
-    import torch
+def measure(quick: bool, only: str = "", rounds: int = 3, width: int = 4096) -> list[Row]:
+    if quick:
+        only, rounds, width = next(iter(CASES)), 1, 256
+    state_mb = 12 * sum(p.numel() for p in Wide(width=width).layers().parameters()) / 1e6
+    found = []
+    for name, (strategy, processes) in CASES.items():
+        if only not in ("", name):
+            continue
+        runs: dict[str, list[Measured]] = {way: [] for way in WAYS}
+        for number in range(rounds):
+            for way in list(WAYS)[:: -1 if number % 2 else 1]:
+                runs[way].append(run(strategy, processes, width, WAYS[way]))
+        work = f"{name}, state of {state_mb:.0f} MB"
+        for way, some in runs.items():
+            wall, cpu = [one.wall_s for one in some], [one.cpu_s for one in some]
+            settings = "no saves" if way == "none" else f"a save at every {EVERY}th of {STEPS} steps"
+            found.append(Row(f"{work}: the run", way, "s", wall, cpu=cpu, cpu_unit="s", settings=settings))
+        for way, some in list(runs.items())[:2]:
+            for title, key in (("training stands still", "held_s"), ("written", "written_s"), ("memcpy", "copied_s")):
+                times = [1e3 * seconds for one in some for seconds in getattr(one, key)]
+                found.append(Row(f"{work}: a save", f"{way}: {title}", "ms", times))
+    return found
 
-    parser = argparse.ArgumentParser(description="What saves cost.")
-    parser.add_argument("--case", choices=CASES, help="one alone; by default all")
-    parser.add_argument("--rounds", type=int, default=2)
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, default="", help="one alone; by default all")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--width", type=int, default=4096)
     options = parser.parse_args()
-    numbers = 3 * sum(p.numel() for p in Wide(width=options.width).build_model().parameters())
-    cores = len(os.sched_getaffinity(0))
-    print(f"{processor()}, {cores} cores, torch {torch.__version__}, python {platform.python_version()}")
-    print(f"state of {4 * numbers / 1e6:.0f} MB")
-    for name, (strategy, processes) in CASES.items():
-        if options.case not in (None, name):
-            continue
-        print(name)
-        found: dict[str, list[Measured]] = {way: [] for way in WAYS}
-        for number in range(options.rounds):
-            for way in list(WAYS)[:: -1 if number % 2 else 1]:
-                found[way].append(run(strategy, processes, options.width, WAYS[way]))
-        for way, runs in found.items():
-            wall, cpu = min(one.wall_s for one in runs), min(one.cpu_s for one in runs)
-            text = f"  {way:<14} wall {wall:6.1f} s, CPU {cpu:6.1f} s"
-            held, written, copied = (
-                [1e3 * seconds for one in runs for seconds in getattr(one, key)]
-                for key in ("held_s", "written_s", "copied_s")
-            )
-            if held:
-                ratios = sorted(a / b for a, b in zip(held, copied, strict=True))
-                text += f", memcpy {median(copied):3.0f} ms, held {median(held):3.0f} ms = {median(ratios):.2f} x"
-                text += f" ({ratios[0]:.2f} to {ratios[-1]:.2f}), least {min(held) / min(copied):.2f} x"
-                text += f", written {median(written):4.0f} ms"
-            print(text, flush=True)
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+    print(table(measure(False, options.case, options.rounds, options.width)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What sparse tables cost per step, against `nn.Embedding(sparse=True)` and torch.optim.Adagrad.
 
-    python bench/sparse.py              # 26 fields, 10 million ids, batch 2048, width 16
-    python bench/sparse.py --steps 20 --ids 100000
+    python -m bench.sparse              # 26 fields, 10 million ids, batch 2048, width 16
+    python -m bench.sparse --steps 20 --ids 100000
 
 A step finds the rows of a batch, hands them out by field, takes a gradient for each and learns from it; no model. Both
 sides run in this process on the same rows and ids, in turn. It fails when the rows that both trained differ by more
@@ -11,9 +11,6 @@ than 1e-5.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -22,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bench.rows import Row, against_dtf, table
 from dtf.api.sparse_table import Table
 from dtf.sparse.row_optimizers import RowAdagrad
 from dtf.sparse.store import SparseTable, gather, segment_sum, unique
@@ -46,7 +44,7 @@ def draw_batches(count: int, rows: int, size: int, exponent: float = 1.05) -> li
     return [np.stack([field(number) for number in range(FIELDS)], 1) for _ in range(count)]
 
 
-def by_table(table: SparseTable, times: dict[str, list[float]]) -> Step:
+def by_table(store: SparseTable, times: dict[str, list[float]]) -> Step:
     out = np.empty((0, WIDTH), np.float32)
     done = 0
 
@@ -57,13 +55,13 @@ def by_table(table: SparseTable, times: dict[str, list[float]]) -> Step:
         marks = [time.perf_counter()]
         distinct, inverse = unique(ids.reshape(-1))
         marks.append(time.perf_counter())
-        rows = table.lookup(distinct, create=True)
+        rows = store.lookup(distinct, create=True)
         marks.append(time.perf_counter())
         gather(rows, inverse, out)
         marks.append(time.perf_counter())
         sums = segment_sum(gradients, inverse, len(distinct))
         marks.append(time.perf_counter())
-        table.update(distinct, sums, LR, 1.0, done)
+        store.update(distinct, sums, LR, 1.0, done)
         marks.append(time.perf_counter())
         done += 1
         for phase, first, last in zip(PHASES, marks, marks[1:], strict=False):
@@ -88,6 +86,59 @@ def by_torch(embeddings: list[nn.Embedding], size: int) -> Step:
     return step
 
 
+def measure(
+    quick: bool, ids: int = 1_000_000, batch: int = 2048, steps: int = 100, threads: int = 2,
+    hashed: bool = False, empty: bool = False,
+) -> list[Row]:  # fmt: skip
+    if quick:
+        ids, batch, steps = 26_000, 64, 8
+    warnings.filterwarnings("ignore", "Sparse invariant checks")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    size = ids // FIELDS
+    batches = draw_batches(steps, batch, size)
+    gradients = np.random.default_rng(1).normal(size=(batch * FIELDS, WIDTH)).astype(np.float32)
+    spec = Table(WIDTH, 0 if hashed else FIELDS * size, FIELDS * size, 0.01)
+    store, embeddings = SparseTable(spec, RowAdagrad(), 0, "bench"), []
+    for number in range(FIELDS):
+        rows = store.lookup(np.arange(number * size, (number + 1) * size), create=not empty)
+        embeddings.append(nn.Embedding(size, WIDTH, _weight=torch.from_numpy(rows), sparse=True))
+    phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    sides: dict[str, Step] = {"dtf": by_table(store, phases), "torch": by_torch(embeddings, size)}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    cpu: dict[str, list[float]] = {name: [] for name in sides}
+    for number, ids_of_step in enumerate(batches):
+        sums = {}
+        for name in sides if number % 2 else reversed(sides):
+            started, used = time.perf_counter(), time.process_time()
+            sums[name] = sides[name](ids_of_step, gradients)
+            times[name].append((time.perf_counter() - started) * 1e3)
+            cpu[name].append((time.process_time() - used) * 1e3)
+        if abs(sums["dtf"] - sums["torch"]) > 1e-3 * max(1.0, abs(sums["torch"])):
+            raise SystemExit(f"step {number}: both must see the same rows; their sums are {sums}")
+    check_rows(store, embeddings, size)
+    torch.set_num_threads(before)
+    work = f"rows alone: lookup, backward, update; {FIELDS * size:,} ids, batches of {batch:,}"
+    settings = {
+        "dtf": "one table, adagrad, " + ("any int64 ids" if hashed else "ids of a range"),
+        "torch": f"26 nn.Embedding(sparse=True), torch.optim.Adagrad, {threads} threads",
+    }
+    sides_rows = [Row(work, name, "ms a step", times[name][3:], False, cpu[name][3:], "ms", settings=settings[name])
+                  for name in sides]  # fmt: skip
+    parts = [Row("dtf's part of that", name, "ms", [1e3 * one for one in some[3:]]) for name, some in phases.items()]
+    return [*against_dtf(sides_rows), *parts]
+
+
+def check_rows(store: SparseTable, embeddings: list[nn.Embedding], size: int) -> None:
+    """SystemExit where the two have not trained the same rows."""
+    apart = 0.0
+    for number, each in enumerate(embeddings):
+        rows = store.lookup(np.arange(number * size, (number + 1) * size), create=False)
+        apart = max(apart, float(np.abs(rows - each.weight.detach().numpy()).max()))
+    if not apart < 1e-5:
+        raise SystemExit(f"both must train the same rows, they are {apart:.1e} apart")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ids", type=int, default=10_000_000, help="of all fields together")
@@ -99,51 +150,7 @@ def main() -> None:
         "--empty", action="store_true", help="the table draws its rows when they first appear, as in training"
     )
     given = parser.parse_args()
-    warnings.filterwarnings("ignore", "Sparse invariant checks")
-    torch.set_num_threads(given.threads)
-    size = given.ids // FIELDS
-    batches = draw_batches(given.steps, given.batch, size)
-    gradients = np.random.default_rng(1).normal(size=(given.batch * FIELDS, WIDTH)).astype(np.float32)
-
-    table = SparseTable(
-        Table(WIDTH, 0 if given.hashed else FIELDS * size, FIELDS * size, 0.01), RowAdagrad(), 0, "bench"
-    )
-    embeddings = []
-    for number in range(FIELDS):
-        rows = table.lookup(np.arange(number * size, (number + 1) * size), create=not given.empty)
-        embeddings.append(nn.Embedding(size, WIDTH, _weight=torch.from_numpy(rows), sparse=True))
-    phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    sides: dict[str, Step] = {"table": by_table(table, phases), "torch": by_torch(embeddings, size)}
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    distinct = [len(np.unique(batch)) for batch in batches[:5]]
-    for number, batch in enumerate(batches):
-        sums = {}
-        for name in sides if number % 2 else reversed(sides):
-            started = time.perf_counter()
-            sums[name] = sides[name](batch, gradients)
-            times[name].append((time.perf_counter() - started) * 1e3)
-        if abs(sums["table"] - sums["torch"]) > 1e-3 * max(1.0, abs(sums["torch"])):
-            raise SystemExit(f"step {number}: both must see the same rows; their sums are {sums}")
-    apart = 0.0
-    for number, each in enumerate(embeddings):
-        rows = table.lookup(np.arange(number * size, (number + 1) * size), create=False)
-        apart = max(apart, float(np.abs(rows - each.weight.detach().numpy()).max()))
-    if not apart < 1e-5:
-        raise SystemExit(f"both must train the same rows, they are {apart:.1e} apart")
-    median = {name: statistics.median(values[3:]) for name, values in times.items()}
-    ratios = sorted(slow / fast for fast, slow in zip(times["table"][3:], times["torch"][3:], strict=True))
-    tenth = len(ratios) // 10
-    print(f"torch {torch.__version__} on {given.threads} threads, numpy {np.__version__}, {platform.machine()}")
-    report = {
-        "ids": FIELDS * size, "batch": given.batch, "distinct": round(statistics.mean(distinct)),
-        "table_rows": len(table), "table_mb": table.byte_count() >> 20,
-        "table_ms": round(median["table"], 2), "torch_ms": round(median["torch"], 2),
-        "ratio": round(statistics.median(ratios), 2),
-        "ratio_10_90": [round(ratios[tenth], 2), round(ratios[-1 - tenth], 2)],
-        "phases_ms": {phase: round(statistics.median(values[3:]) * 1e3, 3) for phase, values in phases.items()},
-        "rows_apart": apart,
-    }  # fmt: skip
-    print(json.dumps(report))
+    print(table(measure(False, **vars(given))))
 
 
 if __name__ == "__main__":

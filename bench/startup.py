@@ -50,11 +50,11 @@ import torch
 from torch import distributed
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from dtf.recipes.resnet.recipe import ResnetShapes
+from bench.plain_script import recipe as shapes
 
 distributed.init_process_group("gloo")
 torch.manual_seed(0)
-rank, recipe = distributed.get_rank(), ResnetShapes()
+rank, recipe = distributed.get_rank(), shapes()
 model = DistributedDataParallel(recipe.build_model())
 optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
 rows = recipe.open_data("train", 0)

@@ -1,22 +1,20 @@
 """What it costs in each step to watch the buffers of a model, and frozen parameters.
 
-    python bench/watching.py
+    python -m bench.watching
 
-For each model the microseconds of a mark before the passes and a check after them, the least and the median of 50
-means of 100, beside the milliseconds of a forward and backward pass over one row.
+For each model the microseconds of a mark before the passes and a check after them, 50 means of 100, beside a forward
+and backward pass over one row. One thread.
 """
 
 from __future__ import annotations
 
-import json
-import platform
-import statistics
 import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from bench.rows import Row, table
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.changing_buffers import ChangingBuffers
 
@@ -51,20 +49,20 @@ def models() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     }
 
 
-def means_us(call: Callable[[], None]) -> list[float]:
+def means_us(call: Callable[[], None], rounds: int) -> list[float]:
     found = []
-    for _ in range(50):
+    for _ in range(rounds):
         began = time.perf_counter()
         for _ in range(100):
             call()
         found.append((time.perf_counter() - began) * 1e4)
-    return sorted(found)
+    return found
 
 
-def main() -> None:
+def measure(quick: bool) -> list[Row]:
+    threads, found = torch.get_num_threads(), []
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {platform.machine()}, one thread")
-    for name, (model, shape) in models().items():
+    for name, (model, shape) in list(models().items())[-1 if quick else 0 :]:
         averages = BatchNormStatistics(model, 0.0)
         buffers = ChangingBuffers(model, {}, {*averages.names(), *averages.counters()})
 
@@ -74,23 +72,21 @@ def main() -> None:
 
         model.eval()
         passes = []
-        for _ in range(5):
+        for _ in range(2 if quick else 8):
             began = time.perf_counter()
             model(torch.ones(1, *shape)).sum().backward()
-            passes.append((time.perf_counter() - began) * 1e3)
-        found = means_us(watch)
-        print(
-            json.dumps(
-                {
-                    "model": name,
-                    "buffers": len(list(model.buffers())),
-                    "least_us": round(found[0], 1),
-                    "median_us": round(statistics.median(found), 1),
-                    "pass_ms": round(min(passes), 2),
-                }
-            ),
-            flush=True,
-        )
+            passes.append((time.perf_counter() - began) * 1e6)
+        work, count = f"{name}, {len(list(model.buffers()))} buffers", 2 if quick else 50
+        found += [
+            Row(work, "watching buffers and frozen parameters", "us a step", means_us(watch, count)),
+            Row(work, "a pass forward and back over one row", "us", passes[1:]),
+        ]
+    torch.set_num_threads(threads)
+    return found
+
+
+def main() -> None:
+    print(table(measure(False)))
 
 
 if __name__ == "__main__":

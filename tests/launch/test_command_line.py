@@ -279,7 +279,7 @@ def test_answers_import_nothing_heavy() -> None:
 
 @pytest.mark.slow
 def test_answers_are_little_more_work_than_those_of_hydra_alone(tmp_path: Path) -> None:
-    """Calls of functions, and modules that are not dtf's own. `bench/startup.py` measures the seconds."""
+    """Calls of functions, and modules that are not dtf's own. `bench.startup` measures the seconds."""
     (tmp_path / "bare.py").write_text(BARE)
 
     def work(module: str, *words: str) -> tuple[int, set[str]]:

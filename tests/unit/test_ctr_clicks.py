@@ -128,14 +128,14 @@ def test_two_values_are_the_least_of_a_category() -> None:
     ],
 )
 def test_a_queue_takes_the_same_memory_however_long_the_log_is(rows: int, packed: bool, tmp_path: Path) -> None:
-    """2,000,000 rows are 500 MB; `bench/logs.py` is the process that reads them."""
+    """2,000,000 rows are 500 MB; `bench.logs` is the process that reads them."""
     log = tmp_path / "log.tsv"
     write_criteo(Generated(World.make(0, 26, 1_000_000, 1.1), rows, 0, "train", 1), log)
     if packed:
         log = tmp_path / "log.gz"
         with open(tmp_path / "log.tsv", "rb") as file, gzip.open(log, "wb", compresslevel=1) as out:
             shutil.copyfileobj(file, out, 1 << 20)
-    command = [sys.executable, "bench/logs.py", "read", str(log), "--rounds", "1", "--cache", str(tmp_path)]
+    command = [sys.executable, "-m", "bench.logs", "read", str(log), "--rounds", "1", "--cache", str(tmp_path)]
     root = Path(__file__).parents[2]
     done = subprocess.run(
         command,

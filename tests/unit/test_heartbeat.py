@@ -43,7 +43,7 @@ def test_an_unknown_phase_is_refused() -> None:
 
 
 def test_a_beat_is_a_look_at_the_clock_and_no_other_call() -> None:
-    """So it costs less than a microsecond, which `bench/startup.py` measures."""
+    """So it costs less than a microsecond, which `bench.startup` measures."""
     called: list[str] = []
 
     def see(frame: FrameType, event: str, argument: Any) -> None:

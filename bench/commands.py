@@ -1,0 +1,152 @@
+"""Commands that train, timed by what they print: those of dtf, and of other launchers with `bench.plain_script`."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.peers import python_of
+
+ROOT = Path(__file__).resolve().parents[1]
+STEP = re.compile(r"^(?:\[\S+\]: ?)?step=(\d+)/")
+DTF = [sys.executable, "-m", "dtf"]
+PEERS = {"accelerate launch": "trainers", "Lightning": "trainers"}
+"""Launchers that have an environment of their own."""
+
+
+class Seen(NamedTuple):
+    """A line that says that a step was made."""
+
+    seconds: float  # on the clock of time.perf_counter
+    step: int
+
+
+def dtf_run(processes: int, steps: int, *more: str) -> list[str]:
+    """The default recipe, one line a step."""
+    return [
+        *DTF, "strategy=ddp", f"launcher.processes={processes}", f"train.until={steps}", "train.log_every=1",
+        "train.eval_every=0", "observer=[console]", *more,
+    ]  # fmt: skip
+
+
+def script(launcher: str, processes: int, steps: int, *more: str) -> list[str]:
+    """`bench.plain_script` by another launcher. Absent where its environment cannot be made."""
+    python = python_of(PEERS[launcher]) if launcher in PEERS else sys.executable
+    rest = ["--steps", str(steps), *more]
+    if launcher == "torchrun":
+        agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        return [python, *agent, "--max-restarts", "3", "-m", "bench.plain_script", "torch", *rest]
+    if launcher == "accelerate launch":
+        agent = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1"]
+        agent += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1"]
+        return [python, *agent, "-m", "bench.plain_script", "accelerate", *rest]
+    return [python, "-m", "bench.plain_script", "lightning", "--ranks", str(processes), *rest]
+
+
+class Command:
+    """A command under way."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # modules are compiled once, as those of an installation
+        self.began = time.perf_counter()
+        self.errors = (folder / "errors.txt").open("w+")
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=self.errors
+        )
+
+    def steps(self, patience_s: float = 240.0) -> Iterator[Seen]:
+        """As they are printed. RuntimeError with the command's last words when it ends by itself, other than well, or
+        is silent for so long.
+        """
+        assert self.process.stdout is not None
+        stream, rest = self.process.stdout, b""
+        while select.select([stream], [], [], patience_s)[0]:
+            if not (data := os.read(stream.fileno(), 1 << 16)):
+                break
+            *lines, rest = (rest + data).split(b"\n")
+            at = time.perf_counter()
+            yield from (Seen(at, int(found[1])) for line in lines if (found := STEP.match(line.decode())))
+        else:
+            raise RuntimeError(f"no step in {patience_s:.0f} s")
+        if self.process.wait():
+            self.errors.seek(0)
+            said = self.errors.read().strip().splitlines() or [""]
+            raise RuntimeError(f"exit code {self.process.returncode}: {said[-1][:200]}")
+
+    def tree(self) -> dict[int, int]:
+        """The processes that it started, itself included, and their parents."""
+        parents = {pid: int(words[1]) for pid in _processes() if (words := _stat(pid))}
+        found, more = {}, {self.process.pid: parents.get(self.process.pid, 0)}
+        while more:
+            found |= more
+            more = {pid: parent for pid, parent in parents.items() if parent in more and pid not in found}
+        return found
+
+    def ranks(self) -> list[int]:
+        """Processes below it that have no children themselves, and torch in memory, the oldest first."""
+        tree = self.tree()
+        leaves = set(tree) - set(tree.values()) - {self.process.pid}
+        return sorted(pid for pid in leaves if resident_mb(pid) > 50)
+
+    def cpu_s(self) -> float:
+        """Processor seconds of its processes that are alive, and of those that they have waited for."""
+        tick = os.sysconf("SC_CLK_TCK")
+        return sum(sum(map(int, words[11:15])) for pid in self.tree() if (words := _stat(pid))) / tick
+
+
+@contextmanager
+def started(command: list[str], folder: Path) -> Iterator[Command]:
+    """The command; at the end all that it started is gone."""
+    one = Command(command, folder)
+    try:
+        yield one
+    finally:
+        for pid in sorted(one.tree()):  # those that start others first
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        one.process.wait()
+        assert one.process.stdout is not None
+        one.process.stdout.close()
+        one.errors.close()
+
+
+def resident_mb(pid: int, key: str = "VmRSS") -> float:
+    """Of a process; 0 where it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0.0
+    found = re.search(rf"^{key}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) / 1000 if found else 0.0
+
+
+def private_mb(pid: int) -> float:
+    """Memory that a process shares with no other, and its part of what it shares; 0 where it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0.0
+    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) / 1000 if found else 0.0
+
+
+def _stat(pid: int) -> list[str]:
+    """The words of /proc/PID/stat behind the name: state, parent, group, session, ..."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]

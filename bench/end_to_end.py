@@ -1,0 +1,101 @@
+"""Whole steps of a ResNet on images of 224 pixels in fp32: dtf beside loops written by hand and Lightning.
+
+    python -m bench.end_to_end resnet18                # 16 rows a step, one process and two ddp ranks
+    python -m bench.end_to_end resnet50 --ranks 1      # 8 rows
+
+Two cores: two threads in one process, one in each of two ranks. All compute the same metrics and the norm of the
+gradient in each step, with torch's fused SGD, on noise in memory: reading images is `bench.images`. dtf's ranks keep
+freed memory by default; the loop by hand has that, too, as a contestant of its own. It fails when losses differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from bench.contest import KEPT, Contestant, Turn, apart, contest, step_rows
+from bench.rows import Row, against_dtf, table
+from bench.toy import Work
+
+ROWS = {"resnet18": 16, "resnet50": 8}
+
+
+def contestants(model: str, ranks: int, pixels: int) -> list[Contestant]:
+    threads = 2 // ranks
+    work = Work(model, ROWS[model], pixels, threads=threads)
+    last = work._replace(channels_last=True)
+    common: dict[str, Any] = {"ranks": ranks, "threads": threads}
+    view = "gradient_as_bucket_view, " if ranks > 1 else ""
+    fixed = work._replace(static_graph=True), last._replace(static_graph=True)
+
+    def dtf(who: str, work: Work, settings: str) -> Contestant:
+        return Contestant(who, "bench.engine", [json.dumps(work)], settings=settings, **common)
+
+    def other(who: str, loop: str, work: Work, settings: str, kept: bool = False) -> Contestant:
+        peer, variables = "trainers" if loop == "lightning" else "", KEPT if kept else {}
+        return Contestant(
+            who, "bench.toy", [loop, json.dumps(work)], peer, settings=view + settings, variables=variables, **common
+        )
+
+    found = [
+        dtf("dtf", last, "channels last, as step.memory_format=auto takes at 224 pixels"),
+        dtf("dtf, channels first", work, "defaults"),
+        other("by hand", "by_hand", work, "channels first"),
+        other("by hand, channels last", "by_hand", last, "channels last"),
+        other("by hand, channels last, kept memory", "by_hand", last, "channels last, MALLOC_..._THRESHOLD_", True),
+    ]
+    if ranks == 1:
+        compiled = last._replace(compiled=True)
+        found.append(other("by hand, compiled", "by_hand", compiled, "torch.compile, channels last, kept memory", True))
+    else:
+        found.append(dtf("dtf, static graph", fixed[1], "strategy.static_graph=true, channels last"))
+        found.append(
+            other("by hand, static graph", "by_hand", fixed[1], "static_graph, channels last, kept memory", True)
+        )
+    found.append(other("Lightning", "lightning", last, "Trainer(barebones=True), channels last, kept memory", True))
+    return found
+
+
+def measure_of(model: str, quick: bool, sizes: tuple[int, ...] = (1, 2)) -> list[Row]:
+    found: list[Row] = []
+    for ranks in sizes:
+        pixels, size = 64 if quick else 224, "one process" if ranks == 1 else "two ranks"
+        work = f"{model}, {pixels} pixels, {ROWS[model]} rows a step, {size}"
+        those = contestants(model, ranks, pixels)
+        if quick:
+            those = [one for one in those if "compiled" not in one.who]
+        turns, absent = contest(work, those, rounds=2 if quick else 20, steps=1, warm=1 if quick else 3)
+        check_losses(turns)
+        found += against_dtf([*step_rows(work, those, turns, 1, "ms", 1e3), *absent])
+    return found
+
+
+def check_losses(turns: dict[str, list[Turn]]) -> None:
+    """Alike where memory has the same format. Another one rounds otherwise in each step, and so do compiled kernels."""
+    first = ["dtf, channels first", "by hand"]
+    apart(turns, first, 1e-4)
+    apart(turns, [who for who in turns if who not in (*first, "by hand, compiled")], 1e-4)
+    apart(turns, list(turns), 0.05)
+
+
+def measure(quick: bool) -> list[Row]:
+    """ResNet-18."""
+    return measure_of("resnet18", quick)
+
+
+def measure_resnet50(quick: bool) -> list[Row]:
+    return measure_of("resnet50", quick)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=ROWS)
+    parser.add_argument("--ranks", type=int, choices=(1, 2), nargs="+", default=[1, 2])
+    parser.add_argument("--quick", action="store_true", help="a trial")
+    given = parser.parse_args()
+    print(table(measure_of(given.model, given.quick, tuple(given.ranks))))
+
+
+if __name__ == "__main__":
+    main()

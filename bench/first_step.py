@@ -1,0 +1,90 @@
+"""How long a person waits from the command to the first optimizer step: dtf, torchrun, accelerate launch, Lightning.
+
+    python -m bench.first_step [--rounds 7]
+
+Two ddp ranks train the same network on the same rows (`bench.plain_script`). The first step is the moment when its
+report appears on standard output; processor time is that of all processes until then. Commands alternate; the first
+round warms up. Answers of the command line are measured by `bench.startup`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.commands import dtf_run, script, started
+from bench.peers import Absent
+from bench.rows import Row, against_dtf, table
+
+FIRST = "from the command to the first step of two ddp ranks"
+LAUNCHERS = ("torchrun", "accelerate launch", "Lightning")
+SETTINGS = {
+    "dtf": "launcher=local, strategy=ddp, checkpoint=off, the start checks of a later start",
+    "torchrun": "--standalone, DistributedDataParallel by hand",
+    "accelerate launch": "--cpu, one thread a process",
+    "Lightning": "Trainer(barebones=True, devices=2)",
+    "dtf under torchrun": "launcher=env",
+}
+
+
+def first_steps() -> tuple[dict[str, list[str]], list[Row]]:
+    """Commands by name, and rows of those that have no environment."""
+    once = ["checkpoint=off"]
+    found, absent = {"dtf": dtf_run(2, 1, *once)}, []
+    for launcher in LAUNCHERS:
+        try:
+            found[launcher] = script(launcher, 2, 1)
+        except Absent as error:
+            absent.append(Row(FIRST, launcher, settings=SETTINGS[launcher], not_run=str(error)))
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found["dtf under torchrun"] = [*agent, *dtf_run(2, 1, *once)[1:], "launcher=env"]
+    found["dtf under torchrun"].remove("launcher.processes=2")
+    return found, absent
+
+
+def seconds_to_first_step(command: list[str], folder: Path) -> tuple[float, float]:
+    """Wall time, and processor time of all that it started."""
+    with started(command, folder) as running:
+        for seen in running.steps():
+            return seen.seconds - running.began, running.cpu_s()
+    raise RuntimeError("it made no step")
+
+
+def alternating(commands: dict[str, list[str]], rounds: int, folder: Path) -> list[Row]:
+    """A row for each command; one that fails says why."""
+    found: dict[str, list[tuple[float, float]]] = {who: [] for who in commands}
+    failed: dict[str, str] = {}
+    for number in range(rounds + 1):
+        for who in list(commands)[:: -1 if number % 2 else 1]:
+            if who not in failed:
+                try:
+                    found[who].append(seconds_to_first_step(commands[who], folder))
+                except RuntimeError as error:
+                    failed[who] = str(error)
+    rows = []
+    for who, pairs in found.items():
+        wall, cpu = ([pair[index] for pair in pairs[1:]] for index in (0, 1))
+        settings = SETTINGS.get(who, "")
+        if who in failed:
+            rows.append(Row(FIRST, who, settings=settings, not_run=failed[who]))
+        else:
+            rows.append(Row(FIRST, who, "s", wall, cpu=cpu, cpu_unit="s", settings=settings))
+    return rows
+
+
+def measure(quick: bool, rounds: int = 7) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="dtf-bench-start-", ignore_cleanup_errors=True) as name:
+        commands, absent = first_steps()
+        return against_dtf(alternating(commands, 1 if quick else rounds, Path(name))) + absent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    print(table(measure(False, parser.parse_args().rounds)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""docs/performance.md, from the figures in bench/results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from bench.parts import PARTS
+from bench.results import FOLDER, ROOT, Record, read
+from bench.rows import table
+
+PAGE = ROOT / "docs" / "performance.md"
+_HEAD = """# How fast is it?
+
+dtf beside its peers and beside loops written by hand, in the same run, in turn, with the same threads, precision,
+metrics and rows. This page is made by `python -m bench --page` from the figures in
+`bench/results`; do not edit it. Your figures will differ.
+
+```
+python -m bench --quick                  # a trial of some minutes; nobody should quote it
+python -m bench                          # all parts that were not measured on this machine and commit
+python -m bench --only overhead,start    # these alone
+python -m bench --again --only start     # once more
+python -m bench --page                   # this page
+```
+
+`python -m bench.peers` makes the environments of the peers beforehand, in the user's cache folder. Their versions are
+pinned in [bench/peers.toml](../bench/peers.toml). Where their requirements allow it they use the torch of dtf's
+environment. A peer that cannot be installed, or fails, is a row that says why.
+
+- **median, range**: over the rounds. In each round the contestants of a table take turns, each time in the other
+  direction.
+- **processor**: processor time of all processes of a contestant, for the same work as the median.
+- **times as fast dtf is**: of each round, the other's time over dtf's; the median of these ratios, and the 95 %
+  interval of that median by ranks. Below 1, dtf is slower.
+- **loss**: at the end of the last round. Where contestants compute the same, the command fails when losses differ.
+"""
+
+
+def render(files: Mapping[str, Mapping[str, Record]]) -> str:
+    """The page. `files`: records by part, by name of file."""
+    texts = [_HEAD]
+    if not any(files.values()):
+        texts.append("Nothing has been measured yet.\n")
+    for name in sorted(files):
+        records = files[name]
+        if not records:
+            continue
+        texts.append(f"## On {next(iter(records.values())).machine.text()}\n")
+        for part, what in PARTS.items():
+            if part in records:
+                texts.append(_section(records[part], what.title))
+    return "\n".join(texts)
+
+
+def _section(one: Record, title: str) -> str:
+    versions = ", ".join(f"{name} {text}" for name, text in one.versions.items())
+    head = f"### {title}\n\n`python -m bench --only {one.part}`, {one.date}, commit {one.commit}, {one.seconds:.0f} s. "
+    return f"{head}{versions}.\n\n{table(one.rows)}\n"
+
+
+def stored() -> dict[str, dict[str, Record]]:
+    """All that was measured and kept."""
+    return {path.stem: read(path) for path in sorted(FOLDER.glob("*.jsonl"))}
+
+
+def write(path: Path = PAGE) -> None:
+    path.write_text(render(stored()))

@@ -1,0 +1,92 @@
+"""How long it takes from `kill -9` of a rank to the next step, and how many steps are done again: dtf beside torchrun.
+
+    python -m bench.recovery [--rounds 7]
+
+Two ranks train the default recipe's network; a checkpoint follows every 10th step. The last rank is killed after step
+25. `next step` is the first that the new ranks make, whichever it is; `where it was` the first that is new. A round in
+which no step follows within a minute is counted and has no figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.commands import dtf_run, script, started
+from bench.rows import Row, against_dtf, table
+
+KILL_AFTER, UNTIL, PATIENCE_S = 25, 60, 60.0
+SETTINGS = {
+    "dtf": "launcher=local, checkpoint.every_steps=10",
+    "torchrun": "--standalone --max-restarts 3, torch.save every 10 steps by rank 0",
+    "torchrun, keys apart": "the same; each attempt has keys of its own in the agent's store",
+}
+KINDS = {
+    "from kill -9 of a rank to the next step": ("s", "next_s"),
+    "from kill -9 of a rank to the step after the last one before it": ("s", "back_s"),
+    "steps done again after kill -9 of a rank": ("steps", "lost"),
+}
+
+
+class Recovered(NamedTuple):
+    next_s: float
+    back_s: float
+    lost: int
+
+
+def once(who: str) -> Recovered:
+    """RuntimeError where no step follows."""
+    with tempfile.TemporaryDirectory(prefix="dtf-bench-recovery-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        if who == "dtf":
+            command = dtf_run(2, UNTIL, "checkpoint.every_steps=10", f"run.dir={folder}/run")
+        else:
+            command = script("torchrun", 2, UNTIL, "--save", name, *(["--keys-apart"] if "apart" in who else []))
+        killed, last, top, first, again = 0.0, 0, 0, 0, 0.0
+        with started(command, folder) as running:
+            for seen in running.steps(PATIENCE_S):
+                if not killed and seen.step >= KILL_AFTER:
+                    os.kill(running.ranks()[-1], signal.SIGKILL)
+                    killed = time.perf_counter()
+                elif killed and not again and seen.step <= last:
+                    again, first, top = seen.seconds, seen.step, last
+                if again and seen.step > top:
+                    return Recovered(again - killed, seen.seconds - killed, top - first + 1)
+                last = seen.step
+    raise RuntimeError("it ended")
+
+
+def measure(quick: bool, rounds: int = 7) -> list[Row]:
+    found: dict[str, list[Recovered]] = {who: [] for who in SETTINGS}
+    failed: dict[str, list[str]] = {who: [] for who in SETTINGS}
+    rounds = 1 if quick else rounds
+    for number in range(rounds):
+        for who in list(SETTINGS)[:: -1 if number % 2 else 1]:
+            try:
+                found[who].append(once(who))
+            except RuntimeError as error:
+                failed[who].append(str(error))
+    rows = []
+    for work, (unit, key) in KINDS.items():
+        for who, some in found.items():
+            settings = SETTINGS[who]
+            if failed[who]:
+                settings += f"; in {len(failed[who])} of {rounds} rounds no step followed: {failed[who][0]}"
+            values = [float(getattr(one, key)) for one in some]
+            rows.append(Row(work, who, unit, values, settings=settings, not_run="" if values else settings))
+    return against_dtf(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    print(table(measure(False, parser.parse_args().rounds)))
+
+
+if __name__ == "__main__":
+    main()

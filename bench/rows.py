@@ -1,0 +1,111 @@
+"""What a bench finds: rows of figures, each with what it was measured beside.
+
+A part of `python -m bench` is a module with `measure(quick) -> list[Row]` and `main()`. `quick` is a trial of seconds
+that nobody should quote: few rounds of small sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from bench.medians import bounds
+
+NO_SPEED = ("MB", "steps")
+"""Units of what is neither a time nor a rate."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant in one piece of work. `values` has one number per round; contestants of a round ran in turn."""
+
+    work: str
+    who: str
+    unit: str = ""
+    values: list[float] = field(default_factory=list)
+    more_is_better: bool = False
+    cpu: list[float] = field(default_factory=list)  # processor time of all its processes, one per round
+    cpu_unit: str = ""
+    ratios: list[float] = field(default_factory=list)  # how many times as fast dtf was, round by round
+    loss: float | None = None
+    settings: str = ""
+    not_run: str = ""  # why there are no values
+
+    def __post_init__(self) -> None:
+        if bool(self.values) == bool(self.not_run):
+            raise ValueError(f"{self.work}, {self.who}: a row has values, or says why it has none")
+
+
+def row_of(found: dict[str, Any]) -> Row:
+    """From `asdict`, as it lies in a file. ValueError where a key is missing or unknown."""
+    try:
+        return Row(**found)
+    except TypeError as error:
+        raise ValueError(f"no row of figures: {error}") from error
+
+
+def against_dtf(rows: Sequence[Row], dtf: str = "dtf") -> list[Row]:
+    """The same rows with `ratios`: of each round, the time of a row over that of `dtf` in the same work, or `dtf`'s
+    rate over its own. More than 1: dtf was faster. Rows of other units or numbers of rounds than dtf's get none, nor
+    do those of NO_SPEED.
+    """
+    own = {row.work: row for row in rows if row.who == dtf and row.values}
+    found = []
+    for row in rows:
+        base = own.get(row.work)
+        if base is None or row is base or not row.values or row.unit in NO_SPEED:
+            found.append(row)
+            continue
+        if (base.unit, len(base.values)) != (row.unit, len(row.values)):
+            found.append(row)
+            continue
+        pairs = zip(row.values, base.values, strict=True)
+        found.append(replace(row, ratios=[b / a if row.more_is_better else a / b for a, b in pairs]))
+    return found
+
+
+def figure(value: float) -> str:
+    """Three digits that count."""
+    if value == 0:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+
+
+def cells(row: Row) -> list[str]:
+    """Of a table: who, median with unit, range, processor time, times as fast dtf is, loss, settings."""
+    if row.not_run:
+        return [row.who, "not run", "", "", "", "", row.not_run]
+    spread = f"{figure(min(row.values))} to {figure(max(row.values))}" if len(row.values) > 1 else "one run"
+    cpu = f"{figure(median(row.cpu))} {row.cpu_unit}" if row.cpu else ""
+    ratio = ""
+    if row.ratios:
+        low, high = bounds(row.ratios)
+        ratio = f"{median(row.ratios):.2f} ({low:.2f} to {high:.2f})"
+    loss = "" if row.loss is None else f"{row.loss:.6f}"
+    return [row.who, f"{figure(median(row.values))} {row.unit}", spread, cpu, ratio, loss, row.settings]
+
+
+HEADS = ("", "median", "range", "processor", "times as fast dtf is (95 %)", "loss", "settings")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: one table for each piece of work. Columns that are empty in all of its rows are left out."""
+    texts = []
+    for work in dict.fromkeys(row.work for row in rows):
+        lines = [cells(row) for row in rows if row.work == work]
+        kept = [index for index in range(len(HEADS)) if any(line[index] for line in lines)]
+        shown = [HEADS, tuple("---" for _ in HEADS), *lines]
+        shown[0] = (work, *HEADS[1:])
+        texts.append("\n".join(f"| {' | '.join(line[index] for index in kept)} |" for line in shown))
+    return "\n\n".join(texts)
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    """Without what is empty; numbers with six digits."""
+    plain = {key: value for key, value in asdict(row).items() if value not in ("", [], None, False)}
+    for key in ("values", "cpu", "ratios"):
+        if key in plain:
+            plain[key] = [float(f"{value:.6g}") for value in plain[key]]
+    return plain

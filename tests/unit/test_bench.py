@@ -1,0 +1,195 @@
+"""`python -m bench`: its parts import, and what they find is kept and shown as it was found."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bench
+from bench import __main__ as command
+from bench import page, peers, results
+from bench.contest import Contestant, apart, contest, step_rows
+from bench.medians import bounds
+from bench.parts import PARTS, Part
+from bench.rows import Row, against_dtf, as_json, row_of, table
+from dtf.config.compose import compose
+from dtf.recipes.resnet.recipe import ResnetShapes
+
+ROOT = Path(bench.__path__[0]).parent
+IMPORT = """
+import importlib
+from pathlib import Path
+from bench.parts import PARTS
+for path in sorted(Path("bench").rglob("*.py")):
+    importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
+for part in PARTS.values():
+    assert callable(getattr(importlib.import_module(f"bench.{part.module}"), part.function))
+"""
+
+
+def test_every_module_imports_and_every_part_has_its_function() -> None:
+    """In a process of its own, as some register recipes. Those of peers too: they import a peer when they are asked."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_peers_are_pinned() -> None:
+    assert {name for part in PARTS.values() for name in part.peers} <= set(peers.declared())
+    for wish in peers.declared().values():
+        assert all("==" in text for text in [*wish["packages"], *wish.get("alone", [])])
+
+
+def test_contestants_take_turns_and_train_alike() -> None:
+    """The toy network, by dtf's engine and by hand: the same rows, the same loss; who cannot run says why."""
+    from bench.overhead import contestants
+    from bench.toy import Work
+
+    both = contestants(Work("mlp", 8), 1)[:2]
+    lacking = Contestant("nobody", "bench.no_such_module")
+    turns, absent = contest("work", [*both, lacking], rounds=2, steps=3, warm=2)
+    assert [len(turns[one.who]) for one in both] == [2, 2]
+    apart(turns, ["dtf", "by hand"], 1e-6)
+    assert [row.who for row in absent] == ["nobody"] and "without a word" in absent[0].not_run
+    dtf, hand = step_rows("work", both, turns, 3, "us", 1e6)
+    assert (dtf.loss, dtf.unit) == (pytest.approx(hand.loss, rel=1e-6), "us a step") and dtf.loss
+
+
+def test_losses_that_differ_end_the_contest() -> None:
+    from bench.contest import Turn
+
+    turns = {"a": [Turn(1, 1, 0.5, 0)], "b": [Turn(1, 1, 0.6, 0)], "c": [Turn(1, 1, None, 0)]}
+    apart(turns, ["a", "c"], 1e-3)
+    with pytest.raises(SystemExit, match="same loss"):
+        apart(turns, ["a", "b", "c"], 1e-3)
+
+
+def test_a_ratio_says_how_many_times_as_fast_dtf_is() -> None:
+    times = [Row("w", "dtf", "s", [1.0, 2.0]), Row("w", "other", "s", [2.0, 3.0]), Row("v", "lone", "s", [1.0, 1.0])]
+    assert [row.ratios for row in against_dtf(times)] == [[], [2.0, 1.5], []]
+    memory = [Row("w", "dtf", "MB", [1.0]), Row("w", "other", "MB", [2.0])]
+    assert [row.ratios for row in against_dtf(memory)] == [[], []], "no speed"
+    rates = [Row("w", "dtf", "1/s", [8.0], True), Row("w", "other", "1/s", [2.0], True), Row("w", "odd", "s", [2.0])]
+    assert [row.ratios for row in against_dtf(rates)] == [[], [4.0], []]
+
+
+def test_the_script_of_other_launchers_trains_what_dtf_trains_by_default() -> None:
+    """Network and images: else a comparison with them would be of different work."""
+    from bench.plain_script import recipe
+
+    chosen = compose(["recipe=resnet_shapes"]).settings.recipe
+    assert isinstance(chosen, ResnetShapes) and (recipe().model, recipe().data) == (chosen.model, chosen.data)
+
+
+def test_a_row_has_figures_or_says_why_not() -> None:
+    wrongs: list[dict[str, Any]] = [{}, {"values": [1.0], "not_run": "gone"}]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match="has values, or says why"):
+            Row("w", "x", **wrong)
+    with pytest.raises(ValueError, match="no row of figures"):
+        row_of({"work": "w", "whose": "x"})
+
+
+@pytest.mark.parametrize("count", [6, 7, 15, 20, 24, 51])
+def test_the_interval_of_a_median_covers_95_percent_and_could_not_be_narrower(count: int) -> None:
+    """By counting: the median lies between two ranks unless that many of `count` coins fall alike."""
+
+    def covered(low: int) -> float:
+        return 1 - 2 * sum(math.comb(count, heads) for heads in range(low + 1)) / 2**count
+
+    low, high = bounds([float(rank) for rank in range(count)])
+    assert low + high == count - 1 and covered(int(low)) >= 0.95 > covered(int(low) + 1)
+
+
+def test_the_interval_of_few_values_is_all_of_them() -> None:
+    assert bounds([5.0, 1.0, 3.0]) == (1.0, 5.0)
+
+
+def a_record(part: str, commit: str) -> results.Record:
+    rows = [Row("w", "dtf", "s", [1.0, 3.0], cpu=[2.0], cpu_unit="s", loss=0.25), Row("w", "peer", not_run="no wheel")]
+    machine = results.Machine("A processor (avx2)", 2, 8, "Linux", "3.11.7")
+    return results.Record(part, machine, commit, "2026-01-31", 12.5, {"torch": "2.14.1"}, rows)
+
+
+def test_records_are_kept_and_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "deeper" / "machine.jsonl"
+    assert results.read(path) == {}
+    kept = {part: a_record(part, "abc") for part in ("start", "overhead")}
+    results.write(path, kept)
+    assert results.read(path) == kept and len(path.read_text().splitlines()) == 2
+    assert as_json(kept["start"].rows[1]) == {"work": "w", "who": "peer", "not_run": "no wheel"}
+
+
+def test_the_page_is_that_of_the_figures_that_are_kept() -> None:
+    assert page.PAGE.read_text() == page.render(page.stored()), "run `python -m bench --page`"
+
+
+def test_a_page_names_machine_command_range_and_who_did_not_run() -> None:
+    text = page.render({"m": {"start": a_record("start", "abc")}, "empty": {}})
+    assert "## On A processor (avx2), 2 cores, 8 GB, Linux, Python 3.11.7\n" in text
+    assert "`python -m bench --only start`, 2026-01-31, commit abc, 12 s. torch 2.14.1." in text
+    assert "| dtf | 2.00 s | 1.00 to 3.00 | 2.00 s | 0.250000 |  |" in text
+    assert "| peer | not run |  |  |  | no wheel |" in text
+    assert table([]) == ""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]]]:
+    """Runs the command with two parts of its own; its exit status, and which parts it has measured."""
+    measured: list[str] = []
+    here = importlib.import_module(__name__)
+
+    def part_of(name: str) -> Callable[[bool], list[Row]]:
+        def measure(quick: bool) -> list[Row]:
+            measured.append(name)
+            if name == "bad":
+                raise OSError("no disk")
+            return [Row(name, "dtf", "s", [1.0])]
+
+        return measure
+
+    parts = {}
+    for name in ("good", "bad"):
+        monkeypatch.setattr(here, f"measure_{name}", part_of(name), raising=False)
+        parts[name] = Part(name, "", function=f"measure_{name}")
+    monkeypatch.setattr(command, "PARTS", parts)
+    monkeypatch.setattr("bench.parts.importlib", _Importlib(here))
+    monkeypatch.setattr(command, "this_commit", lambda: "abc")
+
+    def call(*words: str) -> tuple[int, list[str]]:
+        measured.clear()
+        monkeypatch.setattr("sys.argv", ["bench", *words, "--results", str(tmp_path)])
+        return command.main(), list(measured)
+
+    return call
+
+
+class _Importlib:
+    def __init__(self, module: Any) -> None:
+        self.import_module = lambda name: module
+
+
+def test_what_was_measured_on_this_commit_is_left_out_and_what_failed_is_not(
+    run: Callable[..., tuple[int, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("--quick") == (1, ["good", "bad"]) and not list(tmp_path.iterdir()), "a trial keeps nothing"
+    assert run() == (1, ["good", "bad"])
+    (path,) = tmp_path.iterdir()
+    assert "no disk" in results.read(path)["bad"].rows[0].not_run
+    assert run() == (1, ["bad"])
+    assert run("--only", "good") == (0, [])
+    assert run("--only", "good", "--again") == (0, ["good"])
+    monkeypatch.setattr(command, "this_commit", lambda: "def")
+    assert run("--only", "good") == (0, ["good"])
+    with pytest.raises(SystemExit):
+        run("--only", "godo")
