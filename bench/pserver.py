@@ -205,7 +205,7 @@ def contestants(log: Path, hidden: str, args: argparse.Namespace, close: ExitSta
     for way in ("feed", "dataset") if args.paddle else ():
         name = f"Paddle 3.0.0, {way}"
         try:
-            add(name, Paddle(python_of("paddle"), log, hidden, way, count))
+            add(name, Paddle(Path(python_of("paddle")), log, hidden, way, count))
         except Absent as error:
             found[name] = error
     return found

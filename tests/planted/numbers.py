@@ -15,8 +15,8 @@ FAULTS = [
     Fault(
         "a smaller last batch is divided by the rows of a full one",
         "dtf/strategies/spmd.py",
-        "self._update.scale(self._factor / ticket.rows)",
-        "self._update.scale(self._factor / self._task.step.batch_size)",
+        "factor = self._factors[ticket.rows] = self._factor / ticket.rows",
+        "factor = self._factors[ticket.rows] = self._factor / self._task.step.batch_size",
         ("tests/laws/test_reference_loop.py::test_the_reference_is_what_one_would_write_by_hand",),
     ),
     Fault(
@@ -146,9 +146,23 @@ FAULTS = [
     Fault(
         "metrics are sums of the means of batches",
         "dtf/model/metrics.py",
-        "(rows * weight).sum(dim=1, dtype=torch.float64)",
-        "(rows * weight).mean(dim=1, dtype=torch.float64)",
+        "for value in values)]).sum(dim=1, dtype=torch.float64)",
+        "for value in values)]).mean(dim=1, dtype=torch.float64)",
         (f"{SAME}[ddp-{{}}-3]",),
+    ),
+    Fault(
+        "the host reads the loss of each micro-batch from the device",
+        "dtf/model/forward.py",
+        "read = devices.host_reads(self._device.type) and not is_dtensor(loss.total)",
+        "read = not is_dtensor(loss.total)",
+        ("tests/laws/test_host_waits.py::test_a_step_reads_nothing_from_the_device[ddp-{}-0]",),
+    ),
+    Fault(
+        "buffers that passes change get other memory in each pass",
+        "dtf/model/changing_buffers.py",
+        "rewound = self._before.clone() if overlapping else self._tensor.copy_(self._before)",
+        "rewound = self._before.clone()",
+        ("tests/laws/test_host_waits.py::test_parameters_and_buffers_stay_in_place[ddp-average]",),
     ),
     Fault(
         "a tie counts nothing in the AUC",
