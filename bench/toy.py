@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from bench.turns import Run, Turns, contestant
 
-LR, MOMENTUM = 0.01, 0.9
+LR, MOMENTUM = 0.001, 0.9
 
 
 class Work(NamedTuple):

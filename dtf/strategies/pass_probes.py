@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,38 @@ class Reached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return gradient, *([None] * ctx.others)
+
+
+class Reach:
+    """Lets backward passes that sum gradients over ranks come to all parameters, those that this rank's rows do not use
+    too: others wait for their sums. `forward`: what sums gradients; None: nothing does.
+
+    Parameters without a gradient after the only pass of a step get zeros, in another one. They are linked to the total
+    beforehand, which costs more, in steps of several passes, and where the pass at the start did not use all of them.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], forward: object) -> None:
+        self._parameters = parameters
+        self.active = forward is not None
+        # a hook would see the zeros, and torch's own search has told of what is unused
+        hooked = any(parameter._backward_hooks or has_hook_on_sums(parameter) for parameter in parameters)
+        self._links = hooked or bool(getattr(forward, "find_unused_parameters", False))
+        self._later = False
+
+    def link(self, total: Tensor, summed: bool, starting: bool) -> Tensor:
+        """The total () to differentiate. `summed`: whether its pass sums gradients; `starting`: a pass at the start."""
+        self.active &= not (starting and recomputes_inside(total))
+        self._later = not self._links and all(parameter.grad is None for parameter in self._parameters)
+        return total if self._later or not summed or not self.active else Reached.apply(total, *self._parameters)
+
+    def finish(self, summed: bool, starting: bool) -> None:
+        """Called after the backward pass of that total."""
+        if not self._later or not (summed or starting):
+            return
+        unused = [parameter for parameter in self._parameters if parameter.grad is None]
+        self._links |= starting and not summed and bool(unused)
+        if unused and summed:
+            torch.autograd.backward(unused, [torch.zeros_like(parameter) for parameter in unused])
 
 
 def recomputes_inside(total: Tensor) -> bool:

@@ -44,10 +44,9 @@ from dtf.model.shared_state import SharedState
 from dtf.optim.update import LocalUpdate
 from dtf.strategies.compile_trial import try_compiled
 from dtf.strategies.pass_probes import (
-    Reached,
+    Reach,
     count_calls,
     pass_error,
-    recomputes_inside,
     refuse_hooks_on_sums,
     written_by_pass,
 )
@@ -99,7 +98,7 @@ class Replica:
             model, modules_to_checkpoint(task.recipe, model, layout, task.step.remat), task.step.remat, self.masks
         )
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._reach, self._warming = reach, False
+        self._reach, self._warming = Reach(self._trained, forward if reach else None), False
         self._looked_up = tuple(task.recipe.tables())
         self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=device, dtype=loss_dtype(task))
         self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
@@ -210,12 +209,12 @@ class Replica:
                 self._passes.forward(self._forward if last else self.model, batch.inputs), batch
             )
             total, seed = self._passes.seeded(loss, factor)
-            if self._warming and self._reach:
-                self._reach = not recomputes_inside(total)
-            if last and self._reach:
-                total = Reached.apply(total, *self._trained)
+            if self._reach.active:
+                total = self._reach.link(total, last, self._warming)
         with section("backward"):
             total.backward(seed)
+            if self._reach.active:
+                self._reach.finish(last, self._warming)
         if loss.counts is not None:
             self.counts = loss.counts if self.counts is None else self.counts + loss.counts
         return self._passes.measure(outputs, batch, loss)
@@ -241,9 +240,9 @@ class Replica:
             with buffers_restored(self.model) as changed:
                 layers = self.statistics.layers()
                 with self.masks.find_other_generators(), count_calls(layers, self.masks) as calls, asks_for_no_others():
-                    self._trial(rows[0], 0, last=not self._reach)
+                    self._trial(rows[0], 0, last=not self._reach.active)
                 self.changing.take_uneven(self.statistics, calls)
-                if self._reach:
+                if self._reach.active:
                     self._trials.clear()
                     self._trial(rows[0], 0)
                 known.refuse_new()

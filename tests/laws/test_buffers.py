@@ -42,6 +42,13 @@ def test_two_pipelines(kind: str) -> None:
     assert difference(reference(**case(kind)), run) < 1e-10
 
 
+@pytest.mark.parametrize("rows", [4, 10])
+def test_a_layer_that_some_ranks_do_not_use(rows: int) -> None:
+    """In the only pass of a step, and in one of several: other ranks wait for the gradients of its parameters."""
+    skipped = case("skipped", micro_batch_rows=rows, steps=6)
+    assert difference(reference(**skipped), spread("ddp", 2, **skipped)) < 1e-10
+
+
 @pytest.mark.parametrize(("kind", "remat"), [("siamese", "blocks"), ("skipped", "selective")])
 def test_with_blocks_that_are_computed_again(kind: str, remat: str) -> None:
     run = spread("ddp", 3, **case(kind, remat=remat))

@@ -151,6 +151,13 @@ FAULTS = [
         (f"{SAME}[ddp-{{}}-3]",),
     ),
     Fault(
+        "ranks wait for gradients of a layer that a rank does not use",
+        "dtf/strategies/pass_probes.py",
+        "if unused and summed:",
+        "if unused and not summed:",
+        ("tests/laws/test_buffers.py::test_a_layer_that_some_ranks_do_not_use[10]",),
+    ),
+    Fault(
         "the host reads the loss of each micro-batch from the device",
         "dtf/model/forward.py",
         "read = devices.host_reads(self._device.type) and not is_dtensor(loss.total)",
