@@ -129,8 +129,6 @@ def compare(
             turns = {name: running[name].read(seconds) for name in order}
             for name, turn in turns.items():
                 found[name].append(turn)
-    except KeyboardInterrupt:
-        print("ended before the last round")
     finally:
         for reader in running.values():
             reader.close()
@@ -160,7 +158,7 @@ def measure(quick: bool) -> list[Row]:
 
 def main() -> None:
     given = _arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # readers are ended, and what was measured is told
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # readers are ended
     with tempfile.TemporaryDirectory() as folder:
         sizes = [write(file, Path(folder), i) for i, file in enumerate(_files(given.images, given.most, given.varied))]
         print(

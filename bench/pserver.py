@@ -228,8 +228,6 @@ def compare(hidden: str, log: Path, args: argparse.Namespace) -> Compared:
             try:
                 if isinstance(contestant, Contestant):
                     contestant.turn(args.warm)
-                    if not isinstance(contestant, Paddle):
-                        contestant.send("fill")
             except Absent as error:
                 found[name] = error
         runs = {name: contestant for name, contestant in found.items() if isinstance(contestant, Contestant)}

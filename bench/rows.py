@@ -80,7 +80,9 @@ def cells(row: Row) -> list[str]:
     spread = f"{figure(min(row.values))} to {figure(max(row.values))}" if len(row.values) > 1 else "one run"
     cpu = f"{figure(median(row.cpu))} {row.cpu_unit}" if row.cpu else ""
     ratio = ""
-    if row.ratios:
+    if len(row.ratios) in range(1, 6):  # too few for an interval
+        ratio = f"{median(row.ratios):.2f}"
+    elif row.ratios:
         low, high = bounds(row.ratios)
         ratio = f"{median(row.ratios):.2f} ({low:.2f} to {high:.2f})"
     loss = "" if row.loss is None else f"{row.loss:.6f}"

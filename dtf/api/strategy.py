@@ -206,9 +206,12 @@ class Strategy(ABC):
         """Why `step.compile` cannot be of this kind with so many processes, and what to use. Empty: it can. Pure and
         torch-free.
 
-        Default: it can, as programs that compute with `Replica` do.
+        A strategy whose program computes with `dtf.replica.Replica` returns an empty text. Default: it cannot.
         """
-        return ""
+        return (
+            f"nothing says that the program of {type(self).__name__} compiles; let its `uncompiled` return '' if it "
+            "computes with Replica, or use step.compile=off"
+        )
 
     @abstractmethod
     def communication(self, devices: str) -> str | None:

@@ -25,7 +25,8 @@ def fill_from_host(config: dict[str, Any], is_set: Callable[[str], bool]) -> Non
     if not derived:
         return
     before = _earlier(config)
-    goes_on = all(before.get("strategy", {}).get(key) == node[key] for key in ("name", "trainers"))
+    decides = node.keys() - {key.partition(".")[2] for key in derived if key.startswith("strategy.")}
+    goes_on = all(before.get("strategy", {}).get(key) == node[key] for key in decides)
     for key, value in derived.items():
         group, name = key.split(".")
         chosen = config[group][name] in _OPEN or not is_set(key)
@@ -47,6 +48,8 @@ def _earlier(config: dict[str, Any]) -> dict[str, Any]:
             found = yaml.safe_load(read_checked(run / "config.yaml")) if run is not None else None
         except (OSError, ConfigError):  # no such run, or one that says nothing
             continue
-        if isinstance(found, dict):
+        if isinstance(found, dict) and all(
+            isinstance(found.get(group, {}), dict) for group in ("strategy", "launcher")
+        ):
             return found
     return {}

@@ -258,7 +258,8 @@ def _choose_memory_format(joined: JoinedRank, task: Task, model: nn.Module) -> t
     reason = plans.get(_FORMAT)
     if reason is None and (not joined.trains or joined.world.rank == 0):
         place, roles = joined.rank.place, joined.rank.settings.strategy.roles(joined.rank.place.slots)
-        shares = place.slots if len(roles) == 1 else next(iter(roles.values()))
+        # others than the role that runs the engine compute for it
+        shares = place.slots if len(roles) == 1 else sum(list(roles.values())[1:])
         if draws_by_name(task.recipe):
             reason = "its parameters are drawn by name"
         elif why := objection_of_format(task.precision, place.device):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dtf.api.recipe import Peers, Recipe
 from dtf.api.strategy import Program
-from dtf.core.errors import DataError, DivergedError, DtfError, by_all
+from dtf.core.errors import ConfigError, DataError, DivergedError, DtfError, by_all
 from dtf.core.types import (
     Batch,
     Batches,
@@ -72,6 +72,11 @@ class Window:
         """Sums over ranks, [metric sums (M), sum of norms, their number]; waits for the device. Collective."""
         local = torch.zeros(width + 2, dtype=torch.float64)
         if self._sums is not None:
+            if self._sums.shape != (width,):
+                raise ConfigError(
+                    f"the program's steps return sums of shape {tuple(self._sums.shape)}, and the recipe's metric "
+                    f"state has {width} numbers; StepOutput.sums is what Recipe.measure returns"
+                )
             local[:width] += self._sums.cpu()
         local[width:] += torch.tensor([self._norm, self._known], dtype=torch.float64)
         if self._norms is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
@@ -22,6 +23,7 @@ _BYTES = 32  # of a beat: time, phase, step, beats of phase `step`; float64 each
 _CELL = 1 << 18  # per rank: the beat, then the memory of `waits`. Only pages that are written take memory
 
 _cell = memoryview(bytearray(_BYTES)).cast("d")  # of this rank; nobody reads it until `attach`
+_compiler_lock, _compilers, _before = threading.Lock(), 0, 0.0  # threads that compile, and the phase before them
 
 
 class Beat(NamedTuple):
@@ -53,14 +55,21 @@ def still_alive() -> None:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """A context in which this rank compiles. The phase before goes on after it."""
-    before = _cell[1]
-    _cell[1] = _NUMBER["compile"]
+    """A context in which a thread of this rank compiles. The phase before goes on when no thread does any more."""
+    global _compilers, _before
+    with _compiler_lock:
+        if not _compilers:
+            _before = _cell[1]
+        _compilers += 1
+        _cell[1] = _NUMBER["compile"]
     still_alive()
     try:
         yield
     finally:
-        _cell[1] = before
+        with _compiler_lock:
+            _compilers -= 1
+            if not _compilers:
+                _cell[1] = _before
         still_alive()
 
 

@@ -21,8 +21,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from dtf.core.errors import ConfigError
 from dtf.host.compiler import compiler_lack
@@ -41,6 +40,8 @@ _numbers = itertools.count()
 _functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _making = threading.Lock()
 _traced_only = False
+_chosen: dict[str, Any] = {}  # by `configure`
+_thread = threading.local()
 
 
 class CompiledForward:
@@ -50,7 +51,6 @@ class CompiledForward:
         self._name, self._module, self.key = name, module, key
         self._kind = (key, *_structure(module))
         self._functions: dict[bool, Callable[..., Any]] = {}
-        self._passed: set[tuple[Any, ...]] = set()
         self._counted = [part for part in module.modules() if isinstance(part, Counted | Seeded)]
         for part in self._counted:
             refusal = part.ready_for_compilation()
@@ -65,12 +65,10 @@ class CompiledForward:
             part.before_compiled()
         if _traced_only not in self._functions:
             self._functions[_traced_only] = _function(self._kind, _traced_only)
-        shapes = (_traced_only, self._module.training, torch.is_grad_enabled(), *_shapes(args), *_shapes(kwargs))
-        new = shapes not in self._passed  # then it may have to be compiled, for a minute or more
-        self._passed.add(shapes)
+        if not getattr(_thread, "configured", False):
+            _set_options()
         try:
-            with compiling() if new else nullcontext():
-                return self._functions[_traced_only](self._module, *args, **kwargs)
+            return self._functions[_traced_only](self._module, *args, **kwargs)
         except Exception as error:
             refusal = self._refusal(error)
             if refusal is None:
@@ -108,24 +106,31 @@ class CompiledForward:
         return f"{self._name} ({kind})" if self._name else f"the model ({kind})"
 
 
-def _shapes(values: Any) -> list[torch.Size]:
-    return [leaf.shape for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
     """What is compiled, once for each kind of module. The module is an argument, so that equal ones share it."""
     return type(module).forward(module, *args, **kwargs)
 
 
 def _function(kind: tuple[Any, ...], traced_only: bool) -> Callable[..., Any]:
-    backend = "eager" if traced_only else BACKEND
+    backend = "aot_eager" if traced_only else BACKEND
     with _making:
         if (kind, backend) not in _functions:
             # torch keeps what it has compiled by code objects: one of its own for each kind
             code = _call.__code__.replace(co_name=f"compiled_{next(_numbers)}")
             copy = FunctionType(code, globals(), code.co_name)
-            _functions[kind, backend] = torch.compile(copy, backend=backend, fullgraph=True, dynamic=False)
+            _functions[kind, backend] = torch.compile(copy, backend=_told(backend), fullgraph=True, dynamic=False)
         return _functions[kind, backend]
+
+
+def _told(name: str) -> Callable[..., Any]:
+    """The compiler of this name, which takes a minute or more: the launching process is told."""
+    compiler = torch._dynamo.lookup_backend(name)
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        with compiling():
+            return compiler(graph, inputs)
+
+    return compile_graph
 
 
 def _structure(module: nn.Module) -> Iterator[tuple[Any, ...]]:
@@ -162,51 +167,68 @@ def compile_modules(model: nn.Module, names: Collection[str], key: str) -> list[
         made.append(forward)
     if made:
         device = next((tensor.device.type for tensor in model.parameters()), "cpu")
-        configure(device, torch.get_num_threads())
+        configure(device, torch.get_num_threads(), len(made))
     return made
 
 
-def configure(device: str, threads: int) -> None:
-    """Set torch's compiler up in this process. ConfigError where this host lacks something for it."""
-    folder, given = cache_folder(), os.environ.get(_VARIABLE, "")
+def configure(device: str, threads: int, modules: int = 1) -> None:
+    """Set torch's compiler up in this process, for so many modules. ConfigError where this host lacks something for
+    it.
+    """
+    given = os.environ.get(_VARIABLE, "")
     # torch writes its own choice there when it is imported
-    if folder is not None and (not given or given.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_"))):
-        os.environ[_VARIABLE] = str(folder)
-
-    import torch._functorch.config
-    import torch._inductor.config as inductor
+    if not given or given.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
+        os.environ[_VARIABLE] = str(cache_folder())
 
     lack = compiler_lack(device, os.environ) if BACKEND == "inductor" else ""
     if lack:
         raise ConfigError(f"step.compile cannot compile on this host: {lack}; or use step.compile=off")
+    _chosen.update(device=device, threads=threads, modules=max(modules, _chosen.get("modules", 1)))
+    _set_options()
+
+
+def _set_options() -> None:
+    """For this thread: torch keeps them by thread from 2.14 on."""
+    import torch._functorch.config
+    import torch._inductor.config as inductor
+
     dynamo = torch._dynamo.config
     dynamo.skip_nnmodule_hook_guards = False  # a hook that comes later is seen
     dynamo.optimize_ddp = False  # it would cut blocks at the ends of buckets
-    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = MOST_SHAPES
+    # equal modules may keep numbers of their own, for each of which torch compiles
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = MOST_SHAPES * _chosen.get("modules", 1)
     inductor.fallback_random = True  # functional dropout draws what it draws uncompiled
+    inductor.deterministic = True  # on GPUs, kernels are not chosen by how fast they were
     inductor.fx_graph_cache = True
     torch._functorch.config.enable_autograd_cache = True
     torch._functorch.config.force_non_lazy_backward_lowering = True  # all is compiled where `compiling` says so
-    if device == "cpu":
-        inductor.cpp.threads = threads
+    if _chosen.get("device") == "cpu":
+        inductor.cpp.threads = _chosen["threads"]
         inductor.compile_threads = 1  # ranks share the cores
+    _thread.configured = True
 
 
-def cache_folder() -> Path | None:
-    """Where machine code is kept for later runs of this user, on processors of this kind. None: nowhere of the user's
-    own, then torch takes one in the folder for temporary files.
+def cache_folder() -> Path:
+    """Where machine code is kept for later runs of this user, on processors of this kind. Where others could write
+    there, a new folder for this process: what is found is run.
     """
     parent = user_cache(CACHE)
     if parent is None:
-        return None
+        return Path(tempfile.mkdtemp(prefix="dtf-compiled-"))
     features = [line for line in _processor() if line.startswith(("model name", "flags", "Features"))]
     folder = parent / hashlib.sha256("".join(features).encode()).hexdigest()[:12]
     with suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-        if status.st_uid == os.geteuid() and not status.st_mode & 0o022:  # what is there is run
+        for made in (parent.parent, parent, folder):
+            made.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if all(_is_own(made) for made in (parent.parent, parent, folder)):  # what is there is run
             return folder
-    return None
+    return Path(tempfile.mkdtemp(prefix="dtf-compiled-"))
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether nobody else can write there."""
+    status = folder.stat()
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _processor() -> list[str]:

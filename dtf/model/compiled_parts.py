@@ -70,7 +70,7 @@ def describe_parts(kind: Compile, model: nn.Module, names: Sequence[str]) -> str
     if not names:
         return ""
     counts = Counter(type(model.get_submodule(name)).__name__ for name in names)
-    listed = ", ".join(f"{count} {name}" if name != "" else name for name, count in counts.items())
+    listed = ", ".join(f"{count} {name}" for name, count in counts.items())
     text = f"the whole model ({listed.removeprefix('1 ')})" if kind is Compile.model else f"{kind.value}: {listed}"
     return f"{text}; the first step waits for it"
 

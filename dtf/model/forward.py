@@ -56,6 +56,8 @@ class ForwardPass:
 
     def losses(self, outputs: Any, batch: Batch) -> tuple[Any, LossTerms]:
         """The model's outputs, in fp32 at least, and the recipe's loss. ConfigError for a loss of no known form."""
+        if self._channels_last:  # a recipe may look at outputs by `view`
+            outputs = tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, outputs)
         # a loss in half precision loses the small differences it is made of
         outputs = cast_floating(outputs, torch.float32, HALF)
         return outputs, self.loss(outputs, batch)

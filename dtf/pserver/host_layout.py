@@ -25,9 +25,10 @@ def host_layout(mode: Mode, cores: int, hogwild_threads: int = 1, team: int = 1)
     """The layout for a host with so many cores.
 
     Trainers of one thread have no thread that waits for another one, nor one that a server holds up. In `sync` all
-    trainers wait for a step anyway, and each costs a request: one trainer has all cores.
+    trainers wait for a step anyway, and each costs a request: one trainer has all cores. More servers than trainers
+    would mostly wait.
     """
     units = 1 if mode is Mode.sync else min(cores, MOST_TRAINERS)
     processes = max(1, units // hogwild_threads)
     processes = -(-processes // team) * team
-    return HostLayout(processes, max(1, cores // processes), max(1, cores // CORES_OF_A_SERVER))
+    return HostLayout(processes, max(1, cores // processes), min(processes, max(1, cores // CORES_OF_A_SERVER)))

@@ -19,6 +19,7 @@ from dtf.pserver.roles import PserverRoles
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from dtf.api.options import Compile
     from dtf.distributed.world import World
 
 
@@ -66,6 +67,9 @@ class Pserver(PserverOptions, Strategy):
 
     def unguarded(self, processes: int) -> str:
         return "servers hold each parameter once, and trainers copy it in each step; use strategy=ddp"
+
+    def uncompiled(self, kind: Compile, processes: int) -> str:
+        return ""
 
     def communication(self, devices: str) -> str | None:
         return "nccl" if self.rows_alone and devices == "cuda" else "gloo"

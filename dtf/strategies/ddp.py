@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.nn.parallel import DistributedDataParallel
 
+    from dtf.api.options import Compile
     from dtf.distributed.world import World
 
 
@@ -103,6 +104,9 @@ class Ddp(Strategy):
         if self.shard_optimizer and processes > 1:
             return "each parameter is updated on one rank, which all others copy in each step; use strategy=ddp"
         return super().unguarded(processes)
+
+    def uncompiled(self, kind: Compile, processes: int) -> str:
+        return ""
 
     def communication(self, devices: str) -> str | None:
         return {"cuda": "nccl"}.get(devices, "gloo") if self.backend is Backend.auto else self.backend.value

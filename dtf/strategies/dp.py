@@ -12,6 +12,7 @@ from dtf.core.errors import ConfigError
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 
 if TYPE_CHECKING:
+    from dtf.api.options import Compile
     from dtf.distributed.world import World
 
 
@@ -85,6 +86,9 @@ class Dp(Strategy):
             return "there is one replica; use strategy.replicas=2 or more"
         if self.reduce is Reduce.owner:
             return "all replicas copy the parameters of the first one in each step; use strategy.reduce=all"
+        return ""
+
+    def uncompiled(self, kind: Compile, processes: int) -> str:
         return ""
 
     def communication(self, devices: str) -> str | None:

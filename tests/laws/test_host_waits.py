@@ -1,5 +1,5 @@
-"""A step does not make the host wait for its device, and leaves the model where it is in memory: what a queue of work
-that is far ahead needs, and CUDA graphs.
+"""A step does not make the host wait for its device, which a queue of work that is far ahead needs; and under dp and
+ddp it leaves the model where it is in memory, which CUDA graphs need.
 
 Held here on CPUs that stand in for a device. What only a GPU shows, copies among them, is in
 `python -m bench.gpu --only waits`.

@@ -233,7 +233,7 @@ class ServerProgram(Program):
         """The memory of this push is used for something else from now on: what is still needed of it is copied."""
         key = push.step, push.part
         with self.change:
-            self.change.wait_for(lambda: key not in self._applying or self.failure is not None)
+            self.change.wait_for(lambda: key not in self._applying)  # a failure ends that too
             if self._basket.get(key) is push:
                 self._basket[key] = push.copied()
 
