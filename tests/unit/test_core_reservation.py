@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -26,7 +26,7 @@ sys.stdin.read()
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
     """Another process, which holds cores 1 and 2 until its input ends. Names are the test's own."""
-    name = f"dtf-test-{os.getpid()}"
+    name = f"dtf-test-{uuid.uuid4().hex}"
     monkeypatch.setattr(core_reservation, "_NAME", name)
     monkeypatch.setattr(core_reservation, "_held", {})
     command = [sys.executable, "-c", OTHER, name]
