@@ -10,7 +10,7 @@ MOST_TRAINERS = 8
 """More trainers would each see older parameters, and need memory; they get more threads instead."""
 
 CORES_OF_A_SERVER = 16
-"""Cores for which one server does: two thirds of a core for each eight trainers, by what was measured."""
+"""Cores for which one server does. Reasoned, not measured: docs/pserver.md."""
 
 
 class HostLayout(NamedTuple):
