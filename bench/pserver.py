@@ -59,8 +59,10 @@ from dtf.pserver.options import Mode
 
 MODELS = ("400-400-400", "64-32")
 BASE = "one process"
-APART = {"sync": 1e-4, "async": 0.01}
-"""How far a mean log loss may be from that of one process."""
+APART = {"sync": 1e-4, "async": 0.05}
+"""How far a mean log loss may be from that of one process. Trainers of async see older parameters, so that their loss
+falls later.
+"""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
