@@ -40,7 +40,7 @@ def contestants(model: str, ranks: int, pixels: int) -> list[Contestant]:
 
     found = [
         dtf("dtf", last, "channels last, as step.memory_format=auto takes at 224 pixels"),
-        dtf("dtf, channels first", work, "defaults"),
+        dtf("dtf, channels first", work, "step.memory_format=contiguous"),
         other("by hand", "by_hand", work, "channels first"),
         other("by hand, channels last", "by_hand", last, "channels last"),
         other("by hand, channels last, kept memory", "by_hand", last, "channels last, MALLOC_..._THRESHOLD_", True),

@@ -33,6 +33,7 @@ from typing import Any
 
 from PIL import Image
 
+from bench.contest import KEPT
 from bench.medians import interval, machine
 from bench.peers import Absent, python_of
 from bench.rows import Row, against_dtf
@@ -51,8 +52,6 @@ NAMES = {  # reader -> what it is, its resampling
     "floor": ("decoding alone, at 1/8 of the size", ""),
 }
 _OWN_ENVIRONMENT = ("dali", "opencv", "spdl")
-_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 28), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
-"""For all: batches come from memory that was freed before, as in a rank of dtf, not page by page from the system."""
 
 
 class Reader:
@@ -63,7 +62,7 @@ class Reader:
         self._process = subprocess.Popen(
             [str(python), "-m", "bench.image_readers", name, str(folder), str(threads), kind],
             env=os.environ
-            | _KEEP_MEMORY
+            | KEPT  # batches come from memory that was freed before, as in a rank of dtf
             | {"PYTHONPATH": os.pathsep.join(paths)}
             | ({"LD_LIBRARY_PATH": _ffmpeg(python.parent.parent)} if name == "spdl" else {}),
             stdin=subprocess.PIPE,

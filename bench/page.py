@@ -12,8 +12,8 @@ from bench.rows import table
 PAGE = ROOT / "docs" / "performance.md"
 _HEAD = """# How fast is it?
 
-dtf beside its peers and beside loops written by hand, in the same run, in turn, with the same threads, precision,
-metrics and rows. This page is made by `python -m bench --page` from the figures in
+dtf beside its peers and beside loops written by hand, in the same run, in turn, with the same threads, precision
+and rows; what else differs stands in the settings. This page is made by `python -m bench --page` from the figures in
 `bench/results`; do not edit it. Your figures will differ.
 
 ```

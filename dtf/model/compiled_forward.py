@@ -32,7 +32,7 @@ from dtf.model.seeded_dropout import Seeded
 
 BACKEND = "inductor"
 MOST_SHAPES = 64
-"""Compilations of one kind of module: the shapes of its inputs, in training and evaluation."""
+"""Compilations of one module: the shapes of its inputs, in training and evaluation."""
 CACHE = "compiled"
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -84,8 +84,8 @@ class CompiledForward:
 
         if isinstance(error, FailOnRecompileLimitHit):
             return ConfigError(
-                f"{self.key} has compiled {self.label} for {MOST_SHAPES} shapes of inputs; pad them to fewer shapes, "
-                "or use step.compile=off"
+                f"{self.key} has compiled modules like {self.label} {_most()} times, for shapes of inputs or for "
+                "numbers that each keeps; pad inputs to fewer shapes, or use step.compile=off"
             )
         if isinstance(error, RecompileError):
             return ConfigError(
@@ -196,7 +196,7 @@ def _set_options() -> None:
     dynamo.skip_nnmodule_hook_guards = False  # a hook that comes later is seen
     dynamo.optimize_ddp = False  # it would cut blocks at the ends of buckets
     # equal modules may keep numbers of their own, for each of which torch compiles
-    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = MOST_SHAPES * _chosen.get("modules", 1)
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _most()
     inductor.fallback_random = True  # functional dropout draws what it draws uncompiled
     inductor.deterministic = True  # on GPUs, kernels are not chosen by how fast they were
     inductor.fx_graph_cache = True
@@ -206,6 +206,11 @@ def _set_options() -> None:
         inductor.cpp.threads = _chosen["threads"]
         inductor.compile_threads = 1  # ranks share the cores
     _thread.configured = True
+
+
+def _most() -> int:
+    """Compilations of one kind of module, by all of its modules."""
+    return MOST_SHAPES * _chosen.get("modules", 1)
 
 
 def cache_folder() -> Path:

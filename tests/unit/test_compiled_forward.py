@@ -159,7 +159,7 @@ def test_inputs_of_too_many_shapes_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compiled_forward, "MOST_SHAPES", 2)
     model, masks, _ = made()
     compile_modules(model, ["0"], "step.compile=blocks")
-    with pytest.raises(ConfigError, match=r"has compiled 0 \(Block\) for 2 shapes of inputs; pad them"):
+    with pytest.raises(ConfigError, match=r"has compiled modules like 0 \(Block\) \d+ times, .*; pad inputs"):
         for rows in (4, 5, 6):
             masks.begin_micro_batch(rows, 0)
             model(torch.randn(rows, 8, dtype=torch.float64))
