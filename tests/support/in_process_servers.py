@@ -24,11 +24,12 @@ import torch.distributed as dist
 from dtf.api.helper_roles import RoleContext
 from dtf.api.strategy import Program, Strategy
 from dtf.api.task import Task
-from dtf.core.types import Place
+from dtf.core.types import Batch, Place
 from dtf.model.receive import Receiver
 from dtf.pserver.net import shared_memory
 from dtf.pserver.net.codec import Buffer, Parts, WireError
 from dtf.pserver.net.transport import Failed, Lost, Refused, Stale, Transport
+from dtf.strategies.start_check import Passes
 
 Handlers = Mapping[str, Callable[[bytes], bytes]]
 _ERRORS = (Refused, WireError, Stale, Failed, Lost)
@@ -149,8 +150,13 @@ def draw_in_turn() -> None:
     """
     from dtf.model import init
     from dtf.pserver.trainer.compute import TrainerModel
+    from dtf.strategies.replica import Replica
 
-    seeded = init._seeded
+    seeded, passes = init._seeded, Replica.passes
+
+    def passes_in_turn(self: Replica, rows: Batch) -> Passes:
+        found = passes(self, rows)
+        return found._replace(run=in_turn(found.run))
 
     @contextmanager
     def seeded_in_turn(seed: int) -> Iterator[None]:
@@ -158,6 +164,7 @@ def draw_in_turn() -> None:
             yield
 
     init._seeded = seeded_in_turn
+    Replica.passes = passes_in_turn
     for name in ("__init__", "warmup", "trial_eval"):
         setattr(TrainerModel, name, in_turn(getattr(TrainerModel, name)))
 
