@@ -189,6 +189,15 @@ class Paddle(Contestant):
 _PROCESS = [sys.executable, "-m", "bench.pserver_processes"]
 
 
+def laid_out(mode: str) -> tuple[str, int, int, int]:
+    """What launcher=local starts with strategy.trainers=auto and one server: its name, how many trainers, threads of
+    each, threads of the server.
+    """
+    trainers, _ = host_layout(Mode(mode), cores())
+    threads = max(1, cores() // trainers)
+    return f"{mode}, auto: {trainers} x {threads}", trainers, threads, max(1, cores() // (trainers + 1))
+
+
 def contestants(log: Path, hidden: str, args: argparse.Namespace, close: ExitStack) -> dict[str, Contestant | Absent]:
     """All of them by name, or why one cannot be run; `close` ends them."""
     count, found = cores(), dict[str, Contestant | Absent]()
@@ -199,9 +208,8 @@ def contestants(log: Path, hidden: str, args: argparse.Namespace, close: ExitSta
 
     add(BASE, Alone(log, hidden, count))
     for mode in args.modes:
-        layout = host_layout(Mode(mode), count)
-        name = f"{mode}, auto: {layout.trainers} x {layout.threads}"
-        add(name, Servers(log, hidden, mode, layout.trainers, layout.threads, layout.threads))
+        name, trainers, threads, server_threads = laid_out(mode)
+        add(name, Servers(log, hidden, mode, trainers, threads, server_threads))
         if mode == "async" and args.hogwild:
             add(f"{mode}, Hogwild: {count} threads", Servers(log, hidden, mode, 1, count, 1, count))
     for way in ("feed", "dataset") if args.paddle else ():
@@ -266,9 +274,7 @@ def measure(quick: bool) -> list[Row]:
                 Row(work, dtf, "rows/s", rates, True, cpu, "ms a step", loss=turns[-1].loss, settings=settings)
             )
         found += [Row(work, who, not_run=why) for who, why in compared.absent.items()]
-    return against_dtf(
-        found, "dtf, async, auto: {0.trainers} x {0.threads}".format(host_layout(Mode("async"), cores()))
-    )
+    return against_dtf(found, f"dtf, {laid_out('async')[0]}")
 
 
 def check_losses(hidden: str, modes: dict[str, str], turns_of: dict[str, list[Turn]]) -> None:

@@ -29,13 +29,9 @@ def fill_from_host(config: dict[str, Any], is_set: Callable[[str], bool]) -> Non
     goes_on = all(before.get("strategy", {}).get(key) == node[key] for key in decides)
     for key, value in derived.items():
         group, name = key.split(".")
-        chosen = config[group][name] in _OPEN or not is_set(key)
+        chosen = config[group][name] == "auto" or not is_set(key)
         kept = before.get(group, {}).get(name) if goes_on and chosen else None
         config[group][name] = kept if isinstance(kept, int) else value
-
-
-_OPEN = ("auto", 0)
-"""Values that leave a choice to the host, though a file or the command line may set them."""
 
 
 def _earlier(config: dict[str, Any]) -> dict[str, Any]:

@@ -14,21 +14,20 @@ CORES_OF_A_SERVER = 16
 
 
 class HostLayout(NamedTuple):
-    """Processes of one host. `trainers`: trainer processes; `threads`: of each of them."""
+    """Processes of one host, among whom launcher=local divides the cores."""
 
     trainers: int
-    threads: int
     servers: int
 
 
-def host_layout(mode: Mode, cores: int, hogwild_threads: int = 1, team: int = 1) -> HostLayout:
-    """The layout for a host with so many cores.
+def host_layout(mode: Mode, cores: int, hogwild_threads: int = 1, team: int = 1, threads: int = 1) -> HostLayout:
+    """The layout for a host with so many cores. `threads`: that each trainer process has at least.
 
     Trainers of one thread have no thread that waits for another one, nor one that a server holds up. In `sync` all
     trainers wait for a step anyway, and each costs a request: one trainer has all cores. More servers than trainers
     would mostly wait.
     """
     units = 1 if mode is Mode.sync else min(cores, MOST_TRAINERS)
-    processes = max(1, units // hogwild_threads)
+    processes = max(1, min(units // hogwild_threads, cores // threads))
     processes = -(-processes // team) * team
-    return HostLayout(processes, max(1, cores // processes), min(processes, max(1, cores // CORES_OF_A_SERVER)))
+    return HostLayout(processes, min(processes, max(1, cores // CORES_OF_A_SERVER)))

@@ -64,8 +64,8 @@ class PserverOptions:
     servers: int = option(default=1, least=1, most=MOST_PROCESSES, doc="processes that hold the state")
     trainers: Trainers = option(
         default=Trainers.given,
-        doc="how many trainers there are, and threads of each. `given`: as launcher.processes and launcher.threads "
-        "say; `auto`: both, and the servers, follow from the mode and the cores of this host; what is set stays. "
+        doc="how many trainers there are. `given`: as launcher.processes says; `auto`: these and the servers follow "
+        "from the mode and the cores of this host; what is set stays. "
         "Decided once, before processes start, and kept where a run goes on",
     )
     team: int = option(
@@ -141,13 +141,13 @@ class PserverOptions:
                 together = self.staleness is None and averaging(task)
                 return Geo(0 if together else self.staleness, self.geo_steps or GEO_STEPS)
 
-    def layout_text(self, processes: int, threads: int) -> dict[str, str]:
+    def layout_text(self, processes: int) -> dict[str, str]:
         """For the start-up table: the layout that was chosen for this host; empty where none was."""
         if self.trainers is Trainers.given:
             return {}
-        counts = {"trainer": processes, "thread": threads, "server": self.servers}
-        trainer, thread, server = (f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items())
-        return {"layout": f"{trainer} of {thread}, {server} (strategy.trainers=auto)"}
+        trainers = f"{processes} trainer process{'es' * (processes != 1)}"
+        servers = f"{self.servers} server{'s' * (self.servers != 1)}"
+        return {"layout": f"{trainers}, {servers} (strategy.trainers=auto)"}
 
     def count_trainers(self, processes: int) -> int:
         """How many trainers there are for `launcher.processes`, as servers count them: each team, or each thread of a

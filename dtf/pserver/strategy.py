@@ -48,12 +48,11 @@ class Pserver(PserverOptions, Strategy):
                 f"launcher={launcher['name']}; use strategy.trainers=given",
             )
         cores, chosen = devices.cores(), devices.choose(launcher["devices"])
-        layout = host_layout(self.mode, cores, self.hogwild_threads, self.team)
+        layout = host_layout(self.mode, cores, self.hogwild_threads, self.team, launcher["threads"] or 1)
         processes = devices.processes("auto", chosen) if chosen.kind == "cuda" else layout.trainers
         processes = processes if launcher["processes"] == "auto" else launcher["processes"]
         return {
             "launcher.processes": processes,
-            "launcher.threads": launcher["threads"] or max(1, cores // processes),
             "strategy.servers": self.servers if is_set("strategy.servers") else layout.servers,
         }
 
@@ -103,5 +102,5 @@ class Pserver(PserverOptions, Strategy):
         tables = RemoteTables(task, world, 1 / world.size, lambda: connect_servers(world.place, self.servers))
         sharding = Sharding(params=full_params(model, masters), writes=world.rank == 0, tables=tables)
         replica = Replica(model, task, world.device, forward)
-        layout = self.layout_text(world.size, world.place.threads)
+        layout = self.layout_text(world.size)
         return RemoteTablesProgram(replica, sharding, task, world, exchange, layout)

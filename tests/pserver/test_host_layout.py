@@ -22,7 +22,8 @@ AUTO = ["strategy=pserver", "strategy.trainers=auto", "launcher.devices=cpu"]
 
 def layout_of(config: dict[str, Any]) -> HostLayout:
     launcher = config["launcher"]
-    return HostLayout(launcher["processes"], launcher["threads"], config["strategy"]["servers"])
+    assert launcher["threads"] in (0, 2, 3, 8), "launcher=local divides the cores, unless it is set"
+    return HostLayout(launcher["processes"], config["strategy"]["servers"])
 
 
 def on(monkeypatch: pytest.MonkeyPatch, cores: int, *overrides: str) -> HostLayout:
@@ -30,34 +31,36 @@ def on(monkeypatch: pytest.MonkeyPatch, cores: int, *overrides: str) -> HostLayo
     return layout_of(compose([*AUTO, *overrides]).config)
 
 
-def test_every_core_has_a_thread_and_none_has_two() -> None:
+def test_every_core_has_a_trainer_up_to_a_bound() -> None:
     for cores in range(1, 200):
         for mode in Mode:
             for hogwild in (1, 2, 3):
-                trainers, threads, servers = host_layout(mode, cores, hogwild)
-                assert 1 <= trainers <= MOST_TRAINERS and threads >= 1 and servers >= 1
-                assert cores - trainers < trainers * threads <= cores
+                trainers, servers = host_layout(mode, cores, hogwild)
+                assert 1 <= trainers <= min(cores, MOST_TRAINERS) and 1 <= servers <= trainers
                 assert mode is not Mode.sync or trainers == 1
                 assert host_layout(mode, cores, 1, team=4).trainers % 4 == 0
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("sync", (1, 2, 1)), ("async", (2, 1, 1)), ("geo", (2, 1, 1))])
-def test_two_cores(monkeypatch: pytest.MonkeyPatch, mode: str, expected: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("mode", "expected"), [("sync", (1, 1)), ("async", (2, 1)), ("geo", (2, 1))])
+def test_two_cores(monkeypatch: pytest.MonkeyPatch, mode: str, expected: tuple[int, int]) -> None:
     assert on(monkeypatch, 2, f"strategy.mode={mode}") == expected
 
 
 def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["strategy.mode=async"]
-    assert on(monkeypatch, 32, *overrides) == (8, 4, 2)
-    assert on(monkeypatch, 32, *overrides, "launcher.processes=3") == (3, 10, 2)
-    assert on(monkeypatch, 32, *overrides, "launcher.threads=2") == (8, 2, 2)
-    assert on(monkeypatch, 32, *overrides, "strategy.servers=1") == (8, 4, 1)
-    assert on(monkeypatch, 32, *overrides, "launcher.processes=auto", "launcher.threads=0") == (8, 4, 2)
+    assert on(monkeypatch, 32, *overrides) == (8, 2)
+    assert on(monkeypatch, 32, *overrides, "launcher.processes=3") == (3, 2)
+    assert on(monkeypatch, 32, *overrides, "launcher.threads=2") == (8, 2)
+    assert on(monkeypatch, 32, *overrides, "launcher.threads=8") == (4, 2), "no more threads than cores"
+    assert on(monkeypatch, 2, *overrides, "launcher.threads=2") == (1, 1)
+    assert on(monkeypatch, 2, *overrides, "launcher.threads=3") == (1, 1)
+    assert on(monkeypatch, 32, *overrides, "strategy.servers=1") == (8, 1)
+    assert on(monkeypatch, 32, *overrides, "launcher.processes=auto", "launcher.threads=0") == (8, 2)
 
 
 def test_without_auto_nothing_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "cores", lambda: 32)
-    assert layout_of(compose(["strategy=pserver", "launcher.devices=cpu"]).config) == ("auto", 0, 1)
+    assert layout_of(compose(["strategy=pserver", "launcher.devices=cpu"]).config) == ("auto", 1)
 
 
 def test_it_is_the_same_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,19 +83,19 @@ def test_a_run_that_goes_on_keeps_it(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     run = tmp_path / "run"
     earlier_run(run, 32, monkeypatch)
     here = ["strategy.mode=async", f"run.dir={run}"]
-    assert on(monkeypatch, 4, *here) == (8, 4, 2), "checkpoint.resume=auto"
-    assert on(monkeypatch, 4, *here, "checkpoint.resume=never") == (4, 1, 1)
-    assert on(monkeypatch, 4, *here, "launcher.processes=2") == (2, 4, 2), "what is set stays"
+    assert on(monkeypatch, 4, *here) == (8, 2), "checkpoint.resume=auto"
+    assert on(monkeypatch, 4, *here, "checkpoint.resume=never") == (4, 1)
+    assert on(monkeypatch, 4, *here, "launcher.processes=2") == (2, 2), "what is set stays"
     (run / "checkpoints" / "step_000001").mkdir(parents=True)
     elsewhere = [f"run.dir={tmp_path / 'other'}", f"checkpoint.resume={run}", "strategy.mode=async"]
-    assert on(monkeypatch, 4, *elsewhere) == (8, 4, 2), "that of the run whose checkpoint it is"
+    assert on(monkeypatch, 4, *elsewhere) == (8, 2), "that of the run whose checkpoint it is"
 
 
 def test_a_run_that_was_laid_out_by_hand_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(
         yaml.safe_dump(compose(["strategy=pserver", "launcher.processes=7", "strategy.servers=3"]).config)
     )
-    assert on(monkeypatch, 4, "strategy.mode=async", f"run.dir={tmp_path}") == (4, 1, 1)
+    assert on(monkeypatch, 4, "strategy.mode=async", f"run.dir={tmp_path}") == (4, 1)
 
 
 def test_only_where_one_command_starts_all() -> None:
@@ -114,5 +117,5 @@ def test_a_checkpoint_goes_on_under_another_layout(
     assert first.code == 0, first.err
     monkeypatch.setattr(devices, "cores", lambda: 2)
     second = run_dtf(*small, "strategy.mode=async", "strategy.trainers=auto", "train.steps=4", folder=first.folder)
-    assert second.code == 0 and "2 trainers of 1 thread, 1 server" in second.out, second.err
-    assert layout_of(yaml.safe_load((first.folder / "config.yaml").read_text())) == (2, 1, 1)
+    assert second.code == 0 and "2 trainer processes, 1 server" in second.out, second.err
+    assert layout_of(yaml.safe_load((first.folder / "config.yaml").read_text())) == (2, 1)

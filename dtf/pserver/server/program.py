@@ -52,7 +52,7 @@ class ServerProgram(Program):
         self.shares = sync_mode.shares(trainers)
         self.micro_batch_rows = task.step.rows_each(self.shares * strategy.team)
         self._task, self._world, self._sync_mode, self._trainers = task, world, sync_mode, trainers
-        self._team, self._layout = strategy.team, strategy.layout_text(world.slots, world.place.threads)
+        self._team, self._layout = strategy.team, strategy.layout_text(world.slots)
         self._window, self._record = sync_mode.window(trainers), strategy.record
         self.server_state = ServerState(task, world, strategy, sync_mode, self.shares, self.micro_batch_rows)
         largest = max(self.server_state.push_bytes, len(self.server_state.frozen()))
