@@ -65,7 +65,9 @@ class SyncMode(ABC):
 
 
 class Sync(SyncMode):
-    """All shares of a step make one update. The next two steps are open meanwhile, so that their rows can be read."""
+    """All shares of a step make one update. The next three steps are open meanwhile: rows of two can be read, and the
+    answer to a push brings the third.
+    """
 
     synchronous = collective = True
 
@@ -73,7 +75,7 @@ class Sync(SyncMode):
         return trainers
 
     def window(self, trainers: int) -> int:
-        return 2
+        return 3
 
     def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
         step = min(waiting, default=None)

@@ -111,6 +111,8 @@ def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
     To server 0 alone: `sums` (M,), `statistics` (tickets x F, see `Push`), `rows`: sample ids, `buffers` (G,): what the
     micro-batches made of the buffers with a rule. With each pull for training server 0 sends these: `buffers`, bytes.
 
+    `lease`, of server 0 alone: a request of LEASE that goes with this one, and its reply.
+
     With local training (`SyncMode.local_training`) the same names stand for changes of blocks with their optimizer
     state, see `param_slices.state_fields`, and of rows with theirs; `train` asks for these.
     """
@@ -135,14 +137,14 @@ def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
     )
     request = Schema(
         {"trainer": int, **dict.fromkeys(numbers, int), "norm": float, "counts": float, "wait_s": float},
-        {"dense": BYTES, "sums": SUMS, "statistics": Array(1, REAL), "buffers": SUMS, "rows": NUMBERS}
+        {"dense": BYTES, "sums": SUMS, "statistics": Array(1, REAL), "buffers": SUMS, "rows": NUMBERS, "lease": BYTES}
         | {f"ids/{name}": NUMBERS for name in names}
         | {f"gradients/{name}": ROWS for name in names}
         | {f"want/{name}": NUMBERS for name in names},
     )
     reply = Schema(
         {"pulled": int, "stamp": int, "applied": int, "scale": float},
-        {"dense": BYTES, "frozen": BYTES, "buffers": BYTES} | {f"rows/{name}": ROWS for name in names},
+        {"dense": BYTES, "frozen": BYTES, "buffers": BYTES, "lease": BYTES} | {f"rows/{name}": ROWS for name in names},
     )
     return request, reply
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,10 +80,12 @@ class Exchange:
         sample_ids: np.ndarray,
         unread: int,
         following: PreparedBatch | None,
+        question: bytes | None,
     ) -> tuple[list[Parts], list[ParamBlocks]]:
         """The push of a lease, for each server, with the pull for `following`, if any; and the blocks known here.
 
-        `seen`: by server, how many updates were in what it was computed from.
+        `seen`: by server, how many updates were in what it was computed from. `question`: a request of LEASE for server
+        0 that goes along.
         """
         requests, known = [], [*self.latest]
         common: dict[str, Any] = {
@@ -107,6 +109,7 @@ class Exchange:
                     "statistics": result.statistics,
                     "rows": sample_ids[sample_ids >= 0],
                 } | ({} if result.buffers is None else {"buffers": result.buffers})
+                arrays |= {} if question is None else {"lease": np.frombuffer(question, np.uint8)}
             if following is not None:
                 ids_here, after = following.row_request.ids(server), self._after(following.lease)
                 pull_scalars, pull_arrays = self._pull_request(following, ids_here, after, known[server].stamp)
@@ -115,12 +118,16 @@ class Exchange:
         return requests, known
 
     def send(
-        self, requests: Sequence[Parts], known: Sequence[ParamBlocks], pulls: bool = True
+        self,
+        requests: Sequence[Parts],
+        known: Sequence[ParamBlocks],
+        pulls: bool = True,
+        answered: Callable[[bytes], None] | None = None,
     ) -> tuple[int, PulledState | None]:
         """Send a request to each server, all at once: READY and what they gave, or NO or LATE and None.
 
         `known`: the blocks that the requests call known here; an answer without blocks means these. `pulls`: whether
-        the requests pull anything.
+        the requests pull anything. `answered` is called with server 0's reply to the request of LEASE that went along.
         """
         if len(self._servers) == 1:
             replies = [self._servers[0].call(EXCHANGE, requests[0], DEADLINE_S)]
@@ -130,9 +137,11 @@ class Exchange:
                 for transport, request in zip(self._servers, requests, strict=True)
             ]
             replies = [reply.result() for reply in pending]
+        answers = [decode(self._schemas[1], reply) for reply in replies] if pulls or answered else []
+        if answered is not None:
+            answered(answers[0].arrays["lease"].tobytes())
         if not pulls:
             return READY, None
-        answers = [decode(self._schemas[1], reply) for reply in replies]
         states = [int(message.scalars["pulled"]) for message in answers]
         if LATE in states or NO in states:
             return (LATE if LATE in states else NO), None

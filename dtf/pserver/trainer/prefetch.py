@@ -65,11 +65,14 @@ class Prefetcher:
         self._change = threading.Condition()
         self._ready: list[tuple[tuple[Key, int], PreparedBatch]] = []
         self.must_rejoin, self.reason = False, ""
+        self._reason_to_end: str | None = None  # server 0 has said that the run is over
         self._asked = 0.0  # when server 0 heard of this trainer last
         self._numbers = itertools.count()  # of what is prepared: among equals the first one comes first
         self._held: set[Key] = set()
         self._sending: set[Key] = set()
         self._done: list[Key] = []
+        self._granted: list[Lease] = []  # whose rows are not read yet
+        self._asking = False  # whether a push that is under way asks for more
         self._limit, self._over, self._closed = AHEAD, False, False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="prefetcher", daemon=True)
@@ -113,10 +116,24 @@ class Prefetcher:
             self.must_rejoin = False
             self._change.notify_all()
 
-    def sending(self, lease: Lease) -> None:
-        """A lease is computed and its push is under way: another lease may take its place."""
+    def sending(self, lease: Lease, wait_s: float) -> bytes | None:
+        """A lease is computed and its push is about to go: another lease may take its place. Returns the request of
+        LEASE that goes along, whose reply is for `answered`; None where there is nothing to ask for.
+
+        `wait_s`: how long server 0 may wait for a lease to grant.
+        """
         with self._change:
             self._sending.add(lease.key)
+            if self._asking or self._capacity() <= 0:
+                return None
+            self._asking = True
+            return self._question(self._capacity(), wait_s)
+
+    def answered(self, reply: bytes) -> None:
+        """Server 0's reply to what `sending` returned."""
+        with self._change:
+            self._asking = False
+            self._take(decode(self._schemas[1], reply))
             self._change.notify_all()
 
     def finished(self, lease: Lease) -> None:
@@ -169,35 +186,49 @@ class Prefetcher:
         """How many more leases may be asked for."""
         return self._limit - len(self._held - self._sending)
 
-    def _ask(self, more: bool = False) -> Message:
-        """Server 0's answer to LEASE: it reports finished work and what is held, and with `more` asks for leases."""
-        with self._change:
-            done, self._done, has = self._done, [], list(self._held)
-            most = max(0, self._capacity()) if more else 0
-        request = {**self._identity, "most": most, "wait_s": WAIT_S if most else 0.0, "stopping": int(self._stopping())}
-        data = encode(
+    def _question(self, most: int, wait_s: float) -> bytes:
+        """A request of LEASE, which reports finished work and what is held. `_change` is held."""
+        done, self._done, has = self._done, [], list(self._held)
+        request = {**self._identity, "most": most, "wait_s": wait_s, "stopping": int(self._stopping())}
+        return encode(
             self._schemas[0],
             request,
             {name: np.array(keys, np.int64).reshape(-1, 3) for name, keys in (("done", done), ("has", has))},
         )
-        answer = decode(self._schemas[1], self._transport.call(LEASE, data, DEADLINE_S))
+
+    def _ask(self, more: bool = False) -> None:
+        """Report finished work and what is held to server 0, and with `more` ask for leases."""
+        with self._change:
+            most = max(0, self._capacity()) if more and not self._asking else 0
+            question = self._question(most, WAIT_S if most else 0.0)
+        answer = decode(self._schemas[1], self._transport.call(LEASE, question, DEADLINE_S))
+        with self._change:
+            self._take(answer)
+
+    def _take(self, answer: Message) -> None:
+        """`_change` is held."""
         self._asked = monotonic()
-        if not answer.scalars["known"]:
-            with self._change:
-                # it is granted anew, to whomever
-                self._held, self._sending, self._ready, self.must_rejoin = set(), set(), [], True
-                self._change.notify_all()
-        return answer
+        if not answer.scalars["known"]:  # what this trainer held is granted anew, to whomever
+            self._held, self._sending, self._ready, self._granted, self.must_rejoin = set(), set(), [], [], True
+            self._change.notify_all()
+        leases = [lease for lease in messages.unpack_leases(answer.arrays) if lease.key not in self._held]
+        self._held |= {lease.key for lease in leases}
+        self._granted += leases
+        if answer.scalars["state"] == messages.OVER:
+            self._reason_to_end = str(answer.scalars["reason"])
 
     def _fetch(self) -> None:
+        """Read the rows of what is granted; ask for more where nothing is and no push asks."""
         with self._change:
-            self._change.wait_for(lambda: self._capacity() > 0 or self._closed, WAIT_S)
+            self._change.wait_for(
+                lambda: self._granted or (self._capacity() > 0 and not self._asking) or self._closed, WAIT_S
+            )
             self._change.wait_for(lambda: not self.must_rejoin or self._closed)
-        answer = self._ask(more=True)
-        leases = messages.unpack_leases(answer.arrays)
+            asks = not self._granted
+        if asks:
+            self._ask(more=True)
         with self._change:
-            leases = [lease for lease in leases if lease.key not in self._held]
-            self._held |= {lease.key for lease in leases}
+            leases, self._granted = self._granted, []
         for lease in leases:
             for ticket in lease.tickets:
                 while not self._room() or monotonic() - self._asked > WAIT_S:
@@ -208,9 +239,10 @@ class Prefetcher:
                     return
                 prepared = self._prepare(lease, ticket)._replace(number=next(self._numbers))
                 with self._change:
-                    heapq.heappush(self._ready, (prepared.order, prepared))
-                    self._change.notify_all()
-        if answer.scalars["state"] == messages.OVER:
-            with self._change:
-                self._over, self.reason = True, str(answer.scalars["reason"])
+                    if lease.key in self._held:  # else server 0 has removed this trainer meanwhile
+                        heapq.heappush(self._ready, (prepared.order, prepared))
+                        self._change.notify_all()
+        with self._change:
+            if self._reason_to_end is not None and not self._granted:
+                self._over, self.reason = True, self._reason_to_end
                 self._change.notify_all()

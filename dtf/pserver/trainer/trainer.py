@@ -44,6 +44,11 @@ if TYPE_CHECKING:
 SEND_QUEUE = 1
 """Pushes on their way while the next batch is computed, in modes other than sync."""
 
+SOON_S = 0.01
+"""How long the answer to a push that is an update by itself may wait for the lease in its place, which is opened
+as soon as the update is made.
+"""
+
 
 class Trainer:
     """One trainer of a run.
@@ -66,7 +71,8 @@ class Trainer:
         team: TrainerGroup | None = None,
     ) -> None:
         self._task, self._context, self._servers, self._number = task, context, servers, number
-        self._synchronous, self._shares = sync_mode.synchronous, sync_mode.shares(trainers)
+        self._synchronous, self._immediate = sync_mode.synchronous, sync_mode.immediate
+        self._shares = sync_mode.shares(trainers)
         self._micro_batch_rows = task.step.rows_each(self._shares * strategy.team)
         setup = self._setup(strategy, sync_mode)
         device, threads, rows = setup.device, strategy.hogwild_threads, self._micro_batch_rows
@@ -266,18 +272,18 @@ class Trainer:
         unread: int,
     ) -> None:
         """Push, and pull for `following`, in the sender's thread; wait while more than SEND_QUEUE are under way."""
-        requests, known = self._exchange.push_requests(lease, seen, result, sample_ids, unread, following)
-        self._prefetcher.sending(lease)
-        sending = self._start(self._send, requests, known, lease, following is not None)
+        question = self._prefetcher.sending(lease, SOON_S if self._immediate else 0.0)
+        requests, known = self._exchange.push_requests(lease, seen, result, sample_ids, unread, following, question)
+        sending = self._start(self._send, requests, known, lease, following is not None, question is not None)
         self._sending.append(sending)
         if following is not None:
             self._pulling[following.lease.key] = sending
         self._drain(SEND_QUEUE)
 
     def _send(
-        self, requests: Sequence[Parts], known: Sequence[ParamBlocks], lease: Lease, pulls: bool
+        self, requests: Sequence[Parts], known: Sequence[ParamBlocks], lease: Lease, pulls: bool, asks: bool
     ) -> PulledState | None:
-        _, pulled = self._exchange.send(requests, known, pulls)
+        _, pulled = self._exchange.send(requests, known, pulls, self._prefetcher.answered if asks else None)
         self._prefetcher.finished(lease)
         return pulled
 
