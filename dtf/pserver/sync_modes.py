@@ -92,7 +92,8 @@ class Async(SyncMode):
         return 1
 
     def window(self, trainers: int) -> int:
-        return 2 * trainers if self._staleness is None else self._staleness
+        # of each trainer: the lease that it computes, the next one, whose parameters are there, and one to be read
+        return 3 * trainers if self._staleness is None else self._staleness
 
     def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
         return 1 if basket else 0
