@@ -105,12 +105,21 @@ def check_one_role(launcher: str, strategy: Strategy, processes: int) -> None:
         )
 
 
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
 def check_environment(env: dict[str, str]) -> None:
-    """Raise ConfigError unless `launcher.env` holds names and values of environment variables."""
+    """Raise ConfigError unless `launcher.env` holds names and values of environment variables that ranks heed."""
     for name, value in env.items():
         if not name or "=" in name:
             raise KeyProblem(
                 "launcher.env", f"launcher.env.{show(name)}={show(value)} must be a name without '=', and its value"
+            )
+        if name in _THREADS:
+            raise KeyProblem(
+                "launcher.env",
+                f"launcher.env.{name}={show(value)}: the launcher sets the threads of each rank itself; use "
+                "launcher.threads",
             )
 
 

@@ -32,6 +32,7 @@ _KEY_SHOWN = 100  # characters
 _FEW = 3  # keys that an error may offer; more are no help
 
 _SPACE = re.compile(r"([^=]+)=(\w+)\(([^,()]+),([^,()]+)[,)].*", re.DOTALL)
+_SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}  # as YAML 1.1 reads them, and Hydra does not
 _DOTS = re.compile(r"([\d.eE+-]*\d)\.\.\.?(-?\d[\d.eE+-]*)")
 _NOT_DECIMAL = re.compile(r"[-+]?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|0[oO][0-7]+|0[0-9]+|[0-9]+(?::[0-5]?[0-9])+)")
 """What people, or YAML, write a whole number to another base as."""
@@ -120,6 +121,8 @@ def _other_form(said: str, value: Any) -> str:
         return f"numbers are decimal: write {_decimal(value)}"
     bare = type_text(type(_plain(value)))
     fits = bare in wanted or (bare == "int" and "float" in wanted)
+    if "bool" in wanted and value.lower() in _SWITCHES:
+        return f"write {_SWITCHES[value.lower()]}"
     return "quotes make it text, write it without them" if fits else ""
 
 

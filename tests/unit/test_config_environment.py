@@ -67,7 +67,7 @@ def test_the_command_line_sets_any_variable_and_wins(tmp_path: Path, override: s
 
 def test_a_file_sets_switches(tmp_path: Path) -> None:
     names = [f"{first}_{rest}" for first, rests in FROM_FILES.items() for rest in rests.split()]
-    assert {"OMP_NUM_THREADS", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"} <= {*names}
+    assert {"OMP_WAIT_POLICY", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"} <= {*names}
     entries = ", ".join(f"{name}: '1'" for name in names)
     composer = with_file(tmp_path, "experiment/mine", f"{GLOBAL}launcher: {{env: {{{entries}}}}}\n")
     env = composer.compose(["experiment=mine", "launcher.env.OWN=2"]).config["launcher"]["env"]

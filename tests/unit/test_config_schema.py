@@ -258,6 +258,7 @@ def test_a_value_that_no_key_takes(plain: dict[str, Any], line: str, rule: str) 
     [
         ({"strategy": {"bucket_mb": "3"}}, "strategy.bucket_mb=3 is not of type float; quotes make it text, write it "),
         ({"strategy": {"static_graph": "true"}}, "strategy.static_graph=true is not of type bool; quotes make it text"),
+        ({"strategy": {"static_graph": "yes"}}, "strategy.static_graph=yes is not of type bool; write true"),
         ({"train": {"steps": "null"}}, "train.steps=null is not of type int | null; quotes make it text"),
         ({"train": {"steps": "3.5"}}, "train.steps=3.5 is not of type int | null"),
         ({"train": {"steps": ""}}, "train.steps= is not of type int | null"),

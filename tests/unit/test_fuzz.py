@@ -259,7 +259,7 @@ CONFIG = b"""# @package _global_
 defaults: [override /strategy: dp, override /lr: cosine]
 seed: 3
 run: {name: "a ${seed} b", dir: ''}
-launcher: {env: {OMP_NUM_THREADS: '2'}}
+launcher: {env: {OMP_WAIT_POLICY: 'passive'}}
 lr: {peak: 0.25}
 step:
   batch_size: 64
