@@ -3,7 +3,8 @@
     python -m bench [--only overhead,start] [--quick] [--again]
     python -m bench --page
 
-Parts that were measured on this machine and commit are left out, so that an interrupted command goes on where it was.
+Parts that were measured on this machine, commit and versions are left out, so that an interrupted command goes on where
+it was.
 Figures are kept in bench/results; those of --quick are not.
 """
 
@@ -47,7 +48,9 @@ def main() -> int:
     )
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}; parted by commas")
     parser.add_argument("--quick", action="store_true", help="few rounds of small sizes, not kept")
-    parser.add_argument("--again", action="store_true", help="also what was measured on this machine and commit")
+    parser.add_argument(
+        "--again", action="store_true", help="also what was measured on this machine, commit and versions"
+    )
     parser.add_argument("--page", action="store_true", help="write docs/performance.md from what is kept")
     parser.add_argument("--results", type=Path, default=FOLDER, help="folder of what is kept")
     given = parser.parse_args()
@@ -65,7 +68,8 @@ def main() -> int:
             continue
         kept = read(path).get(part)
         whole = kept and any(row.values for row in kept.rows)
-        ran = kept and whole and kept.commit == commit and not commit.endswith("+")
+        same = kept and kept.commit == commit and own_versions().items() <= kept.versions.items()
+        ran = whole and same and not commit.endswith("+")
         if kept and ran and not (given.again or given.quick):
             print(f"\n{part}: measured on {kept.date}; --again measures it once more", flush=True)
             continue

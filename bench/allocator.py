@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.medians import interval, machine
-from bench.rows import Row, against_dtf
+from bench.rows import Row, with_ratios
 
 TORCH, GLIBC = "THP_MEM_ALLOC_ENABLE", "GLIBC_TUNABLES"
 WAYS = {
@@ -180,7 +180,7 @@ def measure(quick: bool) -> list[Row]:
                     settings=settings,
                 )
             )
-    return against_dtf(rows, "kept")
+    return with_ratios(rows, "kept")
 
 
 def main() -> None:

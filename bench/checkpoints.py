@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.contest import ROOT
-from bench.rows import Row, against_dtf, table
+from bench.rows import Row, with_ratios, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -198,7 +198,7 @@ def compare(mb: int, rounds: int, writes: int) -> list[Row]:
                 rows.append(
                     Row(f"{title} {mb} MB", name, "MB/s", speeds, True, cpu, "s", settings=SETTINGS[kind].get(name, ""))
                 )
-    return against_dtf(rows)
+    return with_ratios(rows)
 
 
 def measure(quick: bool) -> list[Row]:

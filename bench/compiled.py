@@ -19,7 +19,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench.medians import interval, machine
-from bench.rows import Row, against_dtf
+from bench.rows import Row, with_ratios
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,7 +137,7 @@ def measure(quick: bool) -> list[Row]:
             rows.append(
                 Row(f"step.compile, {CASES[case]}", f"step.compile={way}", "ms a step", seconds, loss=losses[way])
             )
-    return against_dtf(rows, "step.compile=blocks")
+    return with_ratios(rows, "step.compile=off")
 
 
 def compared(case: str, rounds: int) -> str:

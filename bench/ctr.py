@@ -26,7 +26,7 @@ from bench.contest import Contestant, apart, contest
 from bench.ctr_rivals import DIM, FIELDS, LR, NUMBERS, SCALE, Case, Run, draw, opened
 from bench.ctr_rivals import Log as Rows
 from bench.endless import Endless
-from bench.rows import Row, against_dtf, table
+from bench.rows import Row, with_ratios, table
 from bench.turns import Turns, contestant
 from dtf.api.options import StepOptions
 from dtf.api.precision import Cast, Format, Precision
@@ -182,7 +182,7 @@ def compare(name: str, log: Rows, saved: Path, rounds: int, steps: int, warm: in
         )
         for one in those if one.who in turns
     ]  # fmt: skip
-    return against_dtf([*rows, *absent])
+    return with_ratios([*rows, *absent])
 
 
 def measure(quick: bool, only: str = "", ids: int = 1_000_000, threads: int = 2) -> list[Row]:

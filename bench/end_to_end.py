@@ -15,7 +15,7 @@ import json
 from typing import Any
 
 from bench.contest import KEPT, Contestant, Turn, apart, contest, step_rows
-from bench.rows import Row, against_dtf, table
+from bench.rows import Row, with_ratios, table
 from bench.toy import Work
 
 ROWS = {"resnet18": 16, "resnet50": 8}
@@ -67,7 +67,7 @@ def measure_of(model: str, quick: bool, sizes: tuple[int, ...] = (1, 2)) -> list
             those = [one for one in those if "compiled" not in one.who]
         turns, absent = contest(work, those, rounds=2 if quick else 20, steps=1, warm=1 if quick else 3)
         check_losses(turns)
-        found += against_dtf([*step_rows(work, those, turns, 1, "ms", 1e3), *absent])
+        found += with_ratios([*step_rows(work, those, turns, 1, "ms", 1e3), *absent])
     return found
 
 

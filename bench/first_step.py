@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.commands import dtf_run, script, started
 from bench.peers import Absent
-from bench.rows import Row, against_dtf, table
+from bench.rows import Row, with_ratios, table
 
 FIRST = "from the command to the first step of two ddp ranks"
 LAUNCHERS = ("torchrun", "accelerate launch", "Lightning")
@@ -77,7 +77,7 @@ def alternating(commands: dict[str, list[str]], rounds: int, folder: Path) -> li
 def measure(quick: bool, rounds: int = 7) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="dtf-bench-start-", ignore_cleanup_errors=True) as name:
         commands, absent = first_steps()
-        return against_dtf(alternating(commands, 1 if quick else rounds, Path(name))) + absent
+        return with_ratios(alternating(commands, 1 if quick else rounds, Path(name))) + absent
 
 
 def main() -> None:

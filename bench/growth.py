@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.commands import DTF, dtf_run, private_mb, script, started
-from bench.rows import Row, against_dtf, table
+from bench.rows import Row, with_ratios, table
 
 FROM, UNTIL = 10, 40
 RANKS, SERVERS, STARTS = (1, 2, 4, 8), (1, 2, 4), (2, 8, 32)
@@ -69,7 +69,7 @@ def steady_rows(work: str, commands: dict[str, list[str]], rounds: int, until: i
         wall, cpu, memory = ([getattr(one, key) for one in some] for key in ("wall_ms", "cpu_ms", "memory_mb"))
         rows.append(Row(work, who, "ms a step", wall, cpu=cpu, cpu_unit="ms"))
         rows.append(Row(f"{work}: memory of the largest rank", who, "MB", memory))
-    return against_dtf(rows)
+    return with_ratios(rows)
 
 
 def measure(quick: bool) -> list[Row]:
@@ -96,7 +96,7 @@ def measure_starts(quick: bool) -> list[Row]:
             for number in range(rounds):
                 for who in list(commands)[:: -1 if number % 2 else 1]:
                     values.setdefault(who, []).append(first_step_s(commands[who], Path(name)))
-            found += against_dtf([Row(work, who, "s", some) for who, some in values.items()])
+            found += with_ratios([Row(work, who, "s", some) for who, some in values.items()])
     return found
 
 

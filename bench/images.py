@@ -36,7 +36,7 @@ from PIL import Image
 from bench.contest import KEPT
 from bench.medians import interval, machine
 from bench.peers import Absent, python_of
-from bench.rows import Row, against_dtf
+from bench.rows import Row, with_ratios
 
 ROOT = Path(__file__).parent.parent
 _FILES = "DTF_BENCH_IMAGES"
@@ -152,7 +152,7 @@ def measure(quick: bool) -> list[Row]:
             who, resampling = NAMES[name]
             rows.append(Row(work, who, "images/s", rates, True, used, "ms an image", settings=resampling))
         rows += [Row(work, NAMES[name][0], not_run=why) for name, why in absent.items()]
-    return against_dtf(rows)
+    return with_ratios(rows)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
-from bench.rows import Row, against_dtf, table
+from bench.rows import Row, with_ratios, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +80,7 @@ def measure(quick: bool, rounds: int = 20, threads: int = 2) -> list[Row]:
                 times[way].append((time.perf_counter() - began) * 1e3)
                 cpu[way].append((time.process_time() - used) * 1e3)
         work = f"{name.strip()}, {pixels} pixels, {rows} rows"
-        found += against_dtf(
+        found += with_ratios(
             [
                 Row(work, TITLES[way], "ms a step", times[way][2:], cpu=cpu[way][2:], cpu_unit="ms", loss=losses[way])
                 for way in WAYS

@@ -15,7 +15,7 @@ import json
 from typing import Any
 
 from bench.contest import KEPT, Contestant, apart, contest, shortest_rows, step_rows
-from bench.rows import Row, against_dtf, table
+from bench.rows import Row, with_ratios, table
 from bench.toy import Work
 
 BAREBONES = "Trainer(barebones=True): no logger, bar or checkpoint"
@@ -51,9 +51,9 @@ def measure(quick: bool) -> list[Row]:
         those = contestants(Work("mlp", 32), ranks)
         turns, absent = contest(work, those, rounds, steps, warm=2 * steps)
         apart(turns, [one.who for one in those], 1e-5)
-        found += against_dtf([*step_rows(work, those, turns, steps, "us", 1e6), *absent])
+        found += with_ratios([*step_rows(work, those, turns, steps, "us", 1e6), *absent])
         least = f"toy MLP, 32 rows, {name}: the shortest of {steps} steps"
-        found += against_dtf(shortest_rows(least, those, turns, "us", 1e6))
+        found += with_ratios(shortest_rows(least, those, turns, "us", 1e6))
     return found
 
 

@@ -18,7 +18,7 @@ and rows; what else differs stands in the settings. This page is made by `python
 
 ```
 python -m bench --quick                  # a trial of some minutes; nobody should quote it
-python -m bench                          # all parts that were not measured on this machine and commit
+python -m bench                          # all parts that were not measured on this machine, commit and versions
 python -m bench --only overhead,start    # these alone
 python -m bench --again --only start     # once more
 python -m bench --page                   # this page
@@ -31,25 +31,24 @@ environment. A peer that cannot be installed, or fails, is a row that says why.
 - **median, range**: over the rounds. In each round the contestants of a table take turns, each time in the other
   direction.
 - **processor**: processor time of all processes of a contestant, for the same work as the median.
-- **times as fast dtf is**: of each round, the other's time over dtf's; the median of these ratios, and the 95 %
-  interval of that median by ranks. Below 1, dtf is slower.
-- **loss**: at the end of the last round. Where contestants compute the same, the command fails when losses differ.
+- **time / that of X**: of each round, the time of this row over that of row X, or the rate of X over that of this row;
+  the median of these ratios, and the 95 % interval of that median by ranks. Above 1, X is faster. With fewer than six
+  rounds there is no interval.
+- **loss**: at the end of the last round. Where contestants should compute the same and a loss differs, the row says so
+  and has no figures.
 """
 
 
 def render(files: Mapping[str, Mapping[str, Record]]) -> str:
-    """The page. `files`: records by part, by name of file."""
+    """The page. `files`: records by part, by name of file. Each machine has its own heading, whatever file it is in."""
     texts = [_HEAD]
     if not any(files.values()):
         texts.append("Nothing has been measured yet.\n")
-    for name in sorted(files):
-        records = files[name]
-        if not records:
-            continue
-        texts.append(f"## On {next(iter(records.values())).machine.text()}\n")
-        for part, what in PARTS.items():
-            if part in records:
-                texts.append(_section(records[part], what.title))
+    records = [one for some in files.values() for one in some.values()]
+    for machine in sorted({one.machine.text() for one in records}):
+        texts.append(f"## On {machine}\n")
+        here = [one for one in records if one.machine.text() == machine]
+        texts += [_section(one, what.title) for part, what in PARTS.items() for one in here if one.part == part]
     return "\n".join(texts)
 
 

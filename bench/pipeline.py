@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.rows import Row, against_dtf, table
+from bench.rows import Row, with_ratios, table
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.strategy import Program
@@ -110,7 +110,7 @@ def compare(given: argparse.Namespace) -> list[Row]:
     work = f"{given.arch}, {given.pixels} pixels, {m} micro-batches of {given.rows} rows, one thread a rank"
     who, settings = f"dtf, pipeline of {p} ranks", f"{given.schedule}; at best {ideal:.2f} times as fast"
     rows = [Row(work, who, "s a step", pipeline, settings=settings), Row(work, "dtf, one rank", "s a step", alone)]
-    return against_dtf(rows, who)
+    return with_ratios(rows, who)
 
 
 QUICK = ["--arch", "resnet18", "--pixels", "64", "--rows", "2", "--micro-batches", "2", "--blocks", "1"]

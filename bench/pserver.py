@@ -51,7 +51,7 @@ from bench.pserver_processes import (
     save_and_load,
     saved,
 )
-from bench.rows import Row, against_dtf
+from bench.rows import Row, with_ratios
 from dtf.host.devices import cores
 from dtf.host.network import listen
 from dtf.pserver.host_layout import host_layout
@@ -274,7 +274,7 @@ def measure(quick: bool) -> list[Row]:
                 Row(work, dtf, "rows/s", rates, True, cpu, "ms a step", loss=turns[-1].loss, settings=settings)
             )
         found += [Row(work, who, not_run=why) for who, why in compared.absent.items()]
-    return against_dtf(found, f"dtf, {laid_out('async')[0]}")
+    return with_ratios(found, f"dtf, {laid_out('async')[0]}")
 
 
 def check_losses(hidden: str, modes: dict[str, str], turns_of: dict[str, list[Turn]]) -> None:

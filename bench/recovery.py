@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.commands import dtf_run, script, started
-from bench.rows import Row, against_dtf, table
+from bench.rows import Row, with_ratios, table
 
 KILL_AFTER, UNTIL, PATIENCE_S = 25, 60, 60.0
 SETTINGS = {
@@ -79,7 +79,7 @@ def measure(quick: bool, rounds: int = 7) -> list[Row]:
                 settings += f"; in {len(failed[who])} of {rounds} rounds no step followed: {failed[who][0]}"
             values = [float(getattr(one, key)) for one in some]
             rows.append(Row(work, who, unit, values, settings=settings, not_run="" if values else settings))
-    return against_dtf(rows)
+    return with_ratios(rows)
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Figures that were measured, in files of JSON lines: bench/results/MACHINE.jsonl, one line for each part.
+"""Figures that were measured, in files of JSON lines: bench/results/MACHINE.jsonl, one line for each part. What makes
+another machine, makes another file: processor, cores, memory, system with its release, Python.
 
 A line holds raw figures, the machine, versions, the date, and the last commit that changed what was measured.
 """
@@ -36,7 +37,7 @@ class Machine:
 
     def name(self) -> str:
         """Of its file."""
-        return re.sub(r"[^a-z0-9]+", "-", f"{self.processor} {self.cores} cores".lower()).strip("-")
+        return re.sub(r"[^a-z0-9]+", "-", self.text().lower()).strip("-")
 
     def text(self) -> str:
         return f"{self.processor}, {self.cores} cores, {self.memory_gb} GB, {self.system}, Python {self.python}"
@@ -58,7 +59,8 @@ class Record:
 def this_machine() -> Machine:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     cores = len(os.sched_getaffinity(0))
-    return Machine(processor(), cores, round(memory), platform.system(), platform.python_version())
+    system = f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}"
+    return Machine(processor(), cores, round(memory), system, platform.python_version())
 
 
 def this_commit() -> str:

@@ -28,7 +28,8 @@ class Row:
     more_is_better: bool = False
     cpu: list[float] = field(default_factory=list)  # processor time of all its processes, one per round
     cpu_unit: str = ""
-    ratios: list[float] = field(default_factory=list)  # how many times as fast dtf was, round by round
+    ratios: list[float] = field(default_factory=list)  # its time over that of the row `against`, round by round
+    against: str = ""
     loss: float | None = None
     settings: str = ""
     not_run: str = ""  # why there are no values
@@ -46,23 +47,24 @@ def row_of(found: dict[str, Any]) -> Row:
         raise ValueError(f"no row of figures: {error}") from error
 
 
-def against_dtf(rows: Sequence[Row], dtf: str = "dtf") -> list[Row]:
-    """The same rows with `ratios`: of each round, the time of a row over that of `dtf` in the same work, or `dtf`'s
-    rate over its own. More than 1: dtf was faster. Rows of other units or numbers of rounds than dtf's get none, nor
-    do those of NO_SPEED.
+def with_ratios(rows: Sequence[Row], base: str = "dtf") -> list[Row]:
+    """The same rows with `ratios`: of each round, the time of a row over that of the row `base` of the same work, or
+    `base`'s rate over its own. More than 1: `base` was faster. Rows of other units or numbers of rounds than its get
+    none, nor do those of NO_SPEED.
     """
-    own = {row.work: row for row in rows if row.who == dtf and row.values}
+    own = {row.work: row for row in rows if row.who == base and row.values}
     found = []
     for row in rows:
-        base = own.get(row.work)
-        if base is None or row is base or not row.values or row.unit in NO_SPEED:
+        one = own.get(row.work)
+        if one is None or row is one or not row.values or row.unit in NO_SPEED:
             found.append(row)
             continue
-        if (base.unit, len(base.values)) != (row.unit, len(row.values)):
+        if (one.unit, len(one.values)) != (row.unit, len(row.values)):
             found.append(row)
             continue
-        pairs = zip(row.values, base.values, strict=True)
-        found.append(replace(row, ratios=[b / a if row.more_is_better else a / b for a, b in pairs]))
+        pairs = zip(row.values, one.values, strict=True)
+        ratios = [b / a if row.more_is_better else a / b for a, b in pairs]
+        found.append(replace(row, ratios=ratios, against=base))
     return found
 
 
@@ -74,7 +76,7 @@ def figure(value: float) -> str:
 
 
 def cells(row: Row) -> list[str]:
-    """Of a table: who, median with unit, range, processor time, times as fast dtf is, loss, settings."""
+    """Of a table: who, median with unit, range, processor time, ratio, loss, settings."""
     if row.not_run:
         return [row.who, "not run", "", "", "", "", row.not_run]
     spread = f"{figure(min(row.values))} to {figure(max(row.values))}" if len(row.values) > 1 else "one run"
@@ -89,17 +91,20 @@ def cells(row: Row) -> list[str]:
     return [row.who, f"{figure(median(row.values))} {row.unit}", spread, cpu, ratio, loss, row.settings]
 
 
-HEADS = ("", "median", "range", "processor", "times as fast dtf is (95 %)", "loss", "settings")
+def heads(rows: Sequence[Row]) -> list[str]:
+    """Of one piece of work. A ratio is to one row alone, whose name its heading has."""
+    (base,) = {row.against for row in rows if row.against} or {""}
+    return [rows[0].work, "median", "range", "processor", f"time / that of {base} (95 %)", "loss", "settings"]
 
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown: one table for each piece of work. Columns that are empty in all of its rows are left out."""
     texts = []
     for work in dict.fromkeys(row.work for row in rows):
-        lines = [cells(row) for row in rows if row.work == work]
-        kept = [index for index in range(len(HEADS)) if any(line[index] for line in lines)]
-        shown = [HEADS, tuple("---" for _ in HEADS), *lines]
-        shown[0] = (work, *HEADS[1:])
+        some = [row for row in rows if row.work == work]
+        lines, names = [cells(row) for row in some], heads(some)
+        kept = [index for index in range(len(names)) if any(line[index] for line in lines)]
+        shown = [names, ["---"] * len(names), *lines]
         texts.append("\n".join(f"| {' | '.join(line[index] for index in kept)} |" for line in shown))
     return "\n\n".join(texts)
 

@@ -27,7 +27,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from bench.rows import Row, against_dtf, table
+from bench.rows import Row, with_ratios, table
 from dtf.pserver.net.codec import Array, Schema, decode, encode
 from dtf.pserver.net.rpc import Client, Service, keep_buffers
 
@@ -220,7 +220,7 @@ def compare(args: argparse.Namespace) -> list[Row]:
                     values = [one[2] if small else one[0] / 1e6 for one in some]
                     unit = "requests/s" if small else "MB/s"
                     found.append(Row(work, TITLES[kind], unit, values, True, cpu, "ms a request"))
-    return against_dtf(found, TITLES["dtf"])
+    return with_ratios(found, TITLES["dtf"])
 
 
 def measure(quick: bool) -> list[Row]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bench.rows import Row, against_dtf, table
+from bench.rows import Row, with_ratios, table
 from dtf.api.sparse_table import Table
 from dtf.sparse.row_optimizers import RowAdagrad
 from dtf.sparse.store import SparseTable, gather, segment_sum, unique
@@ -126,7 +126,7 @@ def measure(
     sides_rows = [Row(work, name, "ms a step", times[name][3:], False, cpu[name][3:], "ms", settings=settings[name])
                   for name in sides]  # fmt: skip
     parts = [Row("dtf's part of that", name, "ms", [1e3 * one for one in some[3:]]) for name, some in phases.items()]
-    return [*against_dtf(sides_rows), *parts]
+    return [*with_ratios(sides_rows), *parts]
 
 
 def check_rows(store: SparseTable, embeddings: list[nn.Embedding], size: int) -> None:

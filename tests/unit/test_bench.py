@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from bench import page, peers, results
 from bench.contest import Contestant, apart, contest, step_rows
 from bench.medians import bounds
 from bench.parts import PARTS, Part
-from bench.rows import Row, against_dtf, as_json, row_of, table
+from bench.rows import Row, with_ratios, as_json, row_of, table
 from dtf.config.compose import compose
 from dtf.recipes.resnet.recipe import ResnetShapes
 
@@ -74,13 +75,16 @@ def test_losses_that_differ_end_the_contest() -> None:
         apart(turns, ["a", "b", "c"], 1e-3)
 
 
-def test_a_ratio_says_how_many_times_as_fast_dtf_is() -> None:
+def test_a_ratio_says_what_is_compared_with_what() -> None:
     times = [Row("w", "dtf", "s", [1.0, 2.0]), Row("w", "other", "s", [2.0, 3.0]), Row("v", "lone", "s", [1.0, 1.0])]
-    assert [row.ratios for row in against_dtf(times)] == [[], [2.0, 1.5], []]
+    assert [row.ratios for row in with_ratios(times)] == [[], [2.0, 1.5], []]
+    assert table(with_ratios(times)).splitlines()[0] == "| w | median | range | time / that of dtf (95 %) |"
+    assert "| time / that of other (95 %) |" in table(with_ratios(times, "other"))
+    assert "time /" not in table(times)
     memory = [Row("w", "dtf", "MB", [1.0]), Row("w", "other", "MB", [2.0])]
-    assert [row.ratios for row in against_dtf(memory)] == [[], []], "no speed"
+    assert [row.ratios for row in with_ratios(memory)] == [[], []], "no speed"
     rates = [Row("w", "dtf", "1/s", [8.0], True), Row("w", "other", "1/s", [2.0], True), Row("w", "odd", "s", [2.0])]
-    assert [row.ratios for row in against_dtf(rates)] == [[], [4.0], []]
+    assert [row.ratios for row in with_ratios(rates)] == [[], [4.0], []]
 
 
 def test_the_script_of_other_launchers_trains_what_dtf_trains_by_default() -> None:
@@ -140,6 +144,9 @@ def test_a_page_names_machine_command_range_and_who_did_not_run() -> None:
     assert "`python -m bench --only start`, 2026-01-31, commit abc, 12 s. torch 2.14.1." in text
     assert "| dtf | 2.00 s | 1.00 to 3.00 | 2.00 s | 0.250000 |  |" in text
     assert "| peer | not run |  |  |  | no wheel |" in text
+    other = replace(a_record("start", "def"), machine=replace(a_record("start", "").machine, python="3.12.0"))
+    assert page.render({"m": {"start": a_record("start", "abc")}, "n": {"start": other}}).count("\n## On ") == 2
+    assert page.render({"m": {"start": a_record("start", "abc"), "mirror": other}}).count("\n## On ") == 2
     assert table([]) == ""
 
 
