@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.contest import ROOT
-from bench.rows import Row, with_ratios, table
+from bench.rows import Row, table, with_ratios
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,7 +26,7 @@ from bench.contest import Contestant, apart, contest
 from bench.ctr_rivals import DIM, FIELDS, LR, NUMBERS, SCALE, Case, Run, draw, opened
 from bench.ctr_rivals import Log as Rows
 from bench.endless import Endless
-from bench.rows import Row, with_ratios, table
+from bench.rows import Row, table, with_ratios
 from bench.turns import Turns, contestant
 from dtf.api.options import StepOptions
 from dtf.api.precision import Cast, Format, Precision

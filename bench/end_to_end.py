@@ -15,7 +15,7 @@ import json
 from typing import Any
 
 from bench.contest import KEPT, Contestant, Turn, apart, contest, step_rows
-from bench.rows import Row, with_ratios, table
+from bench.rows import Row, table, with_ratios
 from bench.toy import Work
 
 ROWS = {"resnet18": 16, "resnet50": 8}

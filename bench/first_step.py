@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.commands import dtf_run, script, started
 from bench.peers import Absent
-from bench.rows import Row, with_ratios, table
+from bench.rows import Row, table, with_ratios
 
 FIRST = "from the command to the first step of two ddp ranks"
 LAUNCHERS = ("torchrun", "accelerate launch", "Lightning")

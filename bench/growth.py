@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.commands import DTF, dtf_run, private_mb, script, started
-from bench.rows import Row, with_ratios, table
+from bench.rows import Row, table, with_ratios
 
 FROM, UNTIL = 10, 40
 RANKS, SERVERS, STARTS = (1, 2, 4, 8), (1, 2, 4), (2, 8, 32)

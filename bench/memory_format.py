@@ -12,7 +12,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
-from bench.rows import Row, with_ratios, table
+from bench.rows import Row, table, with_ratios
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ import json
 from typing import Any
 
 from bench.contest import KEPT, Contestant, apart, contest, shortest_rows, step_rows
-from bench.rows import Row, with_ratios, table
+from bench.rows import Row, table, with_ratios
 from bench.toy import Work
 
 BAREBONES = "Trainer(barebones=True): no logger, bar or checkpoint"

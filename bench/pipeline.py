@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.rows import Row, with_ratios, table
+from bench.rows import Row, table, with_ratios
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.strategy import Program

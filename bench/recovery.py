@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.commands import dtf_run, script, started
-from bench.rows import Row, with_ratios, table
+from bench.rows import Row, table, with_ratios
 
 KILL_AFTER, UNTIL, PATIENCE_S = 25, 60, 60.0
 SETTINGS = {

@@ -27,7 +27,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from bench.rows import Row, with_ratios, table
+from bench.rows import Row, table, with_ratios
 from dtf.pserver.net.codec import Array, Schema, decode, encode
 from dtf.pserver.net.rpc import Client, Service, keep_buffers
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bench.rows import Row, with_ratios, table
+from bench.rows import Row, table, with_ratios
 from dtf.api.sparse_table import Table
 from dtf.sparse.row_optimizers import RowAdagrad
 from dtf.sparse.store import SparseTable, gather, segment_sum, unique

@@ -125,7 +125,7 @@ class ClickThrough(Noise):
         return nn.functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
 
 
-def resnet(rehearsed: bool, batch: int = 256, compile: str = "off") -> Case:
+def resnet(rehearsed: bool, batch: int = 256, compiled: bool = False) -> Case:
     """ResNet-50 at 224 pixels in bf16, channels last."""
     batch, side, arch = (4, 32, "resnet18") if rehearsed else (batch, 224, "resnet50")
     recipe = Images(Pixels(4 * batch, side), arch)
@@ -135,7 +135,7 @@ def resnet(rehearsed: bool, batch: int = 256, compile: str = "off") -> Case:
         Sgd(momentum=0.9, weight_decay=5e-5),
         lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9, weight_decay=5e-5, fused=True),
         channels_last=True,
-        compile=compile,
+        compiled=compiled,
     )
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from enum import Enum
 from statistics import median
 from typing import Any
 
@@ -21,7 +19,7 @@ from bench.endless import Endless
 from bench.gpu import device
 from bench.medians import interval
 from dtf.api.optimizer import Optimizer
-from dtf.api.options import MemoryFormat, StepOptions
+from dtf.api.options import Compile, MemoryFormat, StepOptions
 from dtf.api.precision import Cast, Format, Precision, set_switches
 from dtf.api.recipe import Recipe
 from dtf.api.task import Task
@@ -50,29 +48,21 @@ class Case:
     hand: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     channels_last: bool = False
     bf16: bool = True
-    compile: str = "off"
+    compiled: bool = False
 
     def task(self) -> Task:
-        options: dict[str, Any] = {"batch_size": self.batch}
-        if self.channels_last:
-            options["memory_format"] = MemoryFormat.channels_last
-        if self.compile != "off":
-            options["compile"] = compile_option(self.compile)
-        step = StepOptions(**options)
-        chosen: dict[str, Any] = {"channels_last": self.channels_last}
-        if self.compile == "model":
-            chosen["compiled"] = ("",)  # what a run chooses for it: the model itself
-        return Task(self.recipe, self.optimizer, self.precision, step, 0, **chosen)
+        """With what a run chooses: the format of memory, and for step.compile=model the model itself."""
+        format = MemoryFormat.channels_last if self.channels_last else MemoryFormat.auto
+        compile = Compile.model if self.compiled else Compile.off
+        step = StepOptions(batch_size=self.batch, memory_format=format, compile=compile)
+        parts = ("",) if self.compiled else ()
+        return Task(
+            self.recipe, self.optimizer, self.precision, step, 0, channels_last=self.channels_last, compiled=parts
+        )
 
     @property
     def precision(self) -> Precision:
         return BF16 if self.bf16 else Precision()
-
-
-def compile_option(name: str) -> Any:
-    """The value of `step.compile` of this name."""
-    (known,) = (field for field in dataclasses.fields(StepOptions) if field.name == "compile")
-    return type(known.default)(name) if isinstance(known.default, Enum) else name
 
 
 class Clock(Endless):
