@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.contest import ROOT
+from bench.processes import Process, answers
 from bench.rows import Row, table, with_ratios
 
 if TYPE_CHECKING:
@@ -150,54 +149,31 @@ def sync(folder: Path) -> None:
         os.close(file)
 
 
-class Worker:
-    """A process that does one way's work."""
-
-    def __init__(self, name: str, mb: int) -> None:
-        command = [sys.executable, "-m", "bench.checkpoints", "--mb", str(mb), "--work", name]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert process.stdin and process.stdout
-        self._process, self._orders, self._answers = process, process.stdin, process.stdout
-        self._answer()
-        self.turns: dict[str, list[dict[str, float]]] = {"read": [], "write": []}
-
-    def turn(self, kind: str) -> None:
-        self._orders.write(f"{kind}\n")
-        self._orders.flush()
-        self.turns[kind].append(self._answer())
-
-    def end(self) -> None:
-        self._orders.close()
-        self._process.wait()
-        self._answers.close()
-
-    def _answer(self) -> dict[str, float]:
-        line = self._answers.readline()
-        if not line:
-            raise RuntimeError("a process ended without a word")
-        return json.loads(line)
-
-
 def compare(mb: int, rounds: int, writes: int) -> list[Row]:
     """Of all ways, that many rounds of reading and of writing."""
-    workers = {name: Worker(name, mb) for name in WAYS}
+    command = [sys.executable, "-m", "bench.checkpoints", "--mb", str(mb), "--work"]
+    turns: dict[str, dict[str, list[dict[str, float]]]] = {"read": {}, "write": {}}
+    workers: dict[str, Process] = {}
     try:
+        for name in WAYS:
+            workers[name] = Process([*command, name])
+            answers([workers[name]])
         for kind, count in (("read", rounds), ("write", writes)):
             for number in range(count):
                 for name in WAYS[:: -1 if number % 2 else 1]:
                     if kind == "read" or name != MAPPED:
-                        workers[name].turn(kind)
+                        workers[name].send(kind)
+                        turns[kind].setdefault(name, []).extend(answers([workers[name]]))
     finally:
         for worker in workers.values():
-            worker.end()
+            worker.end(20)  # it removes what it has written
     rows = []
     for kind, title in (("read", "reading"), ("write", "writing, synced,")):
-        for name, worker in workers.items():
-            if turns := worker.turns[kind]:
-                speeds, cpu = [mb / turn["seconds"] for turn in turns], [turn["cpu"] for turn in turns]
-                rows.append(
-                    Row(f"{title} {mb} MB", name, "MB/s", speeds, True, cpu, "s", settings=SETTINGS[kind].get(name, ""))
-                )
+        for name, some in turns[kind].items():
+            speeds, cpu = [mb / turn["seconds"] for turn in some], [turn["cpu"] for turn in some]
+            rows.append(
+                Row(f"{title} {mb} MB", name, "MB/s", speeds, True, cpu, "s", settings=SETTINGS[kind].get(name, ""))
+            )
     return with_ratios(rows)
 
 

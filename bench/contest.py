@@ -5,27 +5,19 @@ A contestant is one process, or the ranks of one, which meet as under torchrun. 
 
 from __future__ import annotations
 
-import json
-import os
 import platform
-import select
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from bench.peers import Absent, python_of
+from bench.processes import Process, answers
 from bench.rows import Row
 
-ROOT = Path(__file__).resolve().parents[1]
-PATIENCE_S = 240.0
-"""The longest that a start or a turn may take."""
 REST_S = 0.2
 """Between turns: threads of the one before may still spin."""
 _GLIBC = tuple(int(part) for part in platform.libc_ver()[1].split(".") if part.isdigit())
@@ -49,6 +41,35 @@ class Contestant:
     settings: str = ""
     variables: dict[str, str] = field(default_factory=dict)
 
+    def start(self) -> Running:
+        python = python_of(self.peer) if self.peer else sys.executable
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]  # free a moment ago; the ranks' store takes it
+        common = {
+            "OMP_NUM_THREADS": str(self.threads), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks), "GLOO_SOCKET_IFNAME": "lo",
+            "TORCHELASTIC_RUN_ID": "bench", **self.variables,
+        }  # fmt: skip
+        command = [python, "-m", self.module, *self.arguments]
+        return Running(
+            [Process(command, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(self.ranks)]
+        )
+
+
+class Starts(Protocol):
+    """A contestant of any kind. Absent where it cannot be started."""
+
+    @property
+    def who(self) -> str: ...
+
+    @property
+    def settings(self) -> str: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    def start(self) -> Running: ...
+
 
 class Turn(NamedTuple):
     """`cpu`: of all ranks; the others are those of rank 0. `shortest`: seconds of the shortest step."""
@@ -60,99 +81,68 @@ class Turn(NamedTuple):
 
 
 class Running:
-    """The processes of a contestant. RuntimeError where one of them fails."""
+    """The processes of a contestant: those that are `asked` for each turn, and others `beside` them. Absent where one
+    of them fails.
+    """
 
-    def __init__(self, contestant: Contestant) -> None:
-        python = python_of(contestant.peer) if contestant.peer else sys.executable
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]  # free a moment ago; the ranks' store takes it
-        common = os.environ | {
-            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(contestant.threads), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "WORLD_SIZE": str(contestant.ranks), "LOCAL_WORLD_SIZE": str(contestant.ranks),
-            "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RUN_ID": "bench", **contestant.variables,
-        }  # fmt: skip
-        self.processes = [
-            subprocess.Popen(
-                [python, "-m", contestant.module, *contestant.arguments],
-                env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                cwd=ROOT,
-            )
-            for rank in range(contestant.ranks)
-        ]
-        self.facts: dict[str, Any] = {}
+    def __init__(self, asked: Sequence[Process], beside: Sequence[Process] = ()) -> None:
+        self.asked, self.beside = asked, beside
 
     def wait_until_ready(self) -> None:
-        self.facts = self._answers()[0]
+        answers(self.asked, self.beside)
 
     def turn(self, steps: int) -> Turn:
-        for process in self.processes:
-            assert process.stdin is not None
-            try:
-                process.stdin.write(f"{steps}\n")
-                process.stdin.flush()
-            except BrokenPipeError as error:
-                raise RuntimeError("a process has ended") from error
-        told = self._answers()
+        told = self._told([steps] * len(self.asked))
         first = told[0]
         return Turn(first["seconds"], sum(one["cpu"] for one in told), first["loss"], first["shortest"])
 
     def end(self) -> None:
-        for process in self.processes:
-            assert process.stdin is not None and process.stdout is not None
-            process.kill()
-            process.stdin.close()
-            process.stdout.close()
-            process.wait()
+        for process in (*self.asked, *self.beside):
+            process.end()
 
-    def _answers(self) -> list[dict[str, Any]]:
-        answers, deadline = [], time.monotonic() + PATIENCE_S
-        for process in self.processes:
-            assert process.stdout is not None
-            if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise RuntimeError(f"no answer in {PATIENCE_S:.0f} s")
-            answer = json.loads(process.stdout.readline() or '{"error": "a process ended without a word"}')
-            if "error" in answer:
-                raise RuntimeError(answer["error"])
-            answers.append(answer)
-        return answers
+    def _told(self, steps: Sequence[int]) -> list[dict[str, Any]]:
+        for process, count in zip(self.asked, steps, strict=True):
+            process.send(count)
+        return answers(self.asked, self.beside)
 
 
 def contest(
-    work: str, contestants: Sequence[Contestant], rounds: int, steps: int, warm: int
+    work: str, contestants: Sequence[Starts], rounds: int, steps: int, warm: int
 ) -> tuple[dict[str, list[Turn]], list[Row]]:
-    """The turns of those that run, and a row for each that does not. All are there before the first turn, of `warm`
-    steps, which does not count; in each round they run in the other direction.
+    """The turns of those that run to the end, and a row for each that does not. All are there before the first turn,
+    of `warm` steps, which does not count; in each round they run in the other direction.
     """
     running: dict[str, Running] = {}
+    turns: dict[str, list[Turn]] = {}
     absent: list[Row] = []
+    settings = {one.who: one.settings for one in contestants}
+
+    def leave(who: str, why: str) -> None:
+        absent.append(Row(work, who, settings=settings[who], not_run=why[:300]))
+        turns.pop(who, None)
+        if who in running:
+            running.pop(who).end()
+
     try:
         for one in contestants:
             with suppress(Absent):
                 if one.ranks == 1:  # those of more choose a port for their store, one after the other
-                    running[one.who] = Running(one)
+                    running[one.who] = one.start()
         for one in contestants:
             try:
-                running[one.who] = running.get(one.who) or Running(one)
+                running[one.who] = running.get(one.who) or one.start()
                 running[one.who].wait_until_ready()
                 running[one.who].turn(warm)
-            except (Absent, RuntimeError) as error:
-                absent.append(Row(work, one.who, settings=one.settings, not_run=" ".join(str(error).split())[:200]))
-                if one.who in running:
-                    running.pop(one.who).end()
-        turns: dict[str, list[Turn]] = {one.who: [] for one in contestants if one.who in running}
+                turns[one.who] = []
+            except Absent as error:
+                leave(one.who, str(error))
         for number in range(rounds):
             for who in list(turns) if number % 2 else list(reversed(turns)):
                 time.sleep(REST_S)
                 try:
                     turns[who].append(running[who].turn(steps))
-                except RuntimeError as error:
-                    settings = next(one.settings for one in contestants if one.who == who)
-                    absent.append(Row(work, who, settings=settings, not_run=f"in round {number + 1}: {error}"[:200]))
-                    del turns[who]
+                except Absent as error:
+                    leave(who, f"in round {number + 1}: {error}")
         return turns, absent
     finally:
         for one in running.values():
@@ -185,14 +175,16 @@ def shortest_rows(
     ]
 
 
-def apart(turns: dict[str, list[Turn]], who: Sequence[str], most: float) -> None:
-    """SystemExit where the last losses of these differ by more than `most`, relative to the largest."""
+def apart(work: str, turns: dict[str, list[Turn]], who: Sequence[str], most: float) -> list[Row]:
+    """Takes those of `who` out of `turns` whose last loss is not that of the first of them that ran, within `most` of
+    it, relative: a ratio of times would compare two things. A row for each says so. Those that tell no loss stay.
+    """
     losses = {name: turns[name][-1].loss for name in who if name in turns}
-    known = [loss for loss in losses.values() if loss is not None]
-    if known and max(known) - min(known) > most * max(abs(loss) for loss in known):
-        raise SystemExit(f"all must train to the same loss: {losses}")
-
-
-def said(turns: dict[str, list[Turn]]) -> str:
-    """One line, for a trial."""
-    return ", ".join(f"{who} {median(turn.seconds for turn in some):.4f} s" for who, some in turns.items())
+    known = {name: loss for name, loss in losses.items() if loss is not None}
+    base = next(iter(known), "")
+    rows = []
+    for name, loss in known.items():
+        if not abs(loss - known[base]) <= most * abs(known[base]):  # NaN is another one
+            del turns[name]
+            rows.append(Row(work, name, not_run=f"its loss is {loss:.6f}, that of {base} {known[base]:.6f}"))
+    return rows

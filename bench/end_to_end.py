@@ -5,7 +5,8 @@
 
 Two cores: two threads in one process, one in each of two ranks. All compute the same metrics and the norm of the
 gradient in each step, with torch's fused SGD, on noise in memory: reading images is `bench.images`. dtf's ranks keep
-freed memory by default; the loop by hand has that, too, as a contestant of its own. It fails when losses differ.
+freed memory by default; the loop by hand has that, too, as a contestant of its own. One whose loss is another is a row
+that says so.
 """
 
 from __future__ import annotations
@@ -66,17 +67,19 @@ def measure_of(model: str, quick: bool, sizes: tuple[int, ...] = (1, 2)) -> list
         if quick:
             those = [one for one in those if "compiled" not in one.who]
         turns, absent = contest(work, those, rounds=2 if quick else 20, steps=1, warm=1 if quick else 3)
-        check_losses(turns)
+        absent += unlike(work, turns)
         found += with_ratios([*step_rows(work, those, turns, 1, "ms", 1e3), *absent])
     return found
 
 
-def check_losses(turns: dict[str, list[Turn]]) -> None:
-    """Alike where memory has the same format. Another one rounds otherwise in each step, and so do compiled kernels."""
+def unlike(work: str, turns: dict[str, list[Turn]]) -> list[Row]:
+    """Losses are alike where memory has the same format. Another one rounds otherwise in each step, and so do compiled
+    kernels.
+    """
     first = ["dtf, channels first", "by hand"]
-    apart(turns, first, 1e-4)
-    apart(turns, [who for who in turns if who not in (*first, "by hand, compiled")], 1e-4)
-    apart(turns, list(turns), 0.05)
+    last = [who for who in turns if who not in (*first, "by hand, compiled")]
+    groups = (first, 1e-4), (last, 1e-4), (list(turns), 0.05)
+    return [row for who, most in groups for row in apart(work, turns, who, most)]
 
 
 def measure(quick: bool) -> list[Row]:

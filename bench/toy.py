@@ -146,7 +146,7 @@ def by_hand(work: Work, turns: Turns) -> None:
     if work.compiled:
         forward = torch.compile(forward)
     model.train()
-    turns.ready(torch=torch.__version__)
+    turns.ready()
     turns.serve(loop(work, turns, forward, model, optimizer_of(model)))
 
 

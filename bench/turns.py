@@ -26,9 +26,9 @@ class Turns:
         self._began = self._cpu = 0.0
         self._marks: list[float] = []
 
-    def ready(self, **facts: Any) -> None:
+    def ready(self) -> None:
         """Say that turns may begin."""
-        self._say(facts)
+        self._say({})
 
     def begin(self) -> int:
         """Wait for a turn; its steps, or 0 where no more follow."""

@@ -5,22 +5,25 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import bench
 from bench import __main__ as command
 from bench import page, peers, results
-from bench.contest import Contestant, apart, contest, step_rows
+from bench.contest import Contestant, Running, Turn, apart, contest, step_rows
 from bench.medians import bounds
 from bench.parts import PARTS, Part
-from bench.rows import Row, with_ratios, as_json, row_of, table
+from bench.processes import Process
+from bench.rows import Row, as_json, row_of, table, with_ratios
 from dtf.config.compose import compose
 from dtf.recipes.resnet.recipe import ResnetShapes
 
@@ -60,19 +63,78 @@ def test_contestants_take_turns_and_train_alike() -> None:
     lacking = Contestant("nobody", "bench.no_such_module")
     turns, absent = contest("work", [*both, lacking], rounds=2, steps=3, warm=2)
     assert [len(turns[one.who]) for one in both] == [2, 2]
-    apart(turns, ["dtf", "by hand"], 1e-6)
-    assert [row.who for row in absent] == ["nobody"] and "without a word" in absent[0].not_run
+    assert not apart("work", turns, ["dtf", "by hand"], 1e-6)
+    assert [row.who for row in absent] == ["nobody"] and "No module named bench.no_such" in absent[0].not_run
     dtf, hand = step_rows("work", both, turns, 3, "us", 1e6)
     assert (dtf.loss, dtf.unit) == (pytest.approx(hand.loss, rel=1e-6), "us a step") and dtf.loss
 
 
-def test_losses_that_differ_end_the_contest() -> None:
-    from bench.contest import Turn
+class Dying(NamedTuple):
+    """A contestant whose process dies, or is silent, in its second turn."""
 
-    turns = {"a": [Turn(1, 1, 0.5, 0)], "b": [Turn(1, 1, 0.6, 0)], "c": [Turn(1, 1, None, 0)]}
-    apart(turns, ["a", "c"], 1e-3)
-    with pytest.raises(SystemExit, match="same loss"):
-        apart(turns, ["a", "b", "c"], 1e-3)
+    who: str
+    end: str
+    settings: str = ""
+    ranks: int = 1
+
+    def start(self) -> Running:
+        code = f"""if True:
+            import json, sys, time
+            print("{{}}", flush=True)
+            for number, line in enumerate(sys.stdin):
+                if number == 2:
+                    {self.end}
+                print(json.dumps(dict(seconds=1.0, cpu=1.0, loss=0.5, shortest=0.0)), flush=True)
+        """
+        return Running([Process([sys.executable, "-c", code])])
+
+
+def test_who_dies_or_is_silent_is_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.processes.PATIENCE_S", 2.0)
+    those = [Dying("well", "pass"), Dying("dead", "sys.exit('out of luck')"), Dying("silent", "time.sleep(600)")]
+    turns, absent = contest("work", those, rounds=3, steps=1, warm=1)
+    assert {who: len(some) for who, some in turns.items()} == {"well": 3}
+    why = {row.who: row.not_run for row in absent}
+    assert why == {
+        "dead": "in round 2: its process ended with 1: out of luck", "silent": "in round 2: no answer in 2 s",
+    }  # fmt: skip
+
+
+def test_contestants_do_not_outlive_their_parent() -> None:
+    """Neither when it is interrupted, nor when it is killed."""
+    code = """if True:
+        import sys, time
+        from bench.processes import Process, answers
+        one = Process([sys.executable, "-c", "import time; print('{}', flush=True); time.sleep(600)"])
+        try:
+            answers([one])
+            print(one.pid, flush=True)
+            time.sleep(600)
+        finally:
+            one.end()
+    """
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for number in (signal.SIGINT, signal.SIGKILL):
+        parent = subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        with parent:
+            assert parent.stdout is not None
+            handle = os.pidfd_open(int(parent.stdout.readline()))
+            parent.send_signal(number)
+        assert select.select([handle], [], [], 60)[0], "it has not ended"
+        os.close(handle)
+
+
+def test_a_loss_that_differs_is_a_row_without_figures() -> None:
+    def of(loss: float | None) -> list[Turn]:
+        return [Turn(1, 1, loss, 0)]
+
+    turns = {"a": of(0.5), "b": of(0.6), "c": of(None), "d": of(0.5), "e": of(math.nan)}
+    assert not apart("w", turns, ["a", "c", "d"], 1e-3)
+    rows = apart("w", turns, ["gone", "a", "b", "c", "d", "e"], 1e-3)
+    assert list(turns) == ["a", "c", "d"]
+    assert [row.not_run for row in rows] == [f"its loss is {x}, that of a 0.500000" for x in ("0.600000", "nan")]
 
 
 def test_a_ratio_says_what_is_compared_with_what() -> None:
