@@ -14,9 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.contest import KEPT
 from bench.peers import python_of
+from bench.plain_rows import rows_file
+from bench.processes import ROOT
+from dtf.host.devices import cores
 
-ROOT = Path(__file__).resolve().parents[1]
 STEP = re.compile(r"^(?:\[\S+\]: ?)?step=(\d+)/")
 DTF = [sys.executable, "-m", "dtf"]
 PEERS = {"accelerate launch": "trainers", "Lightning": "trainers"}
@@ -39,24 +42,30 @@ def dtf_run(processes: int, steps: int, *more: str) -> list[str]:
 
 
 def script(launcher: str, processes: int, steps: int, *more: str) -> list[str]:
-    """`bench.plain_script` by another launcher. Absent where its environment cannot be made."""
+    """`bench.plain_script` by another launcher. Absent where its environment cannot be made.
+
+    Its ranks have the threads that dtf's launcher gives to as many ranks, and keep freed memory as these do.
+    """
     python = python_of(PEERS[launcher]) if launcher in PEERS else sys.executable
-    rest = ["--steps", str(steps), *more]
+    threads = str(max(1, cores() // processes))
+    given = ["env", f"OMP_NUM_THREADS={threads}", *(f"{name}={value}" for name, value in KEPT.items()), python]
+    rest = ["--rows", str(rows_file()), "--steps", str(steps), *more]
     if launcher == "torchrun":
         agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        return [python, *agent, "--max-restarts", "3", "-m", "bench.plain_script", "torch", *rest]
+        return [*given, *agent, "--max-restarts", "3", "-m", "bench.plain_script", "torch", *rest]
     if launcher == "accelerate launch":
         agent = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1"]
-        agent += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1"]
-        return [python, *agent, "-m", "bench.plain_script", "accelerate", *rest]
-    return [python, "-m", "bench.plain_script", "lightning", "--ranks", str(processes), *rest]
+        agent += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", threads]
+        return [*given, *agent, "-m", "bench.plain_script", "accelerate", *rest]
+    return [*given, "-m", "bench.plain_script", "lightning", "--ranks", str(processes), *rest]
 
 
 class Command:
     """A command under way."""
 
     def __init__(self, command: list[str], folder: Path) -> None:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+        environment.pop("OMP_NUM_THREADS", None)  # dtf's launcher chooses
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # modules are compiled once, as those of an installation
         self.began = time.perf_counter()
         self.errors = (folder / "errors.txt").open("w+")
@@ -78,7 +87,7 @@ class Command:
             yield from (Seen(at, int(found[1])) for line in lines if (found := STEP.match(line.decode())))
         else:
             raise RuntimeError(f"no step in {patience_s:.0f} s")
-        if self.process.wait():
+        if self.process.wait(patience_s):
             self.errors.seek(0)
             said = self.errors.read().strip().splitlines() or [""]
             raise RuntimeError(f"exit code {self.process.returncode}: {said[-1][:200]}")
@@ -96,7 +105,7 @@ class Command:
         """Processes below it that have no children themselves, and torch in memory, the oldest first."""
         tree = self.tree()
         leaves = set(tree) - set(tree.values()) - {self.process.pid}
-        return sorted(pid for pid in leaves if resident_mb(pid) > 50)
+        return sorted(pid for pid in leaves if memory_mb(pid) > 50)
 
     def cpu_s(self) -> float:
         """Processor seconds of its processes that are alive, and of those that they have waited for."""
@@ -120,23 +129,18 @@ def started(command: list[str], folder: Path) -> Iterator[Command]:
         one.errors.close()
 
 
-def resident_mb(pid: int, key: str = "VmRSS") -> float:
-    """Of a process; 0 where it is gone."""
+FILES = {"VmRSS": "status", "Pss": "smaps_rollup"}
+
+
+def memory_mb(pid: int, key: str = "VmRSS") -> float:
+    """Of a process, 0 where it is gone. VmRSS: what it has in memory. Pss: what it shares with no other, and its part
+    of what it shares.
+    """
     try:
-        text = Path(f"/proc/{pid}/status").read_text()
+        text = Path(f"/proc/{pid}/{FILES[key]}").read_text()
     except OSError:
         return 0.0
     found = re.search(rf"^{key}:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) / 1000 if found else 0.0
-
-
-def private_mb(pid: int) -> float:
-    """Memory that a process shares with no other, and its part of what it shares; 0 where it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:
-        return 0.0
-    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
     return int(found[1]) / 1000 if found else 0.0
 
 

@@ -2,21 +2,22 @@
 
     python -m bench.first_step [--rounds 7]
 
-Two ddp ranks train the same network on the same rows (`bench.plain_script`). The first step is the moment when its
-report appears on standard output; processor time is that of all processes until then. Commands alternate; the first
-round warms up. Answers of the command line are measured by `bench.startup`.
+Two ddp ranks train the same network on the same rows. dtf draws them as it trains; the others read them from a file and
+import nothing of dtf (`bench.plain_script`). All have the threads of dtf's ranks, and keep freed memory. The first step
+is the moment when its report appears on standard output; processor time is that of all processes until then. Commands
+alternate; the first round warms up. Answers of the command line are measured by `bench.startup`.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.commands import dtf_run, script, started
 from bench.peers import Absent
-from bench.rows import Row, table, with_ratios
+from bench.rows import Row, print_measured, with_ratios
 
 FIRST = "from the command to the first step of two ddp ranks"
 LAUNCHERS = ("torchrun", "accelerate launch", "Lightning")
@@ -29,11 +30,11 @@ SETTINGS = {
 }
 
 
-def first_steps() -> tuple[dict[str, list[str]], list[Row]]:
+def first_steps(launchers: Sequence[str] = LAUNCHERS) -> tuple[dict[str, list[str]], list[Row]]:
     """Commands by name, and rows of those that have no environment."""
     once = ["checkpoint=off"]
     found, absent = {"dtf": dtf_run(2, 1, *once)}, []
-    for launcher in LAUNCHERS:
+    for launcher in launchers:
         try:
             found[launcher] = script(launcher, 2, 1)
         except Absent as error:
@@ -80,11 +81,5 @@ def measure(quick: bool, rounds: int = 7) -> list[Row]:
         return with_ratios(alternating(commands, 1 if quick else rounds, Path(name))) + absent
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    print(table(measure(False, parser.parse_args().rounds)))
-
-
 if __name__ == "__main__":
-    main()
+    print_measured(measure, __doc__)

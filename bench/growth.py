@@ -2,11 +2,11 @@
 
     python -m bench.growth [--quick]
 
-1, 2, 4 and 8 ranks of the default recipe under ddp, of 128 rows a step in all, beside torchrun with the same network by
-hand; 1, 2 and 4 parameter servers; and the first step of 2, 8 and 32 ranks. Two cores: more ranks than these make a
-step no faster. Processor time per step is that of all processes between two steps of a run, the launching one included.
-Memory is what a rank has to itself and its part of what it shares (Pss), the largest of all ranks. Each is one run for
-a round.
+1, 2, 4 and 8 ranks of the default recipe's network under ddp, of 128 rows a step in all, beside torchrun with the same
+by hand: both read the rows from a file, and torchrun's ranks have the threads of dtf's and keep freed memory as these
+do. 1, 2 and 4 parameter servers. The first step of 2, 8 and 32 ranks. Two cores: more ranks than these make a step no
+faster. Processor time per step is that of all processes between two steps of a run, the launching one included. Memory
+is what a rank has to itself and its part of what it shares (Pss), the largest of all ranks. A round is one run of each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.commands import DTF, dtf_run, private_mb, script, started
+from bench.commands import DTF, dtf_run, memory_mb, script, started
+from bench.plain_rows import from_file
 from bench.rows import Row, table, with_ratios
 
 FROM, UNTIL = 10, 40
@@ -39,7 +40,9 @@ def steady(command: list[str], folder: Path, until: int) -> Steady:
             if seen.step >= until - 1:
                 steps = seen.step - first
                 used, wall = running.cpu_s() - cpu, seen.seconds - begun
-                return Steady(used / steps * 1e3, wall / steps * 1e3, max(map(private_mb, running.ranks())))
+                return Steady(
+                    used / steps * 1e3, wall / steps * 1e3, max(memory_mb(pid, "Pss") for pid in running.ranks())
+                )
     raise RuntimeError(f"it ended before step {until}")
 
 
@@ -76,7 +79,8 @@ def measure(quick: bool) -> list[Row]:
     rounds, until = (1, 20) if quick else (3, UNTIL)
     found = []
     for count in RANKS[1:2] if quick else RANKS:
-        commands = {"dtf": dtf_run(count, until, "checkpoint=off"), "torchrun": script("torchrun", count, until)}
+        own = dtf_run(count, until, *from_file(), "checkpoint=off")
+        commands = {"dtf": own, "torchrun": script("torchrun", count, until)}
         found += steady_rows(f"{count} ranks, 128 rows a step in all", commands, rounds, until)
     for count in SERVERS[:1] if quick else SERVERS:
         command = [

@@ -1,9 +1,10 @@
-"""The default recipe's network on its rows, trained by scripts as people write them: dtf gives the network and the
-rows, no more. A line `step=N/M` follows each step.
+"""The default recipe's network on its rows, trained by scripts as people write them. Knows nothing of dtf: nothing of
+it is imported in the time that is measured. A line `step=N/M` follows each step.
 
-    torchrun --standalone --nproc-per-node 2 -m bench.plain_script torch --steps 100 --save FOLDER
+    torchrun --standalone --nproc-per-node 2 -m bench.plain_script torch --rows FILE --steps 100 --save FOLDER
 
-With `--save` rank 0 writes a checkpoint every 10 steps, as torchrun's guide does, and a new start goes on from it.
+`bench.plain_rows` writes the rows. With `--save` rank 0 writes a checkpoint every 10 steps, as in torchrun's guide, and
+a new start goes on from it.
 """
 
 # pyright: reportMissingImports=false
@@ -15,35 +16,81 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.functional import cross_entropy
-
-from dtf.recipes.resnet.options import Arch, ModelOptions, ShapesOptions
-from dtf.recipes.resnet.recipe import ResnetShapes
+from torch.nn.functional import cross_entropy, pad
 
 BATCH, EVERY = 128, 10
 
 
-def recipe() -> ResnetShapes:
-    """With the settings of conf/recipe/resnet_shapes.yaml, which are not the defaults of the class."""
-    return ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8), data=ShapesOptions(pixels=24))
+class Block(nn.Module):
+    """Two convolutions; a shortcut without parameters takes every `stride`-th pixel and appends zero channels."""
+
+    def __init__(self, before: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, channels, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.stride, self.more = stride, channels - before
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        if self.more:
+            x = pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more))
+        return self.relu(y + x)
 
 
-def batches(first: int, steps: int, rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+class ResNet8(nn.Module):
+    """He et al. 2015 (arXiv:1512.03385), section 4.2."""
+
+    def __init__(self, width: int = 16, classes: int = 8) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.layer1 = nn.Sequential(Block(width, width, 1))
+        self.layer2 = nn.Sequential(Block(width, 2 * width, 2))
+        self.layer3 = nn.Sequential(Block(2 * width, 4 * width, 2))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(4 * width, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer3(self.layer2(self.layer1(self.relu(self.bn1(self.conv1(x))))))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+class Rows:
+    """Images of a file as normalised float32 (B, 3, H, W) with their channels last in memory, and labels."""
+
+    def __init__(self, path: str) -> None:
+        self.pixels = np.load(path, mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def fetch(self, ids: np.ndarray) -> tuple[Tensor, Tensor]:
+        images = torch.from_numpy(self.pixels[ids]).float().sub_(0.5 * 255).mul_(1 / (0.29 * 255))
+        return images.permute(0, 3, 1, 2), torch.from_numpy(ids % 8)
+
+
+def batches(given: argparse.Namespace, first: int, rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's share of each batch."""
-    rows = recipe().open_data("train", 0)
-    share = BATCH // size
-    for step in range(first, steps):
+    rows, share = Rows(given.rows), BATCH // size
+    for step in range(first, given.steps):
         epoch, index = divmod(step, len(rows) // BATCH)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch))
-        ids = order[index * BATCH + rank * share :][:share]
-        yield rows.fetch(ids.numpy(), epoch)
+        yield rows.fetch(order[index * BATCH + rank * share :][:share].numpy())
 
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return recipe().build_model()
+    return ResNet8()
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -71,7 +118,7 @@ def with_torch(given: argparse.Namespace) -> None:
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["step"]
     forward = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    for step, (inputs, targets) in enumerate(batches(first, given.steps, rank, size), first + 1):
+    for step, (inputs, targets) in enumerate(batches(given, first, rank, size), first + 1):
         loss = cross_entropy(forward(inputs), targets)
         loss.backward()
         optimizer.step()
@@ -91,7 +138,7 @@ def with_accelerate(given: argparse.Namespace) -> None:
     engine = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
     model = network()
     forward, optimizer = engine.prepare(model, optimizer_of(model))
-    rows = batches(0, given.steps, engine.process_index, engine.num_processes)
+    rows = batches(given, 0, engine.process_index, engine.num_processes)
     for step, (inputs, targets) in enumerate(rows, 1):
         loss = cross_entropy(forward(inputs), targets)
         engine.backward(loss)
@@ -120,15 +167,15 @@ def with_lightning(given: argparse.Namespace) -> None:
             if self.global_rank == 0:
                 say(index + 1, given, outputs["loss"])
 
-    class Rows:
+    class Batches:
         def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-            return batches(0, given.steps, trainer.global_rank, trainer.world_size)
+            return batches(given, 0, trainer.global_rank, trainer.world_size)
 
     strategy: Any = DDPStrategy(gradient_as_bucket_view=True)
     trainer = Trainer(
         accelerator="cpu", devices=given.ranks, strategy=strategy, max_epochs=1, max_steps=given.steps, barebones=True
     )
-    trainer.fit(Module(), Rows())
+    trainer.fit(Module(), Batches())
 
 
 WAYS = {"torch": with_torch, "accelerate": with_accelerate, "lightning": with_lightning}
@@ -137,6 +184,7 @@ WAYS = {"torch": with_torch, "accelerate": with_accelerate, "lightning": with_li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("way", choices=WAYS)
+    parser.add_argument("--rows", required=True, help="file of images")
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=2, help="of Lightning, which starts them itself")
     parser.add_argument("--save", default="", help="folder of checkpoints")

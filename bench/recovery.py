@@ -9,7 +9,6 @@ which no step follows within a minute is counted and has no figures.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.commands import dtf_run, script, started
-from bench.rows import Row, table, with_ratios
+from bench.rows import Row, print_measured, with_ratios
 
 KILL_AFTER, UNTIL, PATIENCE_S = 25, 60, 60.0
 SETTINGS = {
@@ -82,11 +81,5 @@ def measure(quick: bool, rounds: int = 7) -> list[Row]:
     return with_ratios(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    print(table(measure(False, parser.parse_args().rounds)))
-
-
 if __name__ == "__main__":
-    main()
+    print_measured(measure, __doc__)

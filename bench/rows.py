@@ -6,7 +6,8 @@ that nobody should quote: few rounds of small sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -78,7 +79,7 @@ def figure(value: float) -> str:
 def cells(row: Row) -> list[str]:
     """Of a table: who, median with unit, range, processor time, ratio, loss, settings."""
     if row.not_run:
-        return [row.who, "not run", "", "", "", "", row.not_run]
+        return [row.who, "not run", "", "", "", "", " ".join(row.not_run.split())]
     spread = f"{figure(min(row.values))} to {figure(max(row.values))}" if len(row.values) > 1 else "one run"
     cpu = f"{figure(median(row.cpu))} {row.cpu_unit}" if row.cpu else ""
     ratio = ""
@@ -116,3 +117,10 @@ def as_json(row: Row) -> dict[str, Any]:
         if key in plain:
             plain[key] = [float(f"{value:.6g}") for value in plain[key]]
     return plain
+
+
+def print_measured(measure: Callable[[bool, int], list[Row]], about: str | None) -> None:
+    """The main function of a part that takes rounds alone. `about`: of its module."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    print(table(measure(False, parser.parse_args().rounds)))

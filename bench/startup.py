@@ -4,12 +4,11 @@ ranks.
     python -m bench.startup [--rounds 7] [--part answers | steps] [--cold]
 
 An answer is compared with that of a bare Hydra application over the same tree of config files, which prints the same
-config. The first step is the moment when its report appears on standard output. It is compared with that of torchrun:
-two ranks of a script which trains the same network on the same rows by hand, and two ranks of dtf under `launcher=env`.
-The commands take turns; medians and their spread are printed. `--cold`: nothing of Python and its packages is in the
-page cache when a command of `steps` starts, as on a host that has just been taken. Ends with status 1 when an answer
-takes more of the processor beyond Hydra's than `ALLOWED_S`, the first step more than `MOST_OF_TORCHRUN` of torchrun's
-(not with `--cold`), or a heartbeat a microsecond.
+config. The first step is that of `bench.first_step`: dtf, torchrun with a script, and dtf under torchrun. The commands
+take turns; medians and their spread are printed. `--cold`: nothing of Python and its packages is in the page cache when
+a command of `steps` starts, as on a host that has just been taken. Ends with status 1 when an answer takes more of the
+processor beyond Hydra's than `ALLOWED_S`, the first step more than `MOST_OF_TORCHRUN` of torchrun's (not with
+`--cold`), or a heartbeat a microsecond.
 """
 
 from __future__ import annotations
@@ -28,14 +27,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from bench import first_step
+from bench.first_step import seconds_to_first_step
 from bench.medians import interval, machine
+from bench.processes import PATIENCE_S, ROOT
 from dtf.host.heartbeat import beat
 
-ROOT = Path(__file__).resolve().parent.parent
 ANSWERS = {"--help": ["--help"], "--cfg job": ["--cfg", "job"], "strategy=ddpp": ["strategy=ddpp"]}
 ALLOWED_S = {"--help": 0.2, "--cfg job": 0.2, "strategy=ddpp": 0.4}
 """Over the same answer of a bare Hydra application, of the processor."""
-FIRST, TORCHRUN, ENV = "dtf", "torchrun and a script", "torchrun -m dtf"
+FIRST, TORCHRUN, ENV = "dtf", "torchrun", "dtf under torchrun"
 MOST_OF_TORCHRUN = 0.75
 BARE = """
 import hydra
@@ -45,56 +46,21 @@ def main(config: DictConfig) -> None:
     print(OmegaConf.to_yaml(config))
 main()
 """
-PLAIN = """
-import torch
-from torch import distributed
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
-from bench.plain_script import recipe as shapes
-
-distributed.init_process_group("gloo")
-torch.manual_seed(0)
-rank, recipe = distributed.get_rank(), shapes()
-model = DistributedDataParallel(recipe.build_model())
-optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-rows = recipe.open_data("train", 0)
-ids = torch.randperm(len(rows))[64 * rank : 64 * rank + 64]
-inputs, targets = rows.fetch(ids.numpy(), 0)
-loss = cross_entropy(model(inputs), targets)
-loss.backward()
-optimizer.step()
-if rank == 0:
-    print("step=1/1 loss", loss.item(), flush=True)
-distributed.destroy_process_group()
-"""
 
 
 class Waited(NamedTuple):
-    """Of one command."""
+    """Of one command: seconds to its end, or to the first step, and processor seconds until then."""
 
-    wall: float  # seconds to its end, or to the line that was waited for
-    processor: float  # seconds to its end; nothing of a process whose parent did not wait for it, such as dtf's ranks
+    wall: float
+    processor: float
 
 
-def wait_for(command: list[str], folder: Path, until: str = "") -> Waited:
-    """Run a command to its end. RuntimeError when the line that starts with `until` does not come."""
-    before, started, passed = _processor_s(), time.perf_counter(), 0.0
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        env=_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if until and not passed and line.startswith(until):
-                passed = time.perf_counter() - started
-        process.wait()
-    if until and not passed:
-        raise RuntimeError(f"no line {until!r} from {' '.join(command)}")
-    return Waited(passed or time.perf_counter() - started, _processor_s() - before)
+def wait_for(command: list[str], folder: Path) -> Waited:
+    """Run a command to its end."""
+    before, started = _processor_s(), time.perf_counter()
+    environment, null = _environment(), subprocess.DEVNULL
+    subprocess.run(command, cwd=folder, env=environment, check=False, timeout=PATIENCE_S, stdout=null, stderr=null)
+    return Waited(time.perf_counter() - started, _processor_s() - before)
 
 
 def _environment() -> dict[str, str]:
@@ -126,22 +92,13 @@ def answers(rounds: int, folder: Path) -> dict[str, list[Waited]]:
 
 def first_steps(rounds: int, folder: Path, cold: bool = False) -> dict[str, list[Waited]]:
     """FIRST, TORCHRUN and ENV -> what each round took until the first step."""
-    (folder / "plain.py").write_text(PLAIN)
-    python = sys.executable
-    words = ["strategy=ddp", "train.until=1", "train.log_every=1", "train.eval_every=0", "checkpoint=off"]
-    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    commands = {
-        FIRST: [python, "-m", "dtf", *words, "launcher.processes=2"],
-        TORCHRUN: [*torchrun, "plain.py"],
-        ENV: [*torchrun, "-m", "dtf", *words, "launcher=env"],
-    }
 
     def once(command: list[str]) -> Waited:
         if cold:
             forget_files()
-        return wait_for(command, folder, "step=1/")
+        return Waited(*seconds_to_first_step(command, folder))
 
-    return _in_turn(rounds, commands, once)
+    return _in_turn(rounds, first_step.first_steps([TORCHRUN])[0], once)
 
 
 def _in_turn(

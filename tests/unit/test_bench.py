@@ -14,7 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 
 import bench
 from bench import __main__ as command
@@ -149,12 +151,35 @@ def test_a_ratio_says_what_is_compared_with_what() -> None:
     assert [row.ratios for row in with_ratios(rates)] == [[], [4.0], []]
 
 
-def test_the_script_of_other_launchers_trains_what_dtf_trains_by_default() -> None:
-    """Network and images: else a comparison with them would be of different work."""
-    from bench.plain_script import recipe
+def test_the_script_of_other_launchers_trains_what_dtf_trains_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network and images: else a comparison with them would be of different work. And it knows nothing of dtf."""
+    from bench.plain_rows import from_file, rows_file
+    from bench.plain_script import Rows, network
 
-    chosen = compose(["recipe=resnet_shapes"]).settings.recipe
-    assert isinstance(chosen, ResnetShapes) and (recipe().model, recipe().data) == (chosen.model, chosen.data)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "dtf" not in {name.partition(".")[0] for name in imports_of("bench.plain_script")}
+    recipe, filed = (compose(words).settings.recipe for words in (["recipe=resnet_shapes"], from_file()))
+    assert isinstance(recipe, ResnetShapes) and isinstance(filed, ResnetShapes) and filed.model == recipe.model
+    ids = np.array([5, 3, 8191])
+    (inputs, targets), others = recipe.open_data("train", 0).fetch(ids, 0), filed.open_data("train", 0).fetch(ids, 0)
+    images, labels = Rows(str(rows_file())).fetch(ids)
+    assert inputs.equal(others[0]) and targets.equal(others[1]) and targets.equal(labels)
+    torch.testing.assert_close(images, inputs, rtol=0, atol=1e-6)
+    assert images.stride() == inputs.stride()
+    plain = network()
+    torch.manual_seed(0)
+    model = recipe.build_model()
+    assert all(a.equal(b) for a, b in zip(plain.state_dict().values(), model.state_dict().values(), strict=True))
+    assert plain.state_dict().keys() == model.state_dict().keys() and plain(inputs).equal(model(inputs))
+
+
+def imports_of(module: str) -> list[str]:
+    """What a new process has imported with it."""
+    code = f"import sys, {module}; print(*sys.modules)"
+    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
 
 
 def test_a_row_has_figures_or_says_why_not() -> None:
