@@ -25,10 +25,11 @@ from bench.rows import Row, table
 
 def measured(part: str, commit: str, quick: bool) -> Record:
     """A part that fails is a row that says why."""
-    peers: dict[str, str] = {}
+    own, others = own_versions(), dict[str, str]()
     for name in PARTS[part].peers:
         try:
-            peers |= versions_of(name)
+            found = {key: text for key, text in versions_of(name).items() if own.get(key) != text}
+            others |= {f"{key} of {name}" if key in own else key: text for key, text in found.items()}
         except Absent as error:
             print(error, file=sys.stderr, flush=True)
     began = time.perf_counter()
@@ -37,8 +38,6 @@ def measured(part: str, commit: str, quick: bool) -> Record:
     except (Exception, SystemExit) as error:  # noqa: BLE001  the other parts go on
         traceback.print_exc()
         rows = [Row(PARTS[part].title, "dtf", not_run=f"{type(error).__name__}: {error}".splitlines()[0][:300])]
-    own = own_versions()
-    others = {name: text for name, text in peers.items() if own.get(name) != text}
     return record(part, commit, rows, time.perf_counter() - began, others)
 
 

@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +27,11 @@ from bench.ctr_rivals import Log as Rows
 from bench.endless import Endless
 from bench.rows import Row, table, with_ratios
 from bench.turns import Turns, contestant
+from dtf.api.optimizer import Optimizer
 from dtf.api.options import StepOptions
 from dtf.api.precision import Cast, Format, Precision
 from dtf.api.recipe import Dataset, Recipe
+from dtf.api.row_optimizer import RowOptimizer
 from dtf.api.sparse_table import Table
 from dtf.api.task import Task
 from dtf.core.types import Event, Measured, Place
@@ -106,15 +108,26 @@ class Deep(Recipe):
         return weighted_sums(batch.weight, loss, outputs.sigmoid(), batch.targets)
 
 
-def engine(rows: Rows, case: Case) -> tuple[Run, Any]:
+class Optimizers(NamedTuple):
+    """Of the perceptron, of rows of tables, and the learning rate of both."""
+
+    parameters: Optimizer
+    rows: RowOptimizer
+    lr: float
+
+
+ADAGRAD = Optimizers(Adagrad(), RowAdagrad(), LR)
+
+
+def engine(rows: Rows, case: Case, by: Optimizers = ADAGRAD) -> tuple[Run, Any]:
     """dtf's engine, program and loader, in one process; and the sparse table."""
     recipe, world = Deep(rows, case.hidden), World(Place(rank=0, size=1))
     precision = Precision(compute=Format.bf16, cast=Cast.autocast) if case.bf16 else Precision()
-    task = Task(recipe, Adagrad(), precision, StepOptions(batch_size=rows.batch), 0, rows=RowAdagrad())
+    task = Task(recipe, by.parameters, precision, StepOptions(batch_size=rows.batch), 0, rows=by.rows)
     program = Ddp().setup(task, world)
     epochs = Epochs(Sequential(), len(recipe.data), rows.batch, 0)
     clock, loader, heard = (
-        Endless(epochs, LR, logs=True),
+        Endless(epochs, by.lr, logs=True),
         Loader(recipe.data, epochs, program.shard, program.micro_batch_rows),
         [],
     )

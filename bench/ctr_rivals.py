@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -264,13 +263,6 @@ def fuxictr(log: Log, case: Case) -> Run:
 
 
 RIVALS = {"hand": hand, "one_table": one_table, "torchrec": torchrec, "fbgemm": fbgemm, "fuxictr": fuxictr}
-
-
-def timed(run: Run, steps: int) -> tuple[float, float]:
-    """Seconds, and the mean log loss."""
-    started = time.perf_counter()
-    loss = run(steps)
-    return time.perf_counter() - started, loss
 
 
 def main(turns: Turns) -> None:

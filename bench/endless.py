@@ -14,12 +14,20 @@ from dtf.engine.clock import Clock, Plan, PlannedClock
 class Endless(Clock):
     """A plan without end that stops after each turn, and logs before that if it is to.
 
-    `mark` is called before each step and after the last one of a turn.
+    `mark` is called before each step and after the last one of a turn, `flush` before a log, so that it has all steps
+    of the turn: the engine itself flushes a program at the end of a plan alone.
     """
 
-    def __init__(self, epochs: Epochs, lr: float, logs: bool = False, mark: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        epochs: Epochs,
+        lr: float,
+        logs: bool = False,
+        mark: Callable[[], None] = lambda: None,
+        flush: Callable[[], None] = lambda: None,
+    ) -> None:
         self._inner = PlannedClock(Plan(10**9, 0, 0, 0), epochs, Constant(peak=lr))
-        self._logs, self._mark = logs, mark
+        self._logs, self._mark, self._flush = logs, mark, flush
         self._step, self._left, self._said = 0, 0, True
 
     @property
@@ -41,6 +49,7 @@ class Endless(Clock):
             return Stop(self._step, "stopped")
         self._said = True
         self._mark()
+        self._flush()
         return Log(self._step)
 
     def ahead(self, count: int) -> list[Train]:

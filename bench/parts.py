@@ -35,8 +35,14 @@ PARTS = {
     "mirror": Part("What a mirror costs", "mirror"),
     "guard": Part("What a guarded step costs", "guard"),
     "watching": Part("What it costs to watch a model", "watching"),
-    "images": Part("Reading images", "images", ("images",)),
-    "server": Part("Parameter servers on one host", "pserver", ("paddle",)),
+    "images": Part("Reading images to bytes", "images", ("images",)),
+    "images_floats": Part("Reading images to normalised numbers", "images", ("images",), "measure_floats"),
+    "images_large": Part("Reading large images to bytes", "images", ("images",), "measure_large"),
+    "images_large_floats": Part(
+        "Reading large images to normalised numbers", "images", ("images",), "measure_large_floats"
+    ),
+    "server": Part("Parameter servers on one host, a small model", "pserver", ("paddle",)),
+    "server_400": Part("Parameter servers on one host, a large model", "pserver", ("paddle",), "measure_400"),
     "compiled": Part("Compiled models", "compiled"),
     "allocator": Part("Memory of ranks", "allocator"),
     "memory_format": Part("Channels last", "memory_format"),

@@ -31,12 +31,12 @@ class Process:
     ends all, and the kernel ends it where the parent is killed.
     """
 
-    def __init__(self, command: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str] | None = None, folder: Path = ROOT) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  `end` closes it
         self._process = subprocess.Popen(
             command,
             env={**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})},
-            cwd=ROOT,
+            cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -1,10 +1,9 @@
 """The click model of `bench.pserver` on Paddle's parameter server. Knows nothing of dtf.
 
-It runs in an environment of its own that has paddlepaddle, once as the server and once as the trainer. The trainer
-takes numbers of steps, one a line, and answers each with a line of JSON: seconds and log loss.
-
-`feed`: batches are given to `Executor.run` one by one. `dataset`: `Executor.train_from_dataset`, whose threads take
-batches of files that were read into memory before (Hogwild).
+It runs in an environment of its own that has paddlepaddle: as the server, and as trainers, which take every n-th batch
+of the rows. A trainer takes each number of steps twice: first it brings their batches into memory, then its threads
+train them (Hogwild) by `Executor.train_from_dataset`. `Executor.run` would not do: with servers Paddle 3.0.0 sends the
+gradients of the perceptron from there and never fetches it.
 """
 
 # pyright: reportMissingImports=false
@@ -13,34 +12,40 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
+import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.turns import Turns, contestant
 
-def join(role: str, port: int, threads: int) -> None:
+Run = Callable[[], float | None]
+
+
+def join(given: argparse.Namespace) -> None:
     """Say in Paddle's variables which process of the run this is. Before paddle is imported."""
     os.environ |= {
-        "TRAINING_ROLE": "PSERVER" if role == "server" else "TRAINER",
-        "PADDLE_PSERVERS_IP_PORT_LIST": f"127.0.0.1:{port}",
-        "PADDLE_TRAINERS_NUM": "1",
-        "PADDLE_TRAINER_ID": "0",
+        "TRAINING_ROLE": "PSERVER" if given.role == "server" else "TRAINER",
+        "PADDLE_PSERVERS_IP_PORT_LIST": f"127.0.0.1:{given.port}",
+        "PADDLE_TRAINERS_NUM": str(given.trainers),
+        "PADDLE_TRAINER_ID": str(given.number),
         "POD_IP": "127.0.0.1",
-        "PADDLE_PORT": str(port),
+        "PADDLE_PORT": str(given.port),
+        "CPU_NUM": str(given.threads),
         "FLAGS_enable_pir_api": "0",  # its parameter server knows the older programs alone
-        "FLAGS_paddle_num_threads": str(threads),
-        "OMP_NUM_THREADS": str(threads),
+        "FLAGS_paddle_num_threads": "1",  # of an operator, in each thread that trains
+        "OMP_NUM_THREADS": "1",
         "GLOG_minloglevel": "2",
     }
 
 
-class Contestant:
+class Member:
     """The program of this process."""
 
-    def __init__(self, log: Path, hidden: list[int], asynchronous: bool) -> None:
+    def __init__(self, log: Path, hidden: list[int], number: int, trainers: int) -> None:
         import paddle
         from paddle.distributed import fleet
 
@@ -50,10 +55,10 @@ class Contestant:
         about = json.loads((log / "log.json").read_text())
         self._batch, self._rows = about["batch"], [np.load(log / f"{name}.npy", mmap_mode="r") for name in _ROWS]
         self._starts = np.cumsum([0, *about["sizes"][:-1]])
-        self._at, self._file = 0, log / f"paddle-{os.getpid()}.txt"
+        self._at, self._stride, self._file = number, trainers, log / f"paddle-{os.getpid()}.txt"
         fleet.init(fleet.PaddleCloudRoleMaker(is_collective=False))
         strategy = fleet.DistributedStrategy()
-        strategy.a_sync = asynchronous
+        strategy.a_sync = True
         fields, numbers = self._rows[0].shape[1], self._rows[1].shape[1]
         ids = [paddle.static.data(f"id{field}", [None, 1], "int64") for field in range(fields)]
         dense = paddle.static.data("dense", [None, numbers], "float32")
@@ -66,46 +71,57 @@ class Contestant:
         for units in hidden:
             outputs = paddle.static.nn.fc(outputs, units, activation="relu")
         outputs = paddle.static.nn.fc(outputs, 1)
-        self._loss = paddle.mean(paddle.nn.functional.binary_cross_entropy_with_logits(outputs, clicks))
-        optimizer = paddle.optimizer.Adam(0.001, lazy_mode=True)  # of Adagrad 3.0.0 lacks the operator here
-        fleet.distributed_optimizer(optimizer, strategy).minimize(self._loss)
+        loss = paddle.mean(paddle.nn.functional.binary_cross_entropy_with_logits(outputs, clicks))
+        sums = paddle.static.create_global_var([2], 0.0, "float32", persistable=True, name="sums")
+        one = paddle.full([1], 1.0, "float32")
+        paddle.assign(sums + paddle.concat([paddle.reshape(loss, [1]), one]), sums)
+        # Its server knows SGD and Adam alone, and gives rows Adam under both, its bias corrected by steps of the row.
+        optimizer = paddle.optimizer.Adam(0.001, lazy_mode=True)
+        fleet.distributed_optimizer(optimizer, strategy).minimize(loss)
         self._program = paddle.static.default_main_program()
 
-    def start(self) -> None:
+    def start(self, port: int) -> None:
+        """Join the server, once it listens: Paddle itself does not wait for it."""
+        while True:
+            with socket.socket() as attempt:
+                if attempt.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
         self._executor = self._paddle.static.Executor(self._paddle.CPUPlace())
         self._executor.run(self._paddle.static.default_startup_program())
         self.fleet.init_worker()
 
-    def feed(self, steps: int) -> tuple[float, float]:
-        """So many steps: seconds, and the mean loss."""
-        feeds = [self._next() for _ in range(steps)]
-        began = time.perf_counter()
-        losses = [self._executor.run(self._program, feed=feed, fetch_list=[self._loss])[0] for feed in feeds]
-        return time.perf_counter() - began, float(np.mean(losses))
-
-    def dataset(self, steps: int, threads: int) -> tuple[float, None]:
-        """As `feed`. The loss is not known: `Executor.run` after `train_from_dataset` ends in a fault of memory."""
+    def prepared(self, steps: int, threads: int) -> Run:
+        """What trains so many steps; it returns the mean loss of its batches."""
         with self._file.open("w") as file:
             for _ in range(steps):
                 feed = self._next()
                 dense, clicks = feed.pop("dense"), feed.pop("clicks")
-                for ids, numbers, click in zip(np.hstack(list(feed.values())), dense, clicks[:, 0], strict=True):
-                    values = " ".join(f"{number:.5g}" for number in numbers.tolist())
-                    file.write(f"{' '.join(f'1 {id}' for id in ids.tolist())} {len(numbers)} {values} 1 {click:.0f}\n")
+                ids = np.hstack(list(feed.values()))
+                counted = np.stack([np.ones_like(ids), ids], 2).reshape(len(ids), -1)  # each slot after its length
+                for row in zip(counted.tolist(), np.round(dense, 4).tolist(), clicks.astype(int).tolist(), strict=True):
+                    file.write(" ".join(map(str, (*row[0], len(row[1]), *row[1], 1, *row[2]))) + "\n")
         dataset = self._paddle.distributed.InMemoryDataset()
         dataset.init(batch_size=self._batch, thread_num=threads, use_var=self._inputs, pipe_command="cat")
         dataset.set_filelist([str(self._file)])
         dataset.load_into_memory()
-        began = time.perf_counter()
-        self._executor.train_from_dataset(self._program, dataset, thread=threads)
-        seconds = time.perf_counter() - began
-        self._file.unlink()
-        return seconds, None
+
+        def run() -> float:
+            before = self._sums()
+            self._executor.train_from_dataset(self._program, dataset, thread=threads)
+            loss, batches = self._sums() - before
+            return float(loss / batches)
+
+        return run
+
+    def _sums(self) -> np.ndarray:
+        """Of losses, and of batches, over all turns."""
+        return np.array(self._paddle.static.global_scope().find_var("sums").get_tensor(), np.float64)
 
     def _next(self) -> dict[str, Any]:
         batches = len(self._rows[0]) // self._batch
         rows = slice(self._at % batches * self._batch, (self._at % batches + 1) * self._batch)
-        self._at += 1
+        self._at += self._stride
         ids, dense, clicks = (np.ascontiguousarray(part[rows]) for part in self._rows)
         columns = {f"id{field}": ids[:, field : field + 1] + start for field, start in enumerate(self._starts)}
         return columns | {"dense": dense, "clicks": clicks[:, None]}
@@ -114,29 +130,30 @@ class Contestant:
 _ROWS, _WIDTH = ("ids", "dense", "clicks"), 16
 
 
-def main() -> None:
+def main(turns: Turns) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("role", choices=["server", "trainer"])
     parser.add_argument("log", type=Path, help="folder with the rows")
-    parser.add_argument("way", choices=["feed", "dataset"])
+    parser.add_argument("--role", choices=["server", "trainer"], default="trainer")
     parser.add_argument("--hidden", type=int, nargs="+", required=True)
-    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True, help="of a trainer")
+    parser.add_argument("--trainers", type=int, required=True)
+    parser.add_argument("--number", type=int, default=0, help="of the trainer")
     parser.add_argument("--port", type=int, required=True, help="of the server")
-    args = parser.parse_args()
-    answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
-    os.dup2(2, 1)  # what libraries print
-    join(args.role, args.port, 1 if args.way == "dataset" else args.threads)
-    contestant = Contestant(args.log, args.hidden, True)
-    if args.role == "server":
-        contestant.fleet.init_server()
-        contestant.fleet.run_server()
+    given = parser.parse_args()
+    join(given)
+    member = Member(given.log, given.hidden, given.number, given.trainers)
+    if given.role == "server":
+        member.fleet.init_server()
+        member.fleet.run_server()
         return
-    contestant.start()
-    for line in sys.stdin:
-        way = contestant.feed(int(line)) if args.way == "feed" else contestant.dataset(int(line), args.threads)
-        print(json.dumps(dict(zip(("seconds", "loss"), way, strict=True))), file=answers, flush=True)
-    contestant.fleet.stop_worker()
+    member.start(given.port)
+    turns.ready()
+    while steps := turns.begin():
+        run = member.prepared(steps, given.threads)
+        turns.ready()
+        turns.begin()
+        turns.end(run())
 
 
 if __name__ == "__main__":
-    main()
+    contestant(main)

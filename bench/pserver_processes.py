@@ -1,7 +1,6 @@
 """One process of `bench.pserver`: dtf in one process, or a server or a trainer of parameter servers.
 
-The processes that run the engine read lines on standard input: `fill` gives the table all rows that it can have, a
-number is so many optimizer steps. They answer each with a line of JSON.
+The processes that run the engine take turns, as contestants do; see `bench.turns`.
 """
 
 from __future__ import annotations
@@ -9,19 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from bench.ctr import CASES, Deep, engine, fill
-from bench.ctr_rivals import DIM, LR, Case, Log, timed
+from bench.ctr import CASES, Deep, Optimizers, engine, fill
+from bench.ctr_rivals import DIM, LR, Case, Log
 from bench.endless import Endless
+from bench.turns import Turns, contestant
 from dtf.api.helper_roles import RoleContext
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
@@ -34,14 +32,15 @@ from dtf.data.loader import Loader
 from dtf.data.samplers import Sequential
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
-from dtf.optim.optimizers import Adagrad
+from dtf.optim.optimizers import Adam
 from dtf.pserver.net.rpc import Client, Service
 from dtf.pserver.options import Mode
 from dtf.pserver.server.program import ServerProgram
 from dtf.pserver.strategy import Pserver
-from dtf.sparse.row_optimizers import RowAdagrad
+from dtf.sparse.row_optimizers import LazyAdam, RowAdagrad
 from dtf.sparse.store import SparseTable, unique
 
+ADAM = Optimizers(Adam(), LazyAdam(), 0.001)
 ALONE, SERVER, TRAINER, ECHO = "alone", "server", "trainer", "echo"
 
 
@@ -62,28 +61,17 @@ def saved(folder: Path) -> Log:
 def parts(log: Log, hidden: str) -> tuple[Task, Epochs]:
     """What is trained, and in which batches."""
     recipe = Deep(log, CASES[hidden][0])
-    return Task(recipe, Adagrad(), Precision(), StepOptions(batch_size=log.batch), 0, rows=RowAdagrad()), Epochs(
-        Sequential(), len(log.clicks), log.batch, 0
-    )
+    options = StepOptions(batch_size=log.batch)
+    task = Task(recipe, ADAM.parameters, Precision(), options, 0, rows=ADAM.rows)
+    return task, Epochs(Sequential(), len(log.clicks), log.batch, 0)
 
 
-def answer(run: Callable[[int], float], store: Any) -> None:
-    """Take lines until there are no more."""
-    for line in sys.stdin:
-        if line.strip() == "fill":
-            fill(store)
-            print("{}", flush=True)
-        else:
-            seconds, loss = timed(run, int(line))
-            print(json.dumps({"seconds": seconds, "loss": loss}), flush=True)
-
-
-def serve(task: Task, epochs: Epochs, place: Place, strategy: Pserver) -> None:
-    """A server, which runs the engine. At the end of the lines it ends the run."""
+def serve(task: Task, epochs: Epochs, place: Place, strategy: Pserver, turns: Turns) -> None:
+    """A server, which runs the engine. After the last turn it ends the run."""
     world = World(replace(place, size=1))
     program = strategy.setup(task, world)
     assert isinstance(program, ServerProgram)
-    clock, losses = Endless(epochs, LR, logs=True), []
+    clock, losses = Endless(epochs, ADAM.lr, logs=True, flush=program.sync), []
     loader = Loader(task.recipe.open_data("train", 0), epochs, program.shard, program.micro_batch_rows)
 
     def see(event: Event) -> None:
@@ -97,7 +85,8 @@ def serve(task: Task, epochs: Epochs, place: Place, strategy: Pserver) -> None:
         fit(loop)
         return losses[-1]
 
-    answer(run, program.server_state._shards._shards["ids"].store)  # type: ignore[union-attr]
+    turns.ready()
+    turns.serve(run)
     program.leased.end()
 
 
@@ -163,12 +152,12 @@ def save_and_load(log: Log, folder: Path, rounds: int) -> None:
         print(f"{name:8} {middle:7.2f} s, {min(values):.2f} to {max(values):.2f}; {rows:,} rows with their state")
 
 
-def echo() -> None:
-    """A service of dtf that answers each request with itself; says where it listens, and ends with the lines."""
+def echo(turns: Turns) -> None:
+    """A service of dtf that answers each request with itself; says where it listens, and ends with its input."""
     service = Service({"echo": lambda data: data}, "bench", "bench")
     service.start()
-    print(service.endpoint, flush=True)
-    sys.stdin.read()
+    turns.ready(endpoint=service.endpoint)
+    turns.begin()
     service.stop(0.1)
 
 
@@ -197,7 +186,7 @@ def _timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def main() -> None:
+def main(turns: Turns) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("role", choices=[ALONE, SERVER, TRAINER, ECHO])
     parser.add_argument("log", type=Path, help="folder that `save` wrote")
@@ -211,12 +200,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.role == ECHO:
-        echo()
+        echo(turns)
         return
     log = saved(args.log)
     if args.role == ALONE:
         torch.manual_seed(0)
-        answer(*engine(log, Case(CASES[args.hidden][0], False, args.threads)))
+        run, _ = engine(log, Case(CASES[args.hidden][0], False, args.threads), ADAM)
+        turns.ready()
+        turns.serve(run)
         return
     task, epochs = parts(log, args.hidden)
     strategy = Pserver(mode=Mode(args.mode), servers=1, hogwild_threads=args.hogwild)
@@ -230,8 +221,11 @@ def main() -> None:
         prefix="bench",
         token="bench",
     )
-    (serve if args.role == SERVER else train)(task, epochs, place, strategy)
+    if args.role == SERVER:
+        serve(task, epochs, place, strategy, turns)
+    else:
+        train(task, epochs, place, strategy)
 
 
 if __name__ == "__main__":
-    main()
+    contestant(main)

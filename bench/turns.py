@@ -26,9 +26,9 @@ class Turns:
         self._began = self._cpu = 0.0
         self._marks: list[float] = []
 
-    def ready(self) -> None:
-        """Say that turns may begin."""
-        self._say({})
+    def ready(self, **facts: Any) -> None:
+        """Say that a turn may begin."""
+        self._say(facts)
 
     def begin(self) -> int:
         """Wait for a turn; its steps, or 0 where no more follow."""
