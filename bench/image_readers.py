@@ -8,6 +8,7 @@ AHEAD batches under way beside the one that is consumed.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -29,7 +30,6 @@ from dtf.recipes.resnet.jpeg import read_header
 SIDE, BATCH, AHEAD, CHUNK = 224, 64, 2, 4
 AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-WARM_BATCHES, LEAD_BATCHES = 8, 4
 ROW_MEAN = np.tile(np.array(MEAN, np.float32) * 255, SIDE)
 ROW_SCALE = np.tile(1 / (np.array(STD, np.float32) * 255), SIDE)
 Batches = Iterator[Any]
@@ -286,19 +286,29 @@ def described(batch: Any) -> str:
 
 
 def main() -> None:
-    """For each line with a number of seconds: read so long, and answer with images, seconds and processor seconds."""
-    name, folder, threads, kind = sys.argv[1:]
-    batches = READERS[name](Path(folder), int(threads), kind == "float32")
-    for _ in range(WARM_BATCHES):
-        batch = next(batches)
-    print(described(batch), flush=True)
-    for line in sys.stdin:
-        for _ in range(LEAD_BATCHES):  # what was ready before is used up
-            next(batches)
-        start, before, images = time.perf_counter(), cpu_seconds(), 0
-        while (passed := time.perf_counter() - start) < float(line):
-            images += len(next(batches))
-        print(json.dumps([images, passed, cpu_seconds() - before]), flush=True)
+    """Read, whenever a line says so, as many batches as take so many seconds, and answer with images, seconds and
+    processor seconds.
+
+    A turn is of whole rounds of a DataLoader's workers, always as many, and begins and ends with a batch: its workers
+    deliver one batch each at about the same time, so that a clock that stops a short turn hits the pause between two
+    rounds, and counts too few. Nothing is read before the clock starts: who stood still has no more ready than before.
+    """
+    name, folder, threads, kind, seconds = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print
+    batches, count = READERS[name](Path(folder), int(threads), kind == "float32"), int(threads) * AHEAD
+
+    def read(most: int) -> dict[str, float]:
+        start, before = time.perf_counter(), cpu_seconds()
+        images = sum(len(next(batches)) for _ in range(most))
+        return {"images": images, "seconds": time.perf_counter() - start, "cpu": cpu_seconds() - before}
+
+    first = described(next(batches))
+    read(2 * count - 1)
+    count *= math.ceil(float(seconds) / read(count)["seconds"])
+    print(json.dumps({"delivers": first}), file=answers)
+    for _ in sys.stdin:
+        print(json.dumps(read(count)), file=answers)
     os._exit(0)  # threads of readers without end
 
 

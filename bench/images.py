@@ -5,40 +5,35 @@ against what else there is.
     python -m bench.images ARCHIVE --output float32 --readers dtf loop
     python -m bench.images ARCHIVE --varied          # the files 1, 2 and 3 times as wide, of several qualities
 
-Each reader has a process of its own and runs in steady state: the readers take turns of `--seconds`, and stand still
-(SIGSTOP) while another reads; what was ready before a turn is read before the clock starts. Told are medians with their
-range, processor seconds per image, and dtf's rate divided by the other's in the same round, with the 95 % interval of
-the median. `floor` decodes each file at 1/8 of its size and does nothing else: no reader of the original files that
-knows no crop can be faster. What cannot run is told with the reason. `python -m bench` reads the archive that
-DTF_BENCH_IMAGES names.
+Each reader has a process of its own and runs in steady state: the readers take turns of `--seconds` or more, and stand
+still (SIGSTOP) while another reads, with all of their processes and threads. Nobody gains from that pause: what is
+ready when a turn begins was made in the last one, and as much is ready when it ends. Told are medians with their range,
+processor time per image, and dtf's rate over that of the other. `floor` decodes each file at 1/8 of its size and does
+nothing else: no reader of the original files that knows no crop can be faster. What cannot run is told with the reason.
+`python -m bench` reads the archive that DTF_BENCH_IMAGES names.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
-import json
 import os
 import signal
-import subprocess
 import sys
-import sysconfig
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from PIL import Image
 
 from bench.contest import KEPT
-from bench.medians import interval, machine
+from bench.medians import machine
 from bench.peers import Absent, python_of
-from bench.rows import Row, with_ratios
+from bench.processes import Process, answers
+from bench.rows import Row, table, with_ratios
 
-ROOT = Path(__file__).parent.parent
 _FILES = "DTF_BENCH_IMAGES"
 """Environment variable: the archive or folder for `python -m bench`."""
 NAMES = {  # reader -> what it is, its resampling
@@ -55,138 +50,111 @@ _OWN_ENVIRONMENT = ("dali", "opencv", "spdl")
 
 
 class Reader:
-    """A process that reads when told to, and is stopped otherwise."""
+    """A process that reads when told to, and is stopped otherwise, with all that it started."""
 
-    def __init__(self, name: str, python: Path, folder: Path, threads: int, kind: str) -> None:
-        paths = [str(ROOT), *dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])]
-        self._process = subprocess.Popen(
-            [str(python), "-m", "bench.image_readers", name, str(folder), str(threads), kind],
-            env=os.environ
-            | KEPT  # batches come from memory that was freed before, as in a rank of dtf
-            | {"PYTHONPATH": os.pathsep.join(paths)}
-            | ({"LD_LIBRARY_PATH": _ffmpeg(python.parent.parent)} if name == "spdl" else {}),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    def __init__(self, name: str, folder: Path, threads: int, kind: str, seconds: float) -> None:
+        python = python_of("images") if name in _OWN_ENVIRONMENT else sys.executable
+        found = {"LD_LIBRARY_PATH": _ffmpeg(Path(python).parent.parent)} if name == "spdl" else {}
+        command = [python, "-m", "bench.image_readers", name, str(folder), str(threads), kind, str(seconds)]
+        self._process = Process(command, KEPT | found)  # batches come from memory that was freed before, as in dtf
         try:
-            self.delivers = self._answer()
+            self.delivers: str = answers([self._process])[0]["delivers"]
         except BaseException:
             self.close()
             raise
-        self._signal(signal.SIGSTOP)
+        self._process.signal(signal.SIGSTOP)
 
-    def read(self, seconds: float) -> tuple[float, float]:
+    def read(self) -> tuple[float, float]:
         """Images per second, and processor milliseconds per image."""
-        self._signal(signal.SIGCONT)
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{seconds}\n")
-        self._process.stdin.flush()
-        images, passed, used = json.loads(self._answer())
-        self._signal(signal.SIGSTOP)
-        return images / passed, used / images * 1000
+        self._process.signal(signal.SIGCONT)
+        self._process.send("")
+        told = answers([self._process])[0]
+        self._process.signal(signal.SIGSTOP)
+        return told["images"] / told["seconds"], told["cpu"] / told["images"] * 1000
 
     def close(self) -> None:
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None and self._process.stderr is not None
-        if line := self._process.stdout.readline().strip():
-            return line
-        errors = self._process.stderr.read().strip().splitlines()
-        raise RuntimeError(errors[-1] if errors else f"ended with {self._process.wait()}")
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
-
-
-Turns = dict[str, list[tuple[float, float]]]
-"""Reader -> images per second and processor milliseconds per image, of each round."""
+        self._process.end()
 
 
 def compare(
-    folder: Path, readers: Sequence[str], threads: int, rounds: int, seconds: float, output: str
-) -> tuple[Turns, dict[str, str], dict[str, str]]:
-    """The turns of all readers, what they deliver, and why others cannot run. `folder`: of the files, see `write`."""
+    work: str, folder: Path, readers: Sequence[str], threads: int, rounds: int, seconds: float, output: str
+) -> list[Row]:
+    """A row for each reader. `folder`: of the files, see `write`."""
     running: dict[str, Reader] = {}
-    absent: dict[str, str] = {}
-    found: Turns = {}
+    turns: dict[str, list[tuple[float, float]]] = {}
+    rows = []
+
+    def leave(name: str, why: str) -> None:
+        rows.append(Row(work, NAMES[name][0], settings=NAMES[name][1], not_run=why[:300]))
+        turns.pop(name, None)
+        if name in running:
+            running.pop(name).close()
+
     try:
         for name in readers:
             try:
-                python = Path(python_of("images") if name in _OWN_ENVIRONMENT else sys.executable)
-                running[name] = Reader(name, python, folder, threads, output)
-            except (RuntimeError, OSError, Absent) as error:
-                absent[name] = str(error)[:200]
-        found.update({name: [] for name in running})
+                running[name] = Reader(name, folder, threads, output, seconds)
+                turns[name] = []
+            except (OSError, Absent) as error:
+                leave(name, str(error))
         for number in range(rounds):
-            order = list(running) if number % 2 == 0 else list(running)[::-1]
-            turns = {name: running[name].read(seconds) for name in order}
-            for name, turn in turns.items():
-                found[name].append(turn)
+            for name in list(turns)[:: -1 if number % 2 else 1]:
+                try:
+                    turns[name].append(running[name].read())
+                except Absent as error:
+                    leave(name, f"in round {number + 1}: {error}")
+        delivers = {name: reader.delivers for name, reader in running.items()}
     finally:
         for reader in running.values():
             reader.close()
-    return found, {name: reader.delivers for name, reader in running.items()}, absent
+    for name, some in turns.items():
+        rates, used = ([*column] for column in zip(*some, strict=True))
+        settings = "; ".join(text for text in (NAMES[name][1], delivers[name]) if text)
+        rows.append(Row(work, NAMES[name][0], "images/s", rates, True, used, "ms an image", settings=settings))
+    return with_ratios(rows)
 
 
-def measure(quick: bool) -> list[Row]:
+def _of(source: Path, most: int, large: bool, readers: Sequence[str], *rest: Any) -> list[Row]:
+    threads, rounds, seconds, output = rest
+    with tempfile.TemporaryDirectory(prefix="dtf-bench-images-") as name:
+        folder = Path(name)
+        sizes = [write(file, folder, number) for number, file in enumerate(_files(source, most, large))]
+        kind = "enlarged, of several qualities" if large else "as they are"
+        work = f"Reading {len(sizes)} JPEG files of {sum(sizes) / len(sizes) / 1000:.0f} kB, {kind}, to {output}"
+        return compare(work, folder, readers, threads, rounds, seconds, output)
+
+
+def _measure(quick: bool, large: bool, output: str) -> list[Row]:
     """Of the archive or folder that the environment names."""
     source = os.environ.get(_FILES)
     if not source:
         return [Row("Reading JPEG files", "dtf", not_run=f"{_FILES} names no archive or folder of JPEG files")]
-    threads, rows = len(os.sched_getaffinity(0)), []
-    for vary, output in ((False, "uint8"), (False, "float32"), (True, "uint8"), (True, "float32")):
-        with tempfile.TemporaryDirectory() as folder:
-            files = _files(Path(source), 20 if quick else 2000, vary)
-            sizes = [write(file, Path(folder), number) for number, file in enumerate(files)]
-            found, _, absent = compare(Path(folder), list(NAMES), threads, *((2, 0.2) if quick else (20, 0.4)), output)
-        kind = "enlarged, of several qualities" if vary else "as they are"
-        work = f"Reading {len(sizes)} JPEG files of {sum(sizes) / len(sizes) / 1000:.0f} kB, {kind}, to {output}"
-        for name, turns in found.items():
-            rates, used = ([*column] for column in zip(*turns, strict=True))
-            who, resampling = NAMES[name]
-            rows.append(Row(work, who, "images/s", rates, True, used, "ms an image", settings=resampling))
-        rows += [Row(work, NAMES[name][0], not_run=why) for name, why in absent.items()]
-    return with_ratios(rows)
+    rounds, seconds = (2, 0.2) if quick else (20, 1.0)
+    most, threads = 20 if quick else 2000, len(os.sched_getaffinity(0))
+    return _of(Path(source), most, large, list(NAMES), threads, rounds, seconds, output)
+
+
+def measure(quick: bool) -> list[Row]:
+    return _measure(quick, False, "uint8")
+
+
+def measure_floats(quick: bool) -> list[Row]:
+    return _measure(quick, False, "float32")
+
+
+def measure_large(quick: bool) -> list[Row]:
+    return _measure(quick, True, "uint8")
+
+
+def measure_large_floats(quick: bool) -> list[Row]:
+    return _measure(quick, True, "float32")
 
 
 def main() -> None:
     given = _arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # readers are ended
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = [write(file, Path(folder), i) for i, file in enumerate(_files(given.images, given.most, given.varied))]
-        print(
-            f"{len(sizes)} files of {sum(sizes) / len(sizes) / 1000:.0f} kB, {given.output}, {given.threads} threads "
-            f"or workers, {given.rounds} rounds of {given.seconds} s; {machine()}"
-        )
-        found, delivers, absent = compare(
-            Path(folder), given.readers, given.threads, given.rounds, given.seconds, given.output
-        )
-    for name, why in absent.items():
-        print(f"{NAMES[name][0]}: not run: {why}")
-    if found and all(found.values()):
-        report(found, delivers)
-
-
-def report(found: dict[str, list[tuple[float, float]]], delivers: dict[str, str]) -> None:
-    """A table in Markdown, fastest first."""
-    print("| reader | resampling | images/s | range | CPU ms/image | dtf is | delivers |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name in sorted(found, key=lambda name: -median(rate for rate, _ in found[name])):
-        rates, used = zip(*found[name], strict=True)
-        ratio = ""
-        if name != "dtf" and "dtf" in found:
-            ratios = [own / other for (own, _), other in zip(found["dtf"], rates, strict=True)]
-            ratio = f"{median(ratios):.2f} ({interval(ratios)})"
-        print(
-            f"| {' | '.join(NAMES[name])} | {median(rates):,.0f} | {min(rates):,.0f}-{max(rates):,.0f} | "
-            f"{median(used):.2f} | {ratio} | {delivers[name]} |"
-        )
+    print(f"{given.threads} threads or workers, {given.rounds} rounds of {given.seconds} s; {machine()}", flush=True)
+    rest = given.threads, given.rounds, given.seconds, given.output
+    print(table(_of(given.images, given.most, given.varied, given.readers, *rest)))
 
 
 def write(content: bytes, folder: Path, number: int) -> int:
@@ -245,7 +213,7 @@ def _arguments() -> Any:
     parser.add_argument("--readers", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=0.7)
+    parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--most", type=int, default=2000, help="files that are read at most")
     parser.add_argument("--varied", action="store_true", help="other sizes, qualities and subsampling: see `varied`")
     return parser.parse_args()
