@@ -11,6 +11,7 @@ Figures are kept in bench/results; those of --quick are not.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 import traceback
@@ -53,6 +54,7 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="write docs/performance.md from what is kept")
     parser.add_argument("--results", type=Path, default=FOLDER, help="folder of what is kept")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is ended
     if given.page:
         page.write()
         return 0

@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.medians import interval, machine
+from bench.processes import PATIENCE_S
 from bench.rows import Row, with_ratios
 
 TORCH, GLIBC = "THP_MEM_ALLOC_ENABLE", "GLIBC_TUNABLES"
@@ -128,7 +129,8 @@ def run(way: str, case: str) -> list[float]:
     """What `work` prints, from a process of its own."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-m", "bench.allocator", "--case", case, "--work", way]
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, env=own | WAYS[way], check=True).stdout)
+    given = own | WAYS[way]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, env=given, check=True, timeout=PATIENCE_S).stdout)
 
 
 def compare(case: str, rounds: int) -> dict[str, list[list[float]]]:

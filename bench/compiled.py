@@ -3,8 +3,8 @@ compile them, at the first start and at the second, which finds the machine code
 
     python -m bench.compiled [--case resnet|resnet-last|deepfm] [--rounds 12] [--threads 2]
 
-The ways take turns in one process; medians of times, and of ratios to `off` with their 95 % interval. Each start
-is a process of its own; its time is that of the first step less that of a later one. The caches are in a new folder.
+The ways take turns in one process. Each start is a process of its own; its time is that of the first step less that of
+a later one. The caches are in a new folder.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import time
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bench.medians import interval, machine
-from bench.rows import Row, with_ratios
+from bench.medians import machine
+from bench.processes import PATIENCE_S
+from bench.rows import Row, table, with_ratios
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,11 +109,13 @@ def starts(case: str, way: str, threads: int) -> tuple[float, float]:
         command = [sys.executable, "-m", "bench.compiled", "--case", case, "--start", way, "--threads", str(threads)]
         environment = {key: value for key, value in os.environ.items() if key != "TORCHINDUCTOR_CACHE_DIR"}
         environment |= {"XDG_CACHE_HOME": folder}
-        first, second = (
-            float(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout.split()[-1])
-            for _ in range(2)
-        )
-    return first, second
+
+        def seconds() -> float:
+            pipe = subprocess.PIPE
+            done = subprocess.run(command, env=environment, check=True, stdout=pipe, timeout=PATIENCE_S)
+            return float(done.stdout.split()[-1])
+
+        return seconds(), seconds()
 
 
 def compare(case: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
@@ -128,27 +131,18 @@ def compare(case: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, f
     return {way: found[2:] for way, found in times.items()}, losses
 
 
-def measure(quick: bool) -> list[Row]:
-    rows = []
-    for case in ["deepfm"] if quick else CASES:
-        times, losses = compare(case, 1 if quick else 20)
-        for way in WAYS:
-            seconds = [1e3 * time for time in times[way]]
-            rows.append(
-                Row(f"step.compile, {CASES[case]}", f"step.compile={way}", "ms a step", seconds, loss=losses[way])
-            )
+def rows_of(case: str, rounds: int) -> list[Row]:
+    """The times of steps, and the ratios to `off`."""
+    times, losses = compare(case, rounds)
+    ways = {way: [1e3 * time for time in some] for way, some in times.items()}
+    work = f"step.compile, {CASES[case]}"
+    rows = [Row(work, f"step.compile={way}", "ms a step", some, loss=losses[way]) for way, some in ways.items()]
     return with_ratios(rows, "step.compile=off")
 
 
-def compared(case: str, rounds: int) -> str:
-    """The times of steps, and the ratios to `off`."""
-    times, losses = compare(case, rounds)
-    text = f"{1e3 * median(times['off']):.0f} ms"
-    for way in WAYS[1:]:
-        ratios = [one / off for one, off in zip(times[way], times["off"], strict=True)]
-        apart = abs(losses[way] - losses["off"]) / abs(losses["off"])
-        text += f"; {way} {median(ratios):.2f} ({interval(ratios)}), loss {apart:.0e} apart"
-    return text
+def measure(quick: bool) -> list[Row]:
+    cases = ["deepfm"] if quick else list(CASES)
+    return [row for case in cases for row in rows_of(case, 1 if quick else 20)]
 
 
 def main() -> None:
@@ -168,7 +162,7 @@ def main() -> None:
     print(f"{machine()}, {options.threads} threads")
     for case in [options.case] if options.case else CASES:
         if options.rounds:
-            print(f"{CASES[case]}: {compared(case, options.rounds)}", flush=True)
+            print(f"\n{table(rows_of(case, options.rounds))}\n", flush=True)
         for way in WAYS[1:] if options.starts == "yes" else ():
             first, second = starts(case, way, options.threads)
             print(f"  {way} compiles in {first:.1f} s, at the second start in {second:.1f} s", flush=True)

@@ -21,11 +21,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from bench.processes import PATIENCE_S, ROOT
 from bench.rows import Row, table
 from bench.saves import Wide
 from dtf.api.registry import register, with_default
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS, EVERY, ROWS = 240, 20, 256
 
 
@@ -73,7 +73,7 @@ def run(width: int, environment: dict[str, str], steps: int = STEPS) -> Measured
             *([f"checkpoint.mirror=s3://bucket/{Path(folder).name}"] if environment else []),
         ]
         variables = os.environ | environment | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
         logs = [log.read_text() for log in Path(folder).glob("run/rank_*.log")]

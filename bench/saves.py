@@ -25,6 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from bench.processes import PATIENCE_S, ROOT
 from bench.rows import Row, table
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import option, register
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     from dtf.core.types import Batch
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS, EVERY, ROWS = 24, 4, 16
 WAYS = {
     "background": ["checkpoint.background=true"],
@@ -160,7 +160,7 @@ def run(strategy: str, processes: int, width: int, way: list[str]) -> Measured:
             *([f"checkpoint.every_steps={EVERY}", "checkpoint.keep_last=1"] if way != WAYS["none"] else []),
         ]
         environment, began = os.environ | {"PYTHONPATH": str(ROOT)}, time.perf_counter()
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
         wall = time.perf_counter() - began
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
