@@ -186,5 +186,6 @@ def apart(work: str, turns: dict[str, list[Turn]], who: Sequence[str], most: flo
     for name, loss in known.items():
         if not abs(loss - known[base]) <= most * abs(known[base]):  # NaN is another one
             del turns[name]
-            rows.append(Row(work, name, not_run=f"its loss is {loss:.6f}, that of {base} {known[base]:.6f}"))
+            why = f"no figures: its loss is {loss:.6f}, that of {base} {known[base]:.6f}"
+            rows.append(Row(work, name, not_run=why))
     return rows

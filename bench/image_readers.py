@@ -296,7 +296,7 @@ def main() -> None:
     name, folder, threads, kind, seconds = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print
-    batches, count = READERS[name](Path(folder), int(threads), kind == "float32"), int(threads) * AHEAD
+    batches, count = READERS[name](Path(folder), int(threads), kind == "float32"), int(threads)
 
     def read(most: int) -> dict[str, float]:
         start, before = time.perf_counter(), cpu_seconds()
@@ -304,8 +304,8 @@ def main() -> None:
         return {"images": images, "seconds": time.perf_counter() - start, "cpu": cpu_seconds() - before}
 
     first = described(next(batches))
-    read(2 * count - 1)
-    count *= math.ceil(float(seconds) / read(count)["seconds"])
+    read(4 * count - 1)
+    count *= math.ceil(float(seconds) / read(2 * count)["seconds"] * 2)
     print(json.dumps({"delivers": first}), file=answers)
     for _ in sys.stdin:
         print(json.dumps(read(count)), file=answers)

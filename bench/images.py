@@ -130,7 +130,7 @@ def _measure(quick: bool, large: bool, output: str) -> list[Row]:
     if not source:
         return [Row("Reading JPEG files", "dtf", not_run=f"{_FILES} names no archive or folder of JPEG files")]
     rounds, seconds = (2, 0.2) if quick else (20, 1.0)
-    most, threads = 20 if quick else 2000, len(os.sched_getaffinity(0))
+    most, threads = 80 if quick else 2000, len(os.sched_getaffinity(0))  # more than a batch
     return _of(Path(source), most, large, list(NAMES), threads, rounds, seconds, output)
 
 

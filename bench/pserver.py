@@ -253,7 +253,7 @@ def main() -> None:
     print(f"{machine()}; {args.ids:,} ids", flush=True)
     if args.rows or args.save:
         batches = args.rounds * (args.steps or 20)
-        log = draw(args.ids, args.batch, args.warm + batches)
+        log = draw(args.ids, args.batch, batches)
         with TemporaryDirectory() as folder:
             rows_alone(log, batches // 2) if args.rows else save_and_load(log, Path(folder), args.rounds)
         return

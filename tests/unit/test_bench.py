@@ -136,7 +136,9 @@ def test_a_loss_that_differs_is_a_row_without_figures() -> None:
     assert not apart("w", turns, ["a", "c", "d"], 1e-3)
     rows = apart("w", turns, ["gone", "a", "b", "c", "d", "e"], 1e-3)
     assert list(turns) == ["a", "c", "d"]
-    assert [row.not_run for row in rows] == [f"its loss is {x}, that of a 0.500000" for x in ("0.600000", "nan")]
+    assert [row.not_run for row in rows] == [
+        f"no figures: its loss is {x}, that of a 0.500000" for x in ("0.600000", "nan")
+    ]
 
 
 def test_a_ratio_says_what_is_compared_with_what() -> None:
