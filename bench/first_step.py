@@ -24,7 +24,7 @@ LAUNCHERS = ("torchrun", "accelerate launch", "Lightning")
 SETTINGS = {
     "dtf": "launcher=local, strategy=ddp, checkpoint=off, the start checks of a later start",
     "torchrun": "--standalone, DistributedDataParallel by hand",
-    "accelerate launch": "--cpu, one thread a process",
+    "accelerate launch": "--cpu",
     "Lightning": "Trainer(barebones=True, devices=2)",
     "dtf under torchrun": "launcher=env",
 }
