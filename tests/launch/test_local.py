@@ -341,7 +341,10 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
         ({"hang_timeout_s": 0.0}, "launcher.hang_timeout_s=0.0 must be more than 0 and at most 1000000"),
         ({"grace_s": -1.0}, "launcher.grace_s"),
         ({"env": {"A=B": "1"}}, "launcher.env.A=B=1 must be a name without '='"),
-        ({"env": {"OMP_NUM_THREADS": "2"}}, "launcher.env.OMP_NUM_THREADS=2: the launcher sets .*; use launcher.threads"),
+        (
+            {"env": {"OMP_NUM_THREADS": "2"}},
+            "launcher.env.OMP_NUM_THREADS=2: the launcher sets .*; use launcher.threads",
+        ),
         ({"env": {"": "1"}}, "launcher.env.=1 must be a name without '='"),
         ({"env": {"A": "\0"}}, r"launcher.env.A=\\x00 must be text without NUL"),
         ({"env": {"A\0": "1"}}, r"launcher.env=A\\x00 must be text without NUL"),
