@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 from bench.gpu.job import ROOT
@@ -126,12 +127,18 @@ def packages_text(steps: Sequence[Step]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], default=[])
+    parser = argparse.ArgumentParser(
+        "python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [step.name for step in STEPS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="STEP", default=[], help=", ".join(names))
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--out", type=Path, help="folder for the results; default: $OUT, or outputs/gpu-DATE")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, at tiny sizes")
     given = parser.parse_args(arguments)
+    if not given.rehearse and (reason := _no_gpu()):
+        print(f"bench.gpu: {reason}; --rehearse goes through the steps without a GPU", file=sys.stderr)
+        return 2
     named = given.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
     folder = (named or ROOT / "outputs" / f"gpu-{datetime.now():%Y%m%d-%H%M%S}").absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -139,19 +146,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kit = Kit(folder, given.minutes, given.rehearse)
     kit.note(f"{datetime.now():%Y-%m-%d %H:%M}, {given.minutes:g} minutes, {len(steps)} of {len(STEPS)} steps")
     kit.note(packages_text(steps))
-    if not given.rehearse and not _has_gpu():
-        kit.note("torch finds no GPU; --rehearse goes through the steps without one")
-        kit.write_summary()
-        return 2
     good = kit.run(steps)
     print(f"{folder / 'summary.md'}")
     return 0 if good else 1
 
 
-def _has_gpu() -> bool:
-    """Asked in another process, so that this one holds no memory of the device."""
+def _no_gpu() -> str:
+    """Why there is no GPU; empty where there is one. Asked in another process, so that this one holds no memory of it."""
+    if find_spec("torch") is None:
+        return f"torch is not installed for {sys.executable}; activate its environment, or make gpu PYTHON=PATH"
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    return "" if found else "torch finds no GPU"
 
 
 if __name__ == "__main__":

@@ -149,10 +149,15 @@ def test_a_step_that_is_stopped_stops_its_command(tmp_path: Path, monkeypatch: p
     assert stopped[0].returncode == -signal.SIGTERM
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.gpu.__main__._has_gpu", lambda: False)
-    assert main(["--only", "machine", "--out", str(tmp_path)]) == 2
-    assert "finds no GPU" in (tmp_path / "summary.md").read_text()
+def test_without_a_gpu_it_says_so_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["--only", "machine", "--out", str(tmp_path / "out")]) == 2
+    assert "torch finds no GPU; --rehearse goes" in capsys.readouterr().err
+    monkeypatch.setattr("bench.gpu.__main__.find_spec", lambda name: None)
+    assert main(["--only", "machine", "--out", str(tmp_path / "out")]) == 2
+    assert "torch is not installed for" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_ranks_share_the_first_gpu() -> None:
