@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _no_gpu() -> str:
-    """Why there is no GPU; empty where there is one. Asked in another process, so that this one holds no memory of it."""
+    """Why there is no GPU; empty where there is one. Another process asks, so that this one holds no memory of it."""
     if find_spec("torch") is None:
         return f"torch is not installed for {sys.executable}; activate its environment, or make gpu PYTHON=PATH"
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
