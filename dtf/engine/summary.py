@@ -64,7 +64,7 @@ def startup_table(
         "recipe": f"{config['recipe']['name']}: {numbers:,} parameters{frozen}, {train_rows:,} training rows, "
         f"{eval_rows:,} evaluation rows",
         "strategy": f"{' '.join(words)} on {processes}, {count_text(threads, 'thread')} a "
-        f"{'process' if alike else world.place.role}",
+        f"{'process' if alike else world.place.role}{', pinned' * bool(config['launcher'].get('pin'))}",
         "precision": f"{precision.param.value} parameters, {precision.compute.value} arithmetic{how}",
         "batch": f"{count_text(batch, 'row')} a step = {count_text(len(bounds) - 1, 'micro-batch')} of {bounds[1]} "
         f"over {count_text(shares, kind)}",

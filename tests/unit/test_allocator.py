@@ -104,3 +104,6 @@ def test_a_system_decides_about_huge_pages(
         (tmp_path / "enabled").write_text(mode)
     monkeypatch.setattr(allocator, "_HUGE_PAGES_OF_SYSTEM", tmp_path / "enabled")
     assert huge_pages() == said
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    (tmp_path / "enabled").write_text("always [madvise] never")
+    assert huge_pages() == "huge pages as GLIBC_TUNABLES says"
