@@ -62,7 +62,7 @@ def huge_pages() -> str:
     if mode[1] == "always":
         return "huge pages by this system's choice"
     if "glibc.malloc.hugetlb" in os.environ.get("GLIBC_TUNABLES", ""):
-        return "huge pages as GLIBC_TUNABLES says"
+        return f"huge pages as GLIBC_TUNABLES={os.environ['GLIBC_TUNABLES']} says"
     # torch aligns to pages what it asks huge pages for. Of two blocks in a row only one would be aligned by chance.
     tensors = [torch.empty(_LARGE + 64, dtype=torch.uint8) for _ in range(2)]
     if not any(tensor.data_ptr() % os.sysconf("SC_PAGESIZE") for tensor in tensors):

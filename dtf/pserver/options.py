@@ -87,8 +87,8 @@ class PserverOptions:
         default=None,
         least=0,
         doc="steps (with geo: exchanges) that may be handed out beyond the oldest that is not applied yet, in modes "
-        "other than sync; 0: none, each waits for the one before; null: three times the trainers with async, 0 with "
-        "geo where an optimizer averages squares (adam), else 1",
+        "other than sync; 0: none, each waits for the one before; null: twice the trainers with async, 0 with geo "
+        "where an optimizer averages squares (adam), else 1",
         unit="steps",
     )
     geo_steps: int | None = option(

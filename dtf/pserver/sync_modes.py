@@ -65,8 +65,8 @@ class SyncMode(ABC):
 
 
 class Sync(SyncMode):
-    """All shares of a step make one update. The next three steps are open meanwhile: rows of two can be read, and the
-    answer to a push brings the third.
+    """All shares of a step make one update. The next two steps are open meanwhile: rows of one can be read, and the
+    answer to a push brings the other.
     """
 
     synchronous = collective = True
@@ -75,7 +75,7 @@ class Sync(SyncMode):
         return trainers
 
     def window(self, trainers: int) -> int:
-        return 3
+        return 2
 
     def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
         step = min(waiting, default=None)
@@ -92,8 +92,7 @@ class Async(SyncMode):
         return 1
 
     def window(self, trainers: int) -> int:
-        # of each trainer: the lease that it computes, the next one, whose parameters are there, and one to be read
-        return 3 * trainers if self._staleness is None else self._staleness
+        return 2 * trainers if self._staleness is None else self._staleness
 
     def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
         return 1 if basket else 0

@@ -51,8 +51,8 @@ FAULTS = [
     Fault(
         "the bound of staleness is ignored",
         "dtf/pserver/sync_modes.py",
-        "return 3 * trainers if self._staleness is None else self._staleness",
-        "return 3 * trainers",
+        "return 2 * trainers if self._staleness is None else self._staleness",
+        "return 2 * trainers",
         ("tests/pserver/test_leases.py::test_no_lease_runs_further_ahead_than_the_staleness",),
     ),
     Fault(

@@ -195,7 +195,7 @@ def test_servers_count_threads() -> None:
         [4, 5, 6, 7],
         [8, 9, 10, 11],
     ]
-    assert many.roles(3) == {"server": 1, "trainer": 3} and many.sync_mode(TASK).window(many.count_trainers(3)) == 36
+    assert many.roles(3) == {"server": 1, "trainer": 3} and many.sync_mode(TASK).window(many.count_trainers(3)) == 24
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ AUTO = ["strategy=pserver", "strategy.trainers=auto", "launcher.devices=cpu"]
 
 def layout_of(config: dict[str, Any]) -> HostLayout:
     launcher = config["launcher"]
-    assert launcher["threads"] in (0, 2, 3, 8), "launcher=local divides the cores, unless it is set"
     return HostLayout(launcher["processes"], config["strategy"]["servers"])
 
 
@@ -56,6 +55,13 @@ def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert on(monkeypatch, 2, *overrides, "launcher.threads=3") == (1, 1)
     assert on(monkeypatch, 32, *overrides, "strategy.servers=1") == (8, 1)
     assert on(monkeypatch, 32, *overrides, "launcher.processes=auto", "launcher.threads=0") == (8, 2)
+
+
+def test_threads_are_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """launcher=local divides the cores where nothing is."""
+    monkeypatch.setattr(devices, "cores", lambda: 8)
+    assert compose([*AUTO]).config["launcher"]["threads"] == 0
+    assert compose([*AUTO, "launcher.threads=3"]).config["launcher"]["threads"] == 3
 
 
 def test_without_auto_nothing_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:

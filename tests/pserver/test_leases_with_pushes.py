@@ -1,19 +1,26 @@
-"""The answer to a push brings the lease that takes its place: a step of a trainer is one request."""
+"""The answer to a push brings the lease that takes its place: in `sync` and `async` a step is one request."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dtf.core.types import Batch, Train
+from dtf.api.helper_roles import RoleContext
+from dtf.core.types import Batch, Place, Train
 from dtf.pserver.leases import TRAIN, Lease, Ledger
 from dtf.pserver.net import messages
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.messages import EXCHANGE, LEASE
+from dtf.pserver.net.transport import Lost
 from dtf.pserver.options import Mode
+from dtf.pserver.strategy import Pserver
 from dtf.pserver.trainer.prefetch import AHEAD, Prefetcher, PreparedBatch
+from dtf.pserver.trainer.trainer import Trainer
+from tests.pserver.test_hogwild import TASK
 from tests.support.one_server import hello, lease, server, steps, until
 from tests.support.toy import Toy
 
@@ -25,7 +32,7 @@ class Server0:
     """Grants leases as fast as they are asked for, and counts the requests of LEASE."""
 
     def __init__(self) -> None:
-        self.ledger, self.asked, self.known = Ledger(), 0, True
+        self.ledger, self.asked, self.known, self.over = Ledger(), 0, True, False
         self.ledger.open(Lease(TRAIN, step, 0, 1, (Train(step, 0, step, 1, 0.1),)) for step in range(100))
         self.ledger.join(0, 0.0)
 
@@ -37,8 +44,12 @@ class Server0:
     def reply(self, request: Message) -> bytes:
         has = {tuple(key) for key in request.arrays["has"].tolist()}
         most = int(request.scalars["most"])
-        leases = self.ledger.grant(0, most, has) if self.known and most else []
-        scalars = {"state": messages.GO_ON, "known": int(self.known), "reason": ""}
+        leases = self.ledger.grant(0, most, has) if self.known and most and not self.over else []
+        scalars = {
+            "state": messages.OVER if self.over else messages.GO_ON,
+            "known": int(self.known),
+            "reason": "finished",
+        }
         return encode(REPLY, scalars, messages.pack_leases(leases))
 
 
@@ -104,9 +115,69 @@ def test_an_answer_without_a_lease_leaves_the_question_to_the_thread() -> None:
     assert question is not None
     scalars = {"state": messages.GO_ON, "known": 1, "reason": ""}
     fetched.answered(encode(REPLY, scalars, messages.pack_leases([])))
-    assert [following(fetched).step for _ in range(3)] == [1, 2, 3]
+    assert [following(fetched).step for _ in range(2)] == [1, 2]
     fetched.close()
     assert server0.asked >= 2
+
+
+def test_a_question_that_comes_again_is_granted_once() -> None:
+    """As when an answer is lost, and the push is sent anew."""
+    server0 = Server0()
+    fetched = prefetcher(server0)
+    fetched.start()
+    question = fetched.sending(following(fetched), 0.0)
+    assert question is not None
+    first, again = (decode(REPLY, server0.reply(decode(REQUEST, question))) for _ in range(2))
+    fetched.close()
+    granted = messages.unpack_leases(first.arrays)
+    assert [one.step for one in granted] == [2] and messages.unpack_leases(again.arrays) == granted
+
+
+def test_while_the_thread_asks_no_push_does() -> None:
+    """Neither would know what the other is granted, and server 0 would grant it twice."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Busy(Server0):
+        def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+            if self.asked:
+                asked.set()
+                assert go_on.wait(20.0)
+            return super().call(method, data, deadline_s)
+
+    server0 = Busy()
+    fetched = prefetcher(server0)
+    fetched.start()
+    first, second = following(fetched), following(fetched)
+    server0.ledger.finish(first.key)
+    fetched.finished(first)
+    assert asked.wait(20.0)
+    assert fetched.sending(second, 0.0) is None
+    go_on.set()
+    assert following(fetched).step == 2
+    fetched.close()
+
+
+def test_a_push_learns_that_the_run_is_over() -> None:
+    server0 = Server0()
+    fetched = prefetcher(server0)
+    fetched.start()
+    question = fetched.sending(following(fetched), 0.0)
+    assert question is not None and following(fetched).step == 1
+    server0.over = True
+    fetched.answered(server0.reply(decode(REQUEST, question)))
+    until(lambda: fetched.over)
+    assert fetched.reason == "finished" and server0.asked == 1
+
+
+def test_a_push_that_failed_ends_a_trainer_that_has_nothing_else_to_do() -> None:
+    failed: Future[Any] = Future()
+    failed.set_exception(Lost("the server"))
+    context = RoleContext(Place(), {}, lambda *where: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type,return-value]
+    strategy = Pserver(mode=Mode.async_)
+    trainer = Trainer(TASK, context, strategy, strategy.sync_mode(TASK), 1, 0, [Server0()])  # type: ignore[list-item]
+    trainer._sending.append(failed)
+    with pytest.raises(Lost):
+        trainer._drain_done()
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")

@@ -106,4 +106,4 @@ def test_a_system_decides_about_huge_pages(
     assert huge_pages() == said
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     (tmp_path / "enabled").write_text("always [madvise] never")
-    assert huge_pages() == "huge pages as GLIBC_TUNABLES says"
+    assert huge_pages() == "huge pages as GLIBC_TUNABLES=glibc.malloc.hugetlb=1 says"

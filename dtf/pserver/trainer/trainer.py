@@ -145,6 +145,7 @@ class Trainer:
                     self._prefetcher.rejoined()
                 elif prepared is None:
                     self._context.beat("wait", 0)
+                    self._drain_done()
                 elif prepared.lease.kind == EVALUATE:
                     self._evaluate(prepared)
                 elif self._local_sgd is not None:
@@ -286,6 +287,11 @@ class Trainer:
         _, pulled = self._exchange.send(requests, known, pulls, self._prefetcher.answered if asks else None)
         self._prefetcher.finished(lease)
         return pulled
+
+    def _drain_done(self) -> None:
+        """Raise the error of a push that failed: without its answer there may be no work that comes to it."""
+        while self._sending and self._sending[0].done():
+            self._sending.pop(0).result()
 
     def _drain(self, left: int) -> None:
         """Wait until at most `left` pushes are under way. Raises the error of a push that failed."""
