@@ -56,6 +56,9 @@ class Program(ABC):
     leased: LeasedWork = LeasedWork()
     """What other processes compute for this rank. Default: nothing, as `step` and `eval_step` return all."""
 
+    follows_memory_format = False
+    """Whether passes compute images in the memory format of the task, see `Task.channels_last`. `Spmd` does."""
+
     plugin = ""
     """The strategy that made it, where that is none of dtf's own; for messages."""
 

@@ -95,8 +95,10 @@ class Task:
 
     start_check: StartCheck = field(default_factory=StartCheck)
 
-    channels_last: bool = False
-    """Whether images have their channels last in memory, as `step.memory_format` says or the model bears."""
+    channels_last: bool | None = None
+    """Whether images have their channels last in memory, or first, as `step.memory_format` says or the model bears.
+    None: as the recipe gives them.
+    """
 
     compiled: tuple[str, ...] = ()
     """Names of the modules that `step.compile` has chosen; "" is the model."""

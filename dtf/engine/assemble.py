@@ -247,25 +247,24 @@ def _recall_start_check(joined: JoinedRank, task: Task, model: nn.Module, data: 
     return record
 
 
-def _choose_memory_format(joined: JoinedRank, task: Task, model: nn.Module) -> tuple[bool, str]:
-    """Whether the channels of images lie last in memory, and a text for people. Ranks that run the engine do as
-    rank 0 finds, all others find it by themselves. A run that goes on does as it began where its record of the start
+def _choose_memory_format(joined: JoinedRank, task: Task, model: nn.Module) -> tuple[bool | None, str]:
+    """`Task.channels_last`, and a text for people, which depend on no number of processes. Ranks that run the engine do
+    as rank 0 finds, all others find it by themselves. A run that goes on does as it began where its record of the start
     fits, see `StartRecord`; else it is tried again. Collective.
     """
     chosen, plans = task.step.memory_format, task.start_check.plans
-    if chosen is not MemoryFormat.auto or not convolves(model):
+    if chosen is not MemoryFormat.auto:
         return chosen is MemoryFormat.channels_last, ""
+    if not convolves(model):
+        return None, ""
     reason = plans.get(_FORMAT)
     if reason is None and (not joined.trains or joined.world.rank == 0):
-        place, roles = joined.rank.place, joined.rank.settings.strategy.roles(joined.rank.place.slots)
-        # others than the role that runs the engine compute for it
-        shares = place.slots if len(roles) == 1 else sum(list(roles.values())[1:])
         if draws_by_name(task.recipe):
             reason = "its parameters are drawn by name"
-        elif why := objection_of_format(task.precision, place.device):
+        elif why := objection_of_format(task.precision, joined.rank.place.device):
             reason = why
         else:
-            reason = objection(task, model, task.step.rows_each(shares))
+            reason = objection(task, model, task.step.micro_batch_rows or task.step.batch_size)
     plans[_FORMAT] = reason = joined.world.broadcast(reason) if joined.trains else reason or ""
     return not reason, f"contiguous: {reason}" if reason else "channels last"
 
@@ -282,6 +281,7 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
     program = check_program(strategy.setup(inputs.task, joined.world), config["strategy"]["name"], joined.world)
     if not type(strategy).__module__.startswith("dtf."):
         program.plugin = f"strategy={config['strategy']['name']} ({type(strategy).__qualname__})"
+    inputs = _as_program_does(inputs, program)
     if settings.recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):
         raise ConfigError(
             f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} "
@@ -312,6 +312,21 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
         batch = program.prepare(splits.first_eval_rows(count) if rows is not None else None)
         check_evaluated(settings.recipe, program.trial_eval(batch), batch, plan.objective[0])
     return TrainingSetup(joined, inputs, program, train, evaluation, plan, checkpointer)
+
+
+def _as_program_does(inputs: TaskInputs, program: Program) -> TaskInputs:
+    """The inputs with what the start-up table says of the memory format. ConfigError where a program was asked for
+    one that it does not have.
+    """
+    if not inputs.task.channels_last or program.follows_memory_format:
+        return inputs
+    why = f"nothing says that the passes of {type(program).__name__} put channels last"
+    if inputs.task.step.memory_format is MemoryFormat.channels_last:
+        raise ConfigError(
+            f"step.memory_format=channels_last: {why}; let it be a dtf.Spmd, set follows_memory_format in it where it "
+            "does as task.channels_last says, or use step.memory_format=contiguous"
+        )
+    return replace(inputs, memory_format=f"contiguous: {why}")
 
 
 def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | None, str, WeightMatch | None]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dtf.api.options import MemoryFormat
 from dtf.config.settings import Settings, parse_settings
 from dtf.core.errors import DtfError, Exit, PeerError, Preempted, io_failure
 from dtf.core.types import Event, Failed, Place
@@ -61,6 +62,9 @@ GRACE_S = 25.0
 _GLOO_ADVICE = re.compile(r"^\[\S+\] | This is typically caused by a remote worker.*", re.DOTALL)
 """What gloo says beside what happened: a path of the machine that built it, and where to look."""
 
+_ORDER_IN_MEMORY = re.compile(r"\b(strides?|contiguous|channels_last|memory.format)\b", re.IGNORECASE)
+"""Words of torch, and of authors, about where numbers lie."""
+
 
 def run_rank(
     body: Callable[[Rank], None],
@@ -104,7 +108,7 @@ def run_rank(
         blamed = error.blames if isinstance(error, DtfError) and error.raised_by_all else place.rank
         # after the first steps an author's code may fail by chance, and may do well from the last save
         named = error if isinstance(error, DtfError) else author_error(error)
-        message = str(named or f"{type(error).__name__}: {error}")
+        message = str(named or f"{type(error).__name__}: {error}") + _format_advice(error, config)
         send(
             Failed(
                 blamed,
@@ -118,6 +122,14 @@ def run_rank(
             )
         )
         return exit
+
+
+def _format_advice(error: BaseException, config: dict[str, Any]) -> str:
+    """What to add to an error that an order of numbers in memory may have caused, where one was asked for without a
+    trial.
+    """
+    asked = config.get("step", {}).get("memory_format") == MemoryFormat.channels_last.value
+    return "; or use step.memory_format=contiguous" if asked and _ORDER_IN_MEMORY.search(str(error)) else ""
 
 
 def _explained(error: BaseException, folder: str, left: bool) -> BaseException:

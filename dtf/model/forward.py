@@ -23,7 +23,7 @@ from dtf.distributed.sharding import is_dtensor
 from dtf.host import devices
 from dtf.model.init import DTYPES
 from dtf.model.loss_terms import Losses, LossTerms
-from dtf.model.memory_format import channels_last
+from dtf.model.memory_format import channels_first, channels_last
 from dtf.model.metric_checks import check_rows, check_sums
 
 HALF = (torch.bfloat16, torch.float16)
@@ -47,8 +47,8 @@ class ForwardPass:
         """`model(*inputs)` in the dtypes and the memory format of the run. `cast`: convert floating inputs to these;
         False for a part of a model that gets the outputs of another part.
         """
-        if self._channels_last and cast:
-            inputs = tuple(map(channels_last, inputs))
+        if self._channels_last is not None and cast:
+            inputs = tuple(map(channels_last if self._channels_last else channels_first, inputs))
         if self._autocast is None:
             return model(*(cast_floating(value, self._input if cast else None) for value in inputs))
         with torch.autocast(self._device.type, dtype=self._autocast):

@@ -229,6 +229,19 @@ class Seeded:
         self._draws.log.clear()
 
 
+@contextmanager
+def seeded_dropouts(model: nn.Module) -> Iterator[SeededDropout]:
+    """A context in which the dropout layers of a model on CPU are seeded; at its end they are what they were."""
+    masks = SeededDropout(model, 0, torch.device("cpu"))
+    try:
+        yield masks
+    finally:
+        for module in masks._seeded:
+            module.__class__ = type(module).__bases__[1]
+            for key in ("_masks", "_name", "_draws"):
+                del module.__dict__[key]
+
+
 class Draws:
     """What a compiled pass needs to draw the masks of one layer."""
 

@@ -45,6 +45,8 @@ class DataParallelProgram(Program):
     parameters. Gradients are summed in order of replicas, so results do not depend on which thread is faster.
     """
 
+    follows_memory_format = True
+
     def __init__(self, task: Task, world: World, devices: list[torch.device], threads: int, every: bool) -> None:
         self.shard, self.shares = Shard(0, 1), len(devices)
         self.micro_batch_rows = task.step.rows_each(len(devices))

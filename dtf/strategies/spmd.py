@@ -55,6 +55,8 @@ class Spmd(Program):
     To make one is collective. ConfigError on all ranks when `sharding` is not that of the replica's model.
     """
 
+    follows_memory_format = True
+
     def __init__(
         self,
         replica: Replica,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from dtf.model.memory_format import channels_last, convolves, objection, weights_channels_last
+from dtf.model.memory_format import channels_first, channels_last, convolves, objection, weights_channels_last
+from tests.support.placed_model import KINDS, WHY
 
 LAST = torch.channels_last
 
@@ -113,11 +114,13 @@ def task(inputs: Any = None) -> Any:
         (WantsManyRows, "two rows cannot be computed here (ValueError)"),
         (Merges, ""),
         (Fails, "two rows cannot be computed here (LookupError)"),
+        *((KINDS[kind], why) for kind, why in WHY.items()),
     ],
 )
-def test_a_model_shows_whether_it_bears_channels_last(kind: type[Net], why: str) -> None:
+def test_a_model_shows_whether_it_bears_channels_last(kind: type[Any], why: str) -> None:
     model, rows = kind(), task()
-    model.drop.eval()
+    drops = model.drop if isinstance(model, Net) else model.drops[0]
+    drops.eval()
     model.norm.eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     drawn, modes = torch.get_rng_state(), [module.training for module in model.modules()]
@@ -126,7 +129,9 @@ def test_a_model_shows_whether_it_bears_channels_last(kind: type[Net], why: str)
     assert found.startswith(why) and bool(found) is bool(why)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(module.weight.is_contiguous() for module in (model.first, model.second))
-    assert torch.equal(torch.get_rng_state(), drawn) and model.seen == 0
+    assert torch.equal(torch.get_rng_state(), drawn) and getattr(model, "seen", 0) == 0
+    assert type(drops) is nn.Dropout and not {"_masks", "_name", "_draws"} & vars(drops).keys()
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert others == (random.getstate(), str(np.random.get_state()))
     assert [module.training for module in model.modules()] == modes
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -152,6 +157,38 @@ def test_inputs_that_are_no_images_stay_as_they_are() -> None:
     put = channels_last(inputs)
     assert put["image"].is_contiguous(memory_format=LAST) and torch.equal(put["image"], inputs["image"])
     assert put["id"] is inputs["id"] and put["x"] is inputs["x"]
+    back = channels_first(put)
+    assert back["image"].is_contiguous() and torch.equal(back["image"], inputs["image"]) and back["x"] is inputs["x"]
+
+
+@pytest.mark.parametrize(
+    ("name", "pixels"),
+    [
+        pytest.param(name, pixels, marks=() if name in ("resnet18", "mobilenet_v2") else pytest.mark.slow)
+        for name in (
+            "resnet18",
+            "mobilenet_v2",
+            "resnet50",
+            "efficientnet_b0",
+            "convnext_tiny",
+            "densenet121",
+            "vgg11",
+            "vgg11_bn",
+            "swin_t",
+        )
+        for pixels in (32, 64)
+    ],
+)
+def test_networks_of_torchvision_bear_channels_last(name: str, pixels: int) -> None:
+    """Also where batches are a value or two for each channel, whose statistics are mostly rounding."""
+    models = pytest.importorskip("torchvision").models
+    torch.manual_seed(0)
+    assert objection(task(torch.randn(2, 3, pixels, pixels)), models.get_model(name, num_classes=8), 1 << 20) == ""
+
+
+def test_data_with_channels_last_are_tried_with_channels_first() -> None:
+    rows = torch.randn(2, 3, 6, 6).contiguous(memory_format=LAST)
+    assert objection(task(rows), KINDS["dropout"](), 8) == WHY["dropout"]
 
 
 def test_weights_in_the_memory_of_others_stay_there() -> None:

@@ -47,6 +47,7 @@ class ServerProgram(Program):
     """
 
     shard = None
+    follows_memory_format = True
 
     def __init__(self, task: Task, world: World, strategy: PserverOptions, sync_mode: SyncMode, trainers: int) -> None:
         self.shares = sync_mode.shares(trainers)

@@ -69,6 +69,8 @@ class PipelineProgram(Program):
     `table`: the stages as text, for the start-up table. `tables`: the sparse tables that the update holds.
     """
 
+    follows_memory_format = True
+
     def __init__(
         self,
         stages: list[Stage],
