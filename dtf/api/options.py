@@ -90,8 +90,8 @@ class StepOptions:
     memory_format: MemoryFormat = option(
         default=MemoryFormat.auto,
         doc="where the channels of images (B, C, H, W) lie in memory, at the same shapes and checkpoints: "
-        "`contiguous` leaves them first; `channels_last` makes most convolutions faster; `auto`: last where the model "
-        "has two-dimensional convolutions and two rows show that it bears it and is likely to gain",
+        "`contiguous` puts them first; `channels_last` makes most convolutions faster; `auto`: last where the model "
+        "has two-dimensional convolutions and two rows show that it gives the same numbers and is likely to gain",
     )
     compile: Compile = option(
         default=Compile.off,

@@ -316,8 +316,10 @@ def numbers_differ(one: Numbers, two: Numbers, bound: float) -> bool:
 
 def differences(one: Numbers, two: Numbers, bound: float) -> list[str]:
     """Names of the numbers in which two passes differ by more than rounding. Gradients are compared with the largest of
-    them.
+    them. Where a pass does not use a parameter, its gradient may be none or zero, as wrappers of the model have it.
     """
+    unused = {name: 0.0 for name in one.keys() ^ two.keys() if name.startswith("gradient")}
+    one, two = unused | one, unused | two
     found = [*(one.keys() ^ two.keys())]
     largest = max((abs(value) for name, value in one.items() if name.startswith("gradient")), default=0.0)
     for name in one.keys() & two.keys():

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from dtf.api.options import StepOptions
 from dtf.api.task import Task
 from dtf.optim.optimizers import Sgd
+from dtf.strategies.start_check import differences
 from dtf.strategies.trial_numbers import trial
 from tests.support.harness import PRECISIONS
 from tests.support.toy import Toy
@@ -41,3 +42,11 @@ def test_evaluations_before_the_first_step_leave_no_trace() -> None:
         assert model.scale.tolist() == [2.0] * 4
     assert model.scale.tolist() == [2.5] * 4 and model.kept.tolist() == [1.0] * 2
     assert model.calls == 0 and model.seen == 0
+
+
+def test_a_gradient_that_is_not_there_is_zero() -> None:
+    """FSDP gives none to what no rows have used yet, and zeros after some rows have used it."""
+    once = {"sum 0": 2.0, "gradient of a": 0.5}
+    assert differences(once, once | {"gradient of b": 0.0}, 1e-5) == []
+    assert differences(once, once | {"gradient of b": 0.1}, 1e-5) == ["gradient of b"]
+    assert differences(once, once | {"sum 1": 0.0}, 1e-5) == ["sum 1"]
