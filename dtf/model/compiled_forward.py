@@ -48,7 +48,7 @@ class CompiledForward:
     """The forward of a module, in one compiled piece. ConfigError where it cannot be one."""
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
-        self._name, self._module, self.key = name, module, key
+        self.name, self._module, self.key = name, module, key
         self._kind = (key, *_structure(module))
         self._functions: dict[bool, Callable[..., Any]] = {}
         self._counted = [part for part in module.modules() if isinstance(part, Counted | Seeded)]
@@ -89,8 +89,8 @@ class CompiledForward:
             )
         if isinstance(error, RecompileError):
             return ConfigError(
-                f"{self.key} would compile {self.label} in each pass anew, as something that it keeps changes "
-                f"({_guard(error)}); keep a number in a buffer, as a tensor, or use step.compile=off"
+                f"{self.key} would compile {self.label} in each pass anew, as an attribute changes from pass to pass "
+                f"({_guard(error)}); make it a buffer, or use step.compile=off"
             )
         if isinstance(error, TorchDynamoException):
             return ConfigError(
@@ -103,7 +103,11 @@ class CompiledForward:
     def label(self) -> str:
         """Its name and class, for people."""
         kind = type(self._module).__name__
-        return f"{self._name} ({kind})" if self._name else f"the model ({kind})"
+        return f"{self.name} ({kind})" if self.name else f"the model ({kind})"
+
+    def parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """It and the modules in it, by their names in the model."""
+        return self._module.named_modules(prefix=self.name)
 
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -198,6 +202,7 @@ def _set_options() -> None:
     # equal modules may keep numbers of their own, for each of which torch compiles
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _most()
     inductor.fallback_random = True  # functional dropout draws what it draws uncompiled
+    inductor.layout_optimization = False  # `step.memory_format` says how images lie, and draws follow that
     inductor.deterministic = True  # on GPUs, kernels are not chosen by how fast they were
     inductor.fx_graph_cache = True
     torch._functorch.config.enable_autograd_cache = True

@@ -85,8 +85,8 @@ def test_equal_blocks_are_compiled_once_for_each_shape_and_never_again() -> None
     assert spread_list(steps=9, eval_every=3) == one
 
 
-def spread_list(**case: Any) -> list[Any]:
-    return ranks(1, "tests.laws.test_compile:compilations", shared=True, **{**COMPILED, **case})[0]
+def spread_list(call: str = "compilations", **case: Any) -> Any:
+    return ranks(1, f"tests.laws.test_compile:{call}", shared=True, **{**COMPILED, **case})[0]
 
 
 @pytest.mark.slow
@@ -131,15 +131,54 @@ def test_a_compiled_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
             r"cannot compile blocks.0 \(Block\) in one piece: .*data-dependent.*uncompilable.py",
         ),
         ("reads in evaluation", r"cannot compile blocks.0 \(Block\) in one piece: .*data-dependent"),
-        ("counts", r"would compile blocks.0 \(Block\) in each pass anew.*passes.*keep a number in a buffer"),
-        ("draws", r"cannot compile blocks.0 \(Block\) in one piece: .*uncompilable.py"),
+        ("counts", r"would compile blocks.0 \(Block\) in each pass anew, as an attribute .*passes.*make it a buffer"),
+        ("scales by a buffer", "computes something else when it is compiled .gradient of .*such as a buffer that changes"),
+        ("draws from Python", r"cannot compile blocks.0 \(Block\): it draws random numbers from Python or numpy.* torch"),
+        ("draws from numpy", r"cannot compile blocks.0 \(Block\): it draws random numbers from Python or numpy"),
         ("passes by", r"calls none of blocks.0 \(Block\), blocks.1 \(Block\) as a module; call blocks as block\(x\)"),
+        ("passes one by", r"calls none of blocks.0 \(Block\) as a module; call blocks as block\(x\)"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_name_before_the_first_step(way: str, words: str) -> None:
     case = {"recipe": {"name": "uncompilable", "way": way}, "plugin": "tests.support.uncompilable"}
     with pytest.raises(Refused, match=f"ConfigError: .*{words}"):
         spread("ddp", 1, compile="blocks", **case)
+
+
+@pytest.mark.parametrize(
+    ("way", "processes"),
+    [
+        ("counts", 1),
+        ("counts by a rule", 2),
+        ("ignored output", 1),
+        ("ignored penalty", 1),
+        ("leaves out by Python", 2),
+    ],
+)
+def test_blocks_that_keep_numbers_or_make_what_nobody_uses_are_compiled(way: str, processes: int) -> None:
+    """A parameter that the loss does not come to has zeros for a gradient then; an update takes both alike."""
+    case = {"recipe": {"name": "odd_blocks", "way": way}, "plugin": "tests.support.odd_blocks"}
+    assert difference(reference(**case), spread("ddp", processes, compile="blocks", **case)) < 1e-10
+
+
+def miscompiled(rank: int, size: int, **case: Any) -> str:
+    """What a run raises whose compiler makes each number larger, but follows code well."""
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        return lambda *values: tuple(value * 1.01 for value in graph(*values))
+
+    try:
+        train(rank, size, **{**case, "compiler": backend})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "dp", "pipeline", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_wrong_machine_code_is_refused_before_the_first_update(strategy: str) -> None:
+    said = spread_list(call="miscompiled", strategy=strategy, slots=2 if strategy == "dp" else 1)
+    assert "step.compile=blocks: the model computes something else when it is compiled (gradient of" in said
+    assert "wrong machine code" in said
 
 
 @pytest.mark.parametrize(
