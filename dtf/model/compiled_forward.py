@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtf.core.errors import ConfigError
-from dtf.host.compiler import compiler_lack
+from dtf.core.errors import ConfigError, DtfError, io_failure_told
+from dtf.host.compiler import CACHE_VARIABLE, compiler_lack
 from dtf.host.heartbeat import compiling
 from dtf.host.user_cache import user_cache
 from dtf.model.norm_calls import Counted
@@ -34,7 +34,6 @@ BACKEND = "inductor"
 MOST_SHAPES = 64
 """Compilations of one module: the shapes of its inputs, in training and evaluation."""
 CACHE = "compiled"
-_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 _numbers = itertools.count()
 _functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -78,9 +77,14 @@ class CompiledForward:
             for part in self._counted:
                 part.after_compiled()
 
-    def _refusal(self, error: Exception) -> ConfigError | None:
+    def _refusal(self, error: Exception) -> DtfError | None:
         """What to raise for an error of a pass. None for those that are not the compiler's."""
-        from torch._dynamo.exc import FailOnRecompileLimitHit, RecompileError, TorchDynamoException
+        from torch._dynamo.exc import (
+            BackendCompilerFailed,
+            FailOnRecompileLimitHit,
+            RecompileError,
+            TorchDynamoException,
+        )
 
         if isinstance(error, FailOnRecompileLimitHit):
             return ConfigError(
@@ -93,6 +97,12 @@ class CompiledForward:
                 f"({_guard(error)}); make it a buffer, or use step.compile=off"
             )
         if isinstance(error, TorchDynamoException):
+            if isinstance(error, BackendCompilerFailed):
+                folder = os.environ.get(CACHE_VARIABLE, "")
+                return io_failure_told(str(error), folder) or ConfigError(
+                    f"{self.key} cannot compile {self.label}: {reason(error)}; remove {folder} if the machine code "
+                    "that it keeps is damaged, or use step.compile=off"
+                )
             return ConfigError(
                 f"{self.key} cannot compile {self.label} in one piece: {reason(error)}; change that, or use "
                 "step.compile=off"
@@ -179,10 +189,10 @@ def configure(device: str, threads: int, modules: int = 1) -> None:
     """Set torch's compiler up in this process, for so many modules. ConfigError where this host lacks something for
     it.
     """
-    given = os.environ.get(_VARIABLE, "")
+    given = os.environ.get(CACHE_VARIABLE, "")
     # torch writes its own choice there when it is imported
     if not given or given.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
-        os.environ[_VARIABLE] = str(cache_folder())
+        os.environ[CACHE_VARIABLE] = str(cache_folder())
 
     lack = compiler_lack(device, os.environ) if BACKEND == "inductor" else ""
     if lack:
@@ -276,7 +286,7 @@ def _guard(error: Exception) -> str:
 def reason(error: Exception) -> str:
     """What torch says of an error, in one line, and the line of code that it names."""
     text = str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.endswith(" raised:")]
     said = [lines[0]] if lines else [type(error).__name__]
     said += [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")][:1]
     said += [line for line in lines if ": error: " in line or ": fatal error: " in line][:1]  # of a C++ compiler

@@ -47,9 +47,9 @@ class Reach:
         self.active = forward is not None
         # a hook would see the zeros, and torch's own search has told of what is unused
         hooked = any(parameter._backward_hooks or has_hook_on_sums(parameter) for parameter in parameters)
-        for hooks in (parameter._backward_hooks for parameter in parameters if forward is not None):
-            for number, hook in (hooks or {}).items():
-                hooks[number] = partial(_call_with_gradient, hook)
+        for parameter in parameters if self.active else ():
+            hooks = parameter._backward_hooks or {}
+            hooks |= {number: partial(_call_with_gradient, hook) for number, hook in hooks.items()}
         self._links = hooked or bool(getattr(forward, "find_unused_parameters", False))
         self._later = False
 

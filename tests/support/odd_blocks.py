@@ -31,6 +31,7 @@ class OddBlocks(Toy):
             def __init__(self) -> None:
                 super().__init__()
                 self.layer, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+                self.passes: Any
                 self.register_buffer("passes", torch.zeros(()))
 
             def forward(self, x: torch.Tensor) -> Any:

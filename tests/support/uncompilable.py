@@ -5,7 +5,7 @@ A plugin: `plugins=[tests.support.uncompilable]`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtf.api.layout import Layout
 from dtf.api.registry import option, register
@@ -32,6 +32,7 @@ class Uncompilable(Toy):
             def __init__(self) -> None:
                 super().__init__()
                 self.layer, self.passes = nn.Linear(16, 16), 0
+                self.scale: Any
                 self.register_buffer("scale", torch.zeros(()))
 
             def work(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,6 +51,8 @@ class Uncompilable(Toy):
                 if way == "scales by a buffer" and self.training:  # torch computes the cosine again, after the next sum
                     self.scale += 1
                     y = y * torch.cos(self.scale)
+                if way == "differs in evaluation" and not self.training and torch.compiler.is_compiling():
+                    return y * 2
                 if way == "draws from Python" and self.training:
                     y = y * random.uniform(0.5, 1.5)
                 return y * float(np.random.rand()) if way == "draws from numpy" else y

@@ -33,6 +33,7 @@ from dtf.strategies.pass_probes import WrittenParameters, count_calls
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.start_check import BUFFER, GRADIENT, Collectives, Numbers, Passes, Trials, check_passes, take_size
+from dtf.strategies.trial_numbers import passes_without_trace
 
 INSTEAD = "strategy.degree=0"
 """What to use where the rows of a model cannot be divided: all ranks in one pipeline."""
