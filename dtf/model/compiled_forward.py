@@ -15,7 +15,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -57,9 +57,13 @@ class CompiledForward:
                 raise ConfigError(f"{key} cannot compile {self.label}: {refusal}; use step.compile=off")
         self.called = False
         """Whether a pass has called it."""
+        self.is_off = False
+        """Whether the module computes as it is, see `uncompiled`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.called = True
+        if self.is_off:
+            return _call(self._module, *args, **kwargs)
         for part in self._counted:
             part.before_compiled()
         if _traced_only not in self._functions:
@@ -258,9 +262,17 @@ def _processor() -> list[str]:
     return []
 
 
-def uncompiled(compiled: Collection[CompiledForward]) -> AbstractContextManager[object]:
-    """A context in which compiled modules compute as they are."""
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+@contextmanager
+def uncompiled(compiled: Collection[CompiledForward]) -> Iterator[None]:
+    """A context in which these modules compute as they are. Others of this process, in other threads, do not change."""
+    before = [forward.is_off for forward in compiled]
+    for forward in compiled:
+        forward.is_off = True
+    try:
+        yield
+    finally:
+        for forward, was_off in zip(compiled, before, strict=True):
+            forward.is_off = was_off
 
 
 @contextmanager

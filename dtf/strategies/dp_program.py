@@ -307,7 +307,7 @@ class DataParallelProgram(Program):
         """`work(i)` for each replica, each in its own thread; results in order."""
         if not self._threads:  # a single replica needs no thread of its own
             return [work(0)]
-        if self._in_turn or self._replicas[0].compile_trial.is_due:  # what compares makes others compute uncompiled
+        if self._in_turn:
             return [self._threads[i].submit(work, i).result() for i in range(count or len(self._replicas))]
         futures = [self._threads[i].submit(work, i) for i in range(len(self._replicas) if count is None else count)]
         return [future.result() for future in futures]
