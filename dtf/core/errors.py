@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from enum import IntEnum
 from pathlib import Path
 from typing import TypeVar
@@ -165,6 +166,12 @@ def io_failure(error: BaseException, folder: str | Path = "") -> SaveError | Non
         f"{f'{where}: ' if where else ''}{error.strerror}{kept}; {_REMEDIES[error.errno]}, then start again with the "
         "same run.dir"
     )
+
+
+def io_failure_told(text: str, folder: str | Path) -> SaveError | None:
+    """As `io_failure` for what another program says, such as a compiler, that writes in `folder`."""
+    number = next((number for number in _REMEDIES if os.strerror(number) in text), None)
+    return None if number is None else io_failure(OSError(number, os.strerror(number), str(folder)))
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
+from dtf.core.errors import ConfigError, io_failure
+
 _SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 """Variables that turn torch.compile off without a word."""
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Names the folder of machine code. torch makes it when it is imported, whether anything is compiled or not."""
+
+
+def check_cache_folder(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError where the folder that a user names for machine code cannot be, SaveError on a full disk."""
+    folder = environment.get(CACHE_VARIABLE, "")
+    try:
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise io_failure(error) or ConfigError(
+            f"{CACHE_VARIABLE}={folder}: torch cannot make this folder when it is imported ({error.strerror}); name "
+            "another one, or unset it"
+        ) from error
 
 
 def compiler_lack(devices: str, environment: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtf.core.errors import ConfigError
-from dtf.host.compiler import compiler_lack
+from dtf.core.errors import ConfigError, DtfError, io_failure_told
+from dtf.host.compiler import CACHE_VARIABLE, compiler_lack
 from dtf.host.heartbeat import compiling
 from dtf.host.user_cache import user_cache
 from dtf.model.norm_calls import Counted
@@ -34,7 +34,6 @@ BACKEND = "inductor"
 MOST_SHAPES = 64
 """Compilations of one module: the shapes of its inputs, in training and evaluation."""
 CACHE = "compiled"
-_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 _numbers = itertools.count()
 _functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -48,7 +47,7 @@ class CompiledForward:
     """The forward of a module, in one compiled piece. ConfigError where it cannot be one."""
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
-        self._name, self._module, self.key = name, module, key
+        self.name, self._module, self.key = name, module, key
         self._kind = (key, *_structure(module))
         self._functions: dict[bool, Callable[..., Any]] = {}
         self._counted = [part for part in module.modules() if isinstance(part, Counted | Seeded)]
@@ -58,9 +57,13 @@ class CompiledForward:
                 raise ConfigError(f"{key} cannot compile {self.label}: {refusal}; use step.compile=off")
         self.called = False
         """Whether a pass has called it."""
+        self.is_off = False
+        """Whether the module computes as it is, see `uncompiled`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.called = True
+        if self.is_off:
+            return _call(self._module, *args, **kwargs)
         for part in self._counted:
             part.before_compiled()
         if _traced_only not in self._functions:
@@ -78,9 +81,14 @@ class CompiledForward:
             for part in self._counted:
                 part.after_compiled()
 
-    def _refusal(self, error: Exception) -> ConfigError | None:
+    def _refusal(self, error: Exception) -> DtfError | None:
         """What to raise for an error of a pass. None for those that are not the compiler's."""
-        from torch._dynamo.exc import FailOnRecompileLimitHit, RecompileError, TorchDynamoException
+        from torch._dynamo.exc import (
+            BackendCompilerFailed,
+            FailOnRecompileLimitHit,
+            RecompileError,
+            TorchDynamoException,
+        )
 
         if isinstance(error, FailOnRecompileLimitHit):
             return ConfigError(
@@ -89,10 +97,16 @@ class CompiledForward:
             )
         if isinstance(error, RecompileError):
             return ConfigError(
-                f"{self.key} would compile {self.label} in each pass anew, as something that it keeps changes "
-                f"({_guard(error)}); keep a number in a buffer, as a tensor, or use step.compile=off"
+                f"{self.key} would compile {self.label} in each pass anew, as an attribute changes from pass to pass "
+                f"({_guard(error)}); make it a buffer, or use step.compile=off"
             )
         if isinstance(error, TorchDynamoException):
+            if isinstance(error, BackendCompilerFailed):
+                folder = os.environ.get(CACHE_VARIABLE, "")
+                return io_failure_told(str(error), folder) or ConfigError(
+                    f"{self.key} cannot compile {self.label}: {reason(error)}; remove {folder} if the machine code "
+                    "that it keeps is damaged, or use step.compile=off"
+                )
             return ConfigError(
                 f"{self.key} cannot compile {self.label} in one piece: {reason(error)}; change that, or use "
                 "step.compile=off"
@@ -103,7 +117,11 @@ class CompiledForward:
     def label(self) -> str:
         """Its name and class, for people."""
         kind = type(self._module).__name__
-        return f"{self._name} ({kind})" if self._name else f"the model ({kind})"
+        return f"{self.name} ({kind})" if self.name else f"the model ({kind})"
+
+    def parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """It and the modules in it, by their names in the model."""
+        return self._module.named_modules(prefix=self.name)
 
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,10 +193,10 @@ def configure(device: str, threads: int, modules: int = 1) -> None:
     """Set torch's compiler up in this process, for so many modules. ConfigError where this host lacks something for
     it.
     """
-    given = os.environ.get(_VARIABLE, "")
+    given = os.environ.get(CACHE_VARIABLE, "")
     # torch writes its own choice there when it is imported
     if not given or given.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
-        os.environ[_VARIABLE] = str(cache_folder())
+        os.environ[CACHE_VARIABLE] = str(cache_folder())
 
     lack = compiler_lack(device, os.environ) if BACKEND == "inductor" else ""
     if lack:
@@ -198,6 +216,7 @@ def _set_options() -> None:
     # equal modules may keep numbers of their own, for each of which torch compiles
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _most()
     inductor.fallback_random = True  # functional dropout draws what it draws uncompiled
+    inductor.layout_optimization = False  # `step.memory_format` says how images lie, and draws follow that
     inductor.deterministic = True  # on GPUs, kernels are not chosen by how fast they were
     inductor.fx_graph_cache = True
     torch._functorch.config.enable_autograd_cache = True
@@ -243,9 +262,17 @@ def _processor() -> list[str]:
     return []
 
 
-def uncompiled(compiled: Collection[CompiledForward]) -> AbstractContextManager[object]:
-    """A context in which compiled modules compute as they are."""
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+@contextmanager
+def uncompiled(compiled: Collection[CompiledForward]) -> Iterator[None]:
+    """A context in which these modules compute as they are. Others of this process, in other threads, do not change."""
+    before = [forward.is_off for forward in compiled]
+    for forward in compiled:
+        forward.is_off = True
+    try:
+        yield
+    finally:
+        for forward, was_off in zip(compiled, before, strict=True):
+            forward.is_off = was_off
 
 
 @contextmanager
@@ -271,7 +298,7 @@ def _guard(error: Exception) -> str:
 def reason(error: Exception) -> str:
     """What torch says of an error, in one line, and the line of code that it names."""
     text = str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.endswith(" raised:")]
     said = [lines[0]] if lines else [type(error).__name__]
     said += [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")][:1]
     said += [line for line in lines if ": error: " in line or ": fatal error: " in line][:1]  # of a C++ compiler

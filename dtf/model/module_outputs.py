@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +13,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dtf.distributed.sharding import is_dtensor, local
+
+_thread = threading.local()
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """A context for passes of this thread that leave no trace: their outputs are not added up."""
+    before, _thread.paused = getattr(_thread, "paused", False), True
+    try:
+        yield
+    finally:
+        _thread.paused = before
 
 
 class ModuleOutputs:
@@ -44,7 +58,7 @@ class ModuleOutputs:
     @torch.no_grad()
     def _add(self, name: str, outputs: Any) -> None:
         self._calls[name] += 1
-        if not self.counts:
+        if not self.counts or getattr(_thread, "paused", False):
             return
         call = self._calls[name]
         key = name if call == 1 else f"{name}, call {call}"

@@ -286,39 +286,45 @@ _library.impl("dropout_mask", _draw, "CompositeExplicitAutograd")
 torch.library.register_fake("dtf::dropout_mask", _fake, lib=_library)
 
 
-@contextmanager
-def find_drawing_modules(models: Iterable[nn.Module]) -> Iterator[list[str]]:
-    """A context for a trial pass. The list that it yields gets the modules whose own forward pass draws from a global
-    generator, innermost first: their names and classes.
-    """
-    found: list[str] = []
-    before: list[tuple[Any, ...]] = []
-
-    def enter(module: nn.Module, inputs: object) -> None:
-        before.append(_global_states())
-
-    def leave(module: nn.Module, name: str) -> None:
-        if before and before.pop() != _global_states():
-            kind = type(module).__name__.removeprefix("Divided")
-            found.append(f"{name} ({kind})" if name else f"the model itself ({kind})")
-
-    hooks: list[Any] = []
-    for model in models:
-        for name, module in model.named_modules():
-            hooks.append(module.register_forward_pre_hook(enter))
-            hooks.append(module.register_forward_hook(lambda module, _, __, name=name: leave(module, name)))
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
+def host_states() -> tuple[Any, ...]:
+    """Of the global generators of Python and numpy."""
+    return random.getstate(), _numpy_state()
 
 
 def _global_states() -> tuple[Any, ...]:
     """Of all generators that a forward pass may draw from: torch's, Python's and numpy's."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     states = [torch.get_rng_state(), *devices]
-    return (*(state.numpy().tobytes() for state in states), random.getstate(), _numpy_state())
+    return (*(state.numpy().tobytes() for state in states), *host_states())
+
+
+@contextmanager
+def find_drawing_modules(
+    modules: Iterable[tuple[str, nn.Module]], states: Callable[[], tuple[Any, ...]] = _global_states
+) -> Iterator[list[str]]:
+    """A context for a trial pass. The list that it yields gets those of the named modules whose own forward pass draws
+    from a global generator, innermost first: their names and classes. `states`: of the generators that are watched.
+    """
+    found: list[str] = []
+    before: list[tuple[Any, ...]] = []
+
+    def enter(module: nn.Module, inputs: object) -> None:
+        before.append(states())
+
+    def leave(module: nn.Module, name: str) -> None:
+        if before and before.pop() != states():
+            kind = type(module).__name__.removeprefix("Divided")
+            found.append(f"{name} ({kind})" if name else f"the model itself ({kind})")
+
+    hooks: list[Any] = []
+    for name, module in modules:
+        hooks.append(module.register_forward_pre_hook(enter))
+        hooks.append(module.register_forward_hook(lambda module, _, __, name=name: leave(module, name)))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _numpy_state() -> bytes:

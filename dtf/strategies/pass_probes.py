@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ class Reach:
         self.active = forward is not None
         # a hook would see the zeros, and torch's own search has told of what is unused
         hooked = any(parameter._backward_hooks or has_hook_on_sums(parameter) for parameter in parameters)
+        for parameter in parameters if self.active else ():
+            hooks = parameter._backward_hooks or {}
+            hooks |= {number: partial(_call_with_gradient, hook) for number, hook in hooks.items()}
         self._links = hooked or bool(getattr(forward, "find_unused_parameters", False))
         self._later = False
 
@@ -63,6 +67,13 @@ class Reach:
         self._links |= starting and not summed and bool(unused)
         if unused and summed:
             torch.autograd.backward(unused, [torch.zeros_like(parameter) for parameter in unused])
+
+
+def _call_with_gradient(hook: Callable[[Tensor], Tensor | None], gradient: Tensor | None) -> Tensor | None:
+    """What a hook makes of a gradient. A backward pass that comes to an unused parameter for its sum has none, and its
+    author's hook does not expect that.
+    """
+    return None if gradient is None else hook(gradient)
 
 
 def recomputes_inside(total: Tensor) -> bool:

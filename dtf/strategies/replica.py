@@ -42,7 +42,7 @@ from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.model.shared_state import SharedState
 from dtf.optim.update import LocalUpdate
-from dtf.strategies.compile_trial import try_compiled
+from dtf.strategies.compile_trial import CompileTrial
 from dtf.strategies.pass_probes import (
     Reach,
     count_calls,
@@ -53,7 +53,7 @@ from dtf.strategies.pass_probes import (
 from dtf.strategies.replica_start import CLIPPED, PADDED, check_start
 from dtf.strategies.start_check import Numbers, Passes
 from dtf.strategies.start_padding import padding_error
-from dtf.strategies.trial_numbers import pass_numbers, passes_without_trace, put_start
+from dtf.strategies.trial_numbers import output_norms, pass_numbers, passes_without_trace, put_start
 
 
 class Replica:
@@ -107,6 +107,9 @@ class Replica:
         self._compute = task.precision.compute
         self._cuts = 0 < task.step.micro_batch_rows < task.step.batch_size
         self._task = task
+        kept = partial(passes_without_trace, [model], task.recipe)
+        train = partial(self._trial, micro_batch=0, last=False, compiled=True)
+        self.compile_trial = CompileTrial(self._compiled, train, self._trial_evaluation, kept, task)
         self.clipped = ""
         """A gradient that does not grow with the loss, as `warmup` found; empty: all do."""
         self._padded = ""  # a gradient that is not zero for padding rows
@@ -148,6 +151,9 @@ class Replica:
         first, last = micro_batches
         if not self.model.training:
             self.model.train()
+        if self.compile_trial.is_due:
+            end = bounds[first + 1] - bounds[first] if first < last else len(batch.ids)
+            self.compile_trial.compare_machine_code(rows_of(batch, 0, end))
         self.statistics.begin(last - first, len(bounds) - 1, shard.count)
         self.counts = None
         self.changing.begin()
@@ -261,7 +267,7 @@ class Replica:
                     self.changing.refuse(changed(), self.instead)
                     self._check_start(*rows[1:], peers, lambda: [*attributes.changed(), *shared.changed_in_code()])
                     self.changing.refuse(changed(), self.instead)
-                self._compile_on_trial(rows[1])
+                self.compile_trial.follow_code(lambda: rows[1])
         except ValueError as error:
             raise batch_norm_error(error, count) from error
         except RuntimeError as error:
@@ -297,18 +303,13 @@ class Replica:
         self._begin_random(0, 0)
         return partial(self._passes.forward, self.model, self._received(copy_of(rows), 0, 0).inputs)
 
-    def _compile_on_trial(self, rows: Batch) -> None:
-        """Raise ConfigError where a module cannot be compiled. Collective where passes are."""
-
-        def evaluate() -> None:
-            self.model.eval()
-            with torch.no_grad():
-                self._forward_of(rows)()
-            self.model.train()
-
-        train = partial(self._trial, rows, 0, last=False, compiled=True)
-        if self._compiled:
-            try_compiled(self._compiled, train, evaluate, self.start_numbers, self._compute)
+    def _trial_evaluation(self, rows: Batch) -> Numbers:
+        """The norms of what the model makes of some rows in an evaluation."""
+        self.model.eval()
+        with torch.no_grad():
+            outputs = self._forward_of(rows)()
+        self.model.train()
+        return output_norms(outputs)
 
     def passes(self, rows: Batch) -> Passes:
         """Trial passes over these rows at any time, without a trace. Collective where passes are."""
@@ -329,7 +330,7 @@ class Replica:
             part = self._received(rows, step, micro_batch)
             self.changing.begin()
             self._begin_random(step, micro_batch)
-            sums = self._pass(part, factor, last=self._sync is not None, padding=True)
+            sums = self._pass(part, factor, last=self._sync is not None)
             self.changing.begin_micro_batch()
             self.model.zero_grad()
         return sums
@@ -337,6 +338,7 @@ class Replica:
     def follow(self, other: Replica) -> None:
         """Take over what `warmup` has found of another copy of the model."""
         self.masks.seed_as(other.masks)
+        self.compile_trial.is_due = False
         self.changing.take(self.statistics.release(other.statistics.uneven - self.statistics.uneven))
         self._passes.loss.follow(other._passes.loss)
 

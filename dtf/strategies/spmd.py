@@ -126,7 +126,8 @@ class Spmd(Program):
                 self._sum_gradients()
             return
         model, masks = self._replica.model, self._replica.masks
-        with name_failing_module(model), masks.record_input_norms() as seen, find_drawing_modules([model]) as drawing:
+        drawing_modules = find_drawing_modules(model.named_modules())
+        with name_failing_module(model), masks.record_input_norms() as seen, drawing_modules as drawing:
             drew = self._replica.warmup(batch, peers)
         if drew:
             why = "and ranks that divide its channels would draw alike for different ones"

@@ -27,8 +27,8 @@ Numbers = dict[str, float]
 and the norm of each buffer that a rule keeps.
 """
 
-BUFFER = "buffer "
-"""Begins the name of a buffer among numbers."""
+BUFFER, GRADIENT = "buffer ", "gradient of "
+"""Begin the names of buffers and of gradients among numbers."""
 
 TOLERANCES = {Format.fp64: 1e-9, Format.fp32: 2e-5, Format.bf16: 3e-2, Format.fp16: 1e-2}
 """Relative differences that rounding may make: kernels of GPUs need not sum in the same order twice."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.distributed.sharding import is_dtensor, local
 from dtf.model.attributes import without_trace
 from dtf.model.init import init_model
+from dtf.model.module_outputs import unrecorded
 from dtf.model.shared_state import SharedState
 from dtf.strategies.pass_probes import WrittenParameters, pass_error
-from dtf.strategies.start_check import BUFFER, Numbers, take_size
+from dtf.strategies.start_check import BUFFER, GRADIENT, Numbers, take_size
 
 
 def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) -> tuple[Numbers, dict[str, Tensor]]:
@@ -35,15 +38,21 @@ def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) 
         parameter.grad = None
     norms += buffers.values()
     numbers = torch.cat([sums.double(), *(norm.reshape(1).to(sums.device) for norm in norms)])
-    names = [*(f"sum {i}" for i in range(len(sums))), *(f"gradient of {name}" for name in gradients)]
+    names = [*(f"sum {i}" for i in range(len(sums))), *(f"{GRADIENT}{name}" for name in gradients)]
     names += [BUFFER + name for name in buffers]
     return dict(zip(names, numbers.tolist(), strict=True)), whole
+
+
+def output_norms(outputs: Any) -> Numbers:
+    """Of what a model gives: the norms of its tensors of numbers."""
+    floats = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return {f"output {i}": local(leaf).detach().double().norm().item() for i, leaf in enumerate(floats)}
 
 
 @contextmanager
 def passes_without_trace(models: Sequence[nn.Module], recipe: object) -> Iterator[None]:
     """A context for passes at any time, whose effects on models, on what they share and on generators are undone."""
-    with without_trace(models, recipe), ExitStack() as stack:
+    with without_trace(models, recipe), unrecorded(), ExitStack() as stack:
         for model in models:
             stack.callback(SharedState(model, recipe).restore)
         stack.enter_context(torch.random.fork_rng(devices=[]))

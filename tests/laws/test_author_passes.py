@@ -28,6 +28,13 @@ def test_every_strategy_follows_the_reference(strategy: str, kind: str) -> None:
     assert difference(reference(**case), spread(strategy, 3, **case)) < 1e-10
 
 
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_hooks_of_a_parameter_that_a_pass_does_not_use_are_not_called(strategy: str) -> None:
+    """As in plain torch: a sum over ranks comes to it all the same."""
+    case = {"plugin": PLUGIN, "recipe": {"name": "passes", "kind": "unused"}, "steps": 1}
+    assert difference(reference(**case), spread(strategy, 2, **case)) < 1e-10
+
+
 @pytest.mark.parametrize(
     ("strategy", "largest"),
     seldom(

@@ -7,7 +7,9 @@ and backward as for inductor (`aot_eager`), and the slow ones make machine code.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 
 from dtf.config.compose import Composer
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, DtfError
 from dtf.model import compiled_forward
 from tests.conftest import Result
 from tests.support.harness import difference, reference, spread, train, variants
@@ -85,8 +87,8 @@ def test_equal_blocks_are_compiled_once_for_each_shape_and_never_again() -> None
     assert spread_list(steps=9, eval_every=3) == one
 
 
-def spread_list(**case: Any) -> list[Any]:
-    return ranks(1, "tests.laws.test_compile:compilations", shared=True, **{**COMPILED, **case})[0]
+def spread_list(call: str = "compilations", **case: Any) -> Any:
+    return ranks(1, f"tests.laws.test_compile:{call}", shared=True, **{**COMPILED, **case})[0]
 
 
 @pytest.mark.slow
@@ -131,15 +133,80 @@ def test_a_compiled_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
             r"cannot compile blocks.0 \(Block\) in one piece: .*data-dependent.*uncompilable.py",
         ),
         ("reads in evaluation", r"cannot compile blocks.0 \(Block\) in one piece: .*data-dependent"),
-        ("counts", r"would compile blocks.0 \(Block\) in each pass anew.*passes.*keep a number in a buffer"),
-        ("draws", r"cannot compile blocks.0 \(Block\) in one piece: .*uncompilable.py"),
+        ("counts", r"would compile blocks.0 \(Block\) in each pass anew, as an attribute .*passes.*make it a buffer"),
+        ("differs in evaluation", "something else when it is compiled .output 0 differs"),
+        ("scales by a buffer", "something else when it is compiled .gradient of .*such as a buffer that changes"),
+        ("draws from Python", r"cannot compile blocks.0 \(Block\): it draws random numbers from Python or numpy"),
+        ("draws from numpy", r"cannot compile blocks.0 \(Block\): it draws random numbers from Python or numpy"),
         ("passes by", r"calls none of blocks.0 \(Block\), blocks.1 \(Block\) as a module; call blocks as block\(x\)"),
+        ("passes one by", r"calls none of blocks.0 \(Block\) as a module; call blocks as block\(x\)"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_name_before_the_first_step(way: str, words: str) -> None:
     case = {"recipe": {"name": "uncompilable", "way": way}, "plugin": "tests.support.uncompilable"}
     with pytest.raises(Refused, match=f"ConfigError: .*{words}"):
         spread("ddp", 1, compile="blocks", **case)
+
+
+@pytest.mark.parametrize(
+    ("way", "processes"),
+    [
+        ("counts", 1),
+        ("counts by a rule", 2),
+        ("ignored output", 1),
+        ("ignored penalty", 1),
+        ("leaves out by Python", 2),
+    ],
+)
+def test_blocks_that_keep_numbers_or_make_what_nobody_uses_are_compiled(way: str, processes: int) -> None:
+    """A parameter that the loss does not come to has zeros for a gradient then; an update takes both alike."""
+    case = {"recipe": {"name": "odd_blocks", "way": way}, "plugin": "tests.support.odd_blocks"}
+    assert difference(reference(**case), spread("ddp", processes, compile="blocks", **case)) < 1e-10
+
+
+def miscompiled(rank: int, size: int, **case: Any) -> str:
+    """What a run raises whose compiler makes each number larger, but follows code well."""
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        return lambda *values: tuple(value * 1.01 for value in graph(*values))
+
+    try:
+        train(rank, size, **{**case, "compiler": backend})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def failing(rank: int, size: int, raised: str, **case: Any) -> str:
+    """What a run raises whose compiler raises this."""
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if raised == "full" else ImportError(raised)
+
+    try:
+        train(rank, size, **{**case, "compiler": backend})
+    except DtfError as error:
+        return f"{error.exit.name} {error}"
+    return ""
+
+
+def test_a_full_disk_and_damaged_machine_code_are_told_as_what_they_are() -> None:
+    """torch's own error begins with a line that says nothing."""
+    full, damaged = (spread_list("failing", raised=raised) for raised in ("full", "/kept/a.so: file too short"))
+    assert full.startswith("IO ") and "No space left on device; make room" in full
+    words = r"CONFIG .*cannot compile first \(Block\): ImportError: /kept/a.so: file too short; remove /"
+    assert re.match(words, damaged)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes"),
+    [("dp", 1), ("ddp", 1), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("fsdp", "pipeline"))],
+)
+def test_wrong_machine_code_is_refused_before_the_first_update(strategy: str, processes: int) -> None:
+    case = {**COMPILED, "strategy": strategy, "slots": 2}
+    for said in ranks(processes, "tests.laws.test_compile:miscompiled", shared=True, **case):
+        assert "step.compile=blocks: the model computes something else when it is compiled (gradient of" in said
+        assert "wrong machine code" in said
 
 
 @pytest.mark.parametrize(
@@ -158,6 +225,17 @@ def test_what_cannot_be_compiled_is_refused_by_name_before_the_first_step(way: s
 def test_what_no_rank_could_do_is_refused_before_ranks_start(line: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Composer().compose(["launcher.devices=cpu", "step.compile=blocks", *line.split()]).check()
+
+
+def test_a_folder_that_torch_cannot_make_is_named_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_dtf: Callable[..., Result]
+) -> None:
+    """Also where nothing is compiled: torch makes it when it is imported."""
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "folder")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    found = run_dtf("launcher.processes=1", "train.steps=1")
+    assert found.code == 2 and f"TORCHINDUCTOR_CACHE_DIR={folder}: torch cannot make this folder" in found.err
 
 
 def test_the_machine_code_is_kept_for_later_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

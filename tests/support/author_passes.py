@@ -39,6 +39,8 @@ class Passes(Toy):
             return _moved()
         if self.kind == "on_sums":
             return _on_sums(super().build_model())
+        if self.kind == "unused":
+            return _unused(_head_first(skips=False))
         if self.kind in ("head_first", "skips"):
             return _head_first(self.kind == "skips")
         if self.kind in ("listed", "closure", "penalty", "alias", "tied_data"):
@@ -68,6 +70,15 @@ def _reentrant() -> nn.Module:
 
 def _adds(model: nn.Module) -> nn.Module:
     next(model.parameters()).register_hook(lambda gradient: gradient + 1e-3)
+    return model
+
+
+def _unused(model: nn.Module) -> nn.Module:
+    """With a layer that no pass uses, whose gradients have a hook."""
+    from torch import nn
+
+    model.extra = nn.Linear(3, 3)
+    model.extra.weight.register_hook(lambda gradient: gradient * 2 + 1)
     return model
 
 

@@ -5,7 +5,7 @@ A plugin: `plugins=[tests.support.uncompilable]`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtf.api.layout import Layout
 from dtf.api.registry import option, register
@@ -20,6 +20,8 @@ class Uncompilable(Toy):
     way: str = option(default="", doc="what its blocks do")
 
     def build_model(self) -> nn.Module:
+        import random
+
         import numpy as np
         import torch
         from torch import nn
@@ -30,6 +32,8 @@ class Uncompilable(Toy):
             def __init__(self) -> None:
                 super().__init__()
                 self.layer, self.passes = nn.Linear(16, 16), 0
+                self.scale: Any
+                self.register_buffer("scale", torch.zeros(()))
 
             def work(self, x: torch.Tensor) -> torch.Tensor:
                 return torch.tanh(self.layer(x))
@@ -44,7 +48,14 @@ class Uncompilable(Toy):
                 y = self.work(x)
                 if way == "counts" and self.passes > 1000:
                     return y
-                return y * float(np.random.rand()) if way == "draws" else y
+                if way == "scales by a buffer" and self.training:  # torch computes the cosine again, after the next sum
+                    self.scale += 1
+                    y = y * torch.cos(self.scale)
+                if way == "differs in evaluation" and not self.training and torch.compiler.is_compiling():
+                    return y * 2
+                if way == "draws from Python" and self.training:
+                    y = y * random.uniform(0.5, 1.5)
+                return y * float(np.random.rand()) if way == "draws from numpy" else y
 
         class Net(nn.Module):
             def __init__(self) -> None:
@@ -54,8 +65,9 @@ class Uncompilable(Toy):
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 x = self.stem(x)
-                for block in self.blocks:
-                    x = block.work(x) if way == "passes by" else block(x)  # type: ignore[operator]
+                by = {"passes by": 2, "passes one by": 1}.get(way, 0)
+                for i, block in enumerate(self.blocks):
+                    x = block.work(x) if i < by else block(x)  # type: ignore[operator]
                 return self.head(x)
 
         return Net()

@@ -190,3 +190,37 @@ def test_modules_that_cannot_be_compiled_are_refused(block: nn.Module, words: st
     BatchNormStatistics(model)
     with pytest.raises(ConfigError, match=words):
         compile_modules(model, ["0"], "step.compile=blocks")
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.convolution(x)
+        return y + torch.randn_like(y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form",
+    [
+        torch.contiguous_format,
+        pytest.param(
+            torch.channels_last,
+            marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="the compiler is wrong, as a first step finds"),
+        ),
+    ],
+)
+def test_machine_code_draws_in_the_order_in_which_images_lie(
+    form: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(compiled_forward, "BACKEND", "inductor")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, x = nn.Sequential(Noisy()), torch.randn(4, 6, 8, 8).contiguous(memory_format=form)
+    torch.manual_seed(0)
+    plain = model(x)
+    compile_modules(model, ["0"], "step.compile=blocks")
+    torch.manual_seed(0)
+    assert torch.allclose(model(x), plain, atol=1e-5)

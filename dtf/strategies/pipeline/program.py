@@ -167,6 +167,9 @@ class PipelineProgram(Program):
         bounds = micro_batch_bounds(ticket.rows, self.micro_batch_rows)
         first, last = micro_batches_of(len(bounds) - 1, self._dims.dp_shard)
         at = [bound - bounds[first] for bound in bounds[first : last + 1]]
+        parts = self._parts(batch, at, lambda part, j: self._receiver.train(part, ticket.step, first + j), train=True)
+        if self._again is not None and parts and (compiled := self._again[0].compiled).is_due:
+            compiled.compare_machine_code(self._leaves(copy_of(parts[0])))
         self._counts = torch.zeros_like(self._one)
         self._copied.mark()
         factor = self._update.scale(self._one / ticket.rows)
@@ -185,7 +188,6 @@ class PipelineProgram(Program):
         def leave(stage: Stage, j: int) -> None:
             stage.masks.return_to(ticket.step, first + j)
 
-        parts = self._parts(batch, at, lambda part, j: self._receiver.train(part, ticket.step, first + j), train=True)
         parts = [self._leaves(part) for part in parts]
         sums, _ = self._run(parts, factor, enter, leave, train=True)
         row_gradients = leaf_gradients(parts, self._looked_up) if 0 in self._stages else {}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,11 +28,12 @@ from dtf.model.memory import Footprint
 from dtf.model.outside_tensors import OutsideTensors, outside_error
 from dtf.model.seeded_dropout import find_drawing_modules
 from dtf.model.shared_state import SharedState
-from dtf.strategies.compile_trial import try_compiled
+from dtf.strategies.compile_trial import CompileTrial
 from dtf.strategies.pass_probes import WrittenParameters, count_calls
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
-from dtf.strategies.start_check import BUFFER, Collectives, Numbers, Passes, Trials, check_passes, take_size
+from dtf.strategies.start_check import BUFFER, GRADIENT, Collectives, Numbers, Passes, Trials, check_passes, take_size
+from dtf.strategies.trial_numbers import passes_without_trace
 
 INSTEAD = "strategy.degree=0"
 """What to use where the rows of a model cannot be divided: all ranks in one pipeline."""
@@ -57,8 +60,11 @@ class StartTrials:
         passes: ForwardPass,
     ) -> None:
         self._stages, self._shared, self._run, self._received, self._dims = stages, shared, run, received, dims
-        self._recipe, self._passes, self._compiles = task.recipe, passes, bool(task.compiled)
+        self._recipe, self._passes = task.recipe, passes
         self._divided = dims.dp_shard.count > 1
+        forwards = [forward for stage in stages for forward in stage.compiled]
+        train = partial(self._trial, micro_batch=0, compiled=True)
+        self.compiled = CompileTrial(forwards, train, self._evaluate, self._without_trace, task)
         self.measured: list[tuple[int, Footprint]] = []
         """The first two passes, with their rows."""
 
@@ -119,38 +125,31 @@ class StartTrials:
                 check_passes(trials, compute, self.peers(world), names, INSTEAD)
                 check_buffers()
                 check.passed({})
-            if self._compiles:
-                self._compile(a, compute)
+            self.compiled.follow_code(a)
 
-    def _compile(self, rows: Callable[[], Batch], compute: Format) -> None:
-        """Raise ConfigError where a module of a stage here cannot be compiled."""
-
-        def evaluate() -> None:
-            for stage in self._stages:
-                stage.train(False)
-            with torch.no_grad():
-                self._run(rows(), lambda stage, j: stage.masks.begin_micro_batch(0, 0), False)
-            for stage in self._stages:
-                stage.train()
-
-        expected = self._trial(rows(), 0)
-        forwards = [forward for stage in self._stages for forward in stage.compiled]
-        try_compiled(forwards, lambda: self._trial(rows(), 0, compiled=True), evaluate, expected, compute)
+    def _evaluate(self, rows: Batch) -> Numbers:
+        """The sums of an evaluation of some rows, where this rank computes losses."""
+        for stage in self._stages:
+            stage.train(False)
+        with torch.no_grad():
+            sums = self._run(rows, lambda stage, j: stage.masks.begin_micro_batch(0, 0), False).sums
+        for stage in self._stages:
+            stage.train()
+        return {f"sum {i}": value for i, value in enumerate(sums.tolist())}
 
     def passes(self, rows: Callable[[], Batch]) -> Passes:
         """Trial passes over some rows at any time, without a trace. Collective over the pipeline."""
 
         def run() -> Numbers:
-            with ExitStack() as stack:
-                stack.enter_context(torch.random.fork_rng(devices=[]))
+            with self._without_trace():
                 for stage in self._stages:
-                    stack.callback(Attributes(stage.model, self._recipe).restore)
-                    stack.callback(SharedState(stage.model, self._recipe).restore)
-                    stack.enter_context(buffers_restored(stage.model))
                     stage.train()
                 return self._trial(rows(), 0)
 
         return Passes(run, self.modules)
+
+    def _without_trace(self) -> AbstractContextManager[None]:
+        return passes_without_trace([stage.model for stage in self._stages], self._recipe)
 
     def peers(self, world: World) -> Peers:
         """The pipelines, which make the same passes: one value for each."""
@@ -179,7 +178,8 @@ class StartTrials:
             counted = [stack.enter_context(count_calls(s.statistics.layers(), s.masks)) for s in self._stages]
             self._trial(few, 0, enter)
         self._release_uneven(counted)
-        with find_drawing_modules(stage.model for stage in self._stages) as drawing, ExitStack() as stack:
+        named = chain.from_iterable(stage.model.named_modules() for stage in self._stages)
+        with find_drawing_modules(named) as drawing, ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for watch in written:
                 stack.enter_context(watch)
@@ -230,7 +230,7 @@ class StartTrials:
             stage.changing.begin_micro_batch()
             for name, parameter in stage.model.named_parameters():
                 if parameter.grad is not None:
-                    names.append(f"gradient of {name} in stage {stage.index}")
+                    names.append(f"{GRADIENT}{name} in stage {stage.index}")
                     norms.append(take_size(parameter.grad).reshape(1))
         for stage in self._stages:
             for parameter in stage.model.parameters():
