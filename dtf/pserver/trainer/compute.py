@@ -132,6 +132,8 @@ class TrainerModel:
             batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, tables))
         batch = rows_of(batch, 0, 8)
         drew = self.replica.warmup(batch, ALONE)
+        if self._threads > 1:  # others write to these parameters meanwhile
+            self.replica.compile_trial.is_due = False
         self._refuse_shared(self.replica.shared_changes)
         if self.replica.changing and self._no_buffers:
             raise ConfigError(
