@@ -185,11 +185,10 @@ class PipelineProgram(Program):
             stage.statistics.begin_micro_batch(j)
             stage.changing.begin_micro_batch()
 
-        def leave(stage: Stage, j: int) -> None:
-            stage.masks.return_to(ticket.step, first + j)
-
         parts = [self._leaves(part) for part in parts]
-        sums, _ = self._run(parts, factor, enter, leave, train=True)
+        sums, _ = self._run(
+            parts, factor, enter, lambda stage, j: stage.masks.return_to(ticket.step, first + j), train=True
+        )
         row_gradients = leaf_gradients(parts, self._looked_up) if 0 in self._stages else {}
         if self._counted:
             self._rescale(ticket.rows, row_gradients)
@@ -212,8 +211,7 @@ class PipelineProgram(Program):
                 changed *= self.shares
             stage.changing.finish(changed, len(bounds) - 1, applied)
             stage.statistics.finish(applied)
-        # every rank knows the norm, one reports it
-        return StepOutput(sums, norm if self._world.rank == 0 else (0.0, 0.0))
+        return StepOutput(sums, norm if self._world.rank == 0 else (0.0, 0.0))  # all know the norm, one reports it
 
     def _rescale(self, rows: int, row_gradients: Mapping[str, Tensor]) -> None:
         """Divide all gradients, those of looked up rows too, by the counts of the loss, over all ranks, in place of
