@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,14 +230,17 @@ def test_what_no_rank_could_do_is_refused_before_ranks_start(line: str, words: s
 
 
 def test_a_folder_that_torch_cannot_make_is_named_before_ranks_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_dtf: Callable[..., Result]
+    tmp_path: Path,
 ) -> None:
-    """Also where nothing is compiled: torch makes it when it is imported."""
+    """Also where nothing is compiled: torch makes it when it is imported. In a process of its own, as the fork server
+    that the command has begun would serve later runs.
+    """
     (tmp_path / "file").touch()
     folder = str(tmp_path / "file" / "folder")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
-    found = run_dtf("launcher.processes=1", "train.steps=1")
-    assert found.code == 2 and f"TORCHINDUCTOR_CACHE_DIR={folder}: torch cannot make this folder" in found.err
+    command = [sys.executable, "-m", "dtf", "launcher.processes=1", "train.steps=1", f"run.dir={tmp_path / 'run'}"]
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 2 and f"TORCHINDUCTOR_CACHE_DIR={folder}: torch cannot make this folder" in found.stderr
 
 
 def test_the_machine_code_is_kept_for_later_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
