@@ -151,8 +151,8 @@ def paddle(log: Path, hidden: str, trainers: int, threads: int) -> Running:
     rest = [str(log), "--hidden", *map(str, CASES[hidden][0]), "--threads", str(threads), "--port", str(port)]
     command = [python, "-m", "bench.pserver_paddle", *rest, "--trainers", str(trainers)]
     numbers = [["--number", str(number)] for number in range(trainers)]
-    trained = [Process([*command, *number], folder=log) for number in numbers]  # Paddle writes where it is
-    return PaddleGroup(trained, [Process([*command, "--role", "server"], folder=log)])
+    trained = [Process([*command, *number]) for number in numbers]
+    return PaddleGroup(trained, [Process([*command, "--role", "server"])])
 
 
 def contestants(log: Path, hidden: str, args: argparse.Namespace) -> list[Server]:

@@ -132,7 +132,7 @@ _ROWS, _WIDTH = ("ids", "dense", "clicks"), 16
 
 def main(turns: Turns) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("log", type=Path, help="folder with the rows")
+    parser.add_argument("log", type=Path, help="folder with the rows, absolute")
     parser.add_argument("--role", choices=["server", "trainer"], default="trainer")
     parser.add_argument("--hidden", type=int, nargs="+", required=True)
     parser.add_argument("--threads", type=int, required=True, help="of a trainer")
@@ -140,6 +140,7 @@ def main(turns: Turns) -> None:
     parser.add_argument("--number", type=int, default=0, help="of the trainer")
     parser.add_argument("--port", type=int, required=True, help="of the server")
     given = parser.parse_args()
+    os.chdir(given.log)  # Paddle leaves dumps of its programs where it is
     join(given)
     member = Member(given.log, given.hidden, given.number, given.trainers)
     if given.role == "server":
