@@ -40,7 +40,7 @@ from bench.contest import Running, Turn, apart, contest
 from bench.ctr import CASES
 from bench.ctr_rivals import draw
 from bench.medians import machine
-from bench.peers import python_of
+from bench.peers import Absent, python_of
 from bench.processes import Process, answers
 from bench.pserver_processes import (
     ALONE,
@@ -112,13 +112,13 @@ class PaddleGroup(Group):
 
 @dataclass
 class Server:
-    """A contestant. `mode`: whose bound holds for its loss."""
+    """A contestant. `mode`: whose bound holds for its loss. `alone`: see `bench.contest.Starts`."""
 
     who: str
     about: str
     make: Callable[[], Group]
     mode: str = ""
-    ranks: int = 1
+    alone: bool = False
     group: Group | None = None
 
     def start(self) -> Running:
@@ -189,7 +189,7 @@ def contestants(log: Path, hidden: str, args: argparse.Namespace) -> list[Server
     for trainers, threads in sorted({(1, count), (many, count // many)}) if args.paddle else ():
         settings = f"a_sync, train_from_dataset, one server: {_spread(trainers, threads)}; {PADDLE_ADAM}"
         start = partial(paddle, log, hidden, trainers, threads)
-        found.append(Server(f"Paddle 3.0.0, {trainers} x {threads}", settings, start, "Paddle"))
+        found.append(Server(f"Paddle 3.0.0, {trainers} x {threads}", settings, start, "Paddle", alone=True))
     return found
 
 
@@ -216,11 +216,14 @@ def compare(hidden: str, args: argparse.Namespace) -> list[Row]:
         those = contestants(log, hidden, args)
         turns, absent = contest(work, those, args.rounds, args.steps, args.warm)
         for mode, most in APART.items():
-            absent += apart(work, turns, [BASE, *(one.who for one in those if one.mode == mode)], most)
+            absent += apart(work, turns, [those[0], *(one for one in those if one.mode == mode)], most)
         floor = ""
         if BASE in turns and "dtf, sync" in turns:
             step_s = statistics.median(turn.seconds for turn in turns[BASE]) / args.steps
-            floor = f"; its requests alone would leave {least_ratio(log, hidden, step_s):.2f} of one process"
+            try:
+                floor = f"; its requests alone would leave {least_ratio(log, hidden, step_s):.2f} of one process"
+            except Absent as error:
+                floor = f"; the time of its requests alone was not measured: {error}"
     rows = []
     for one in (one for one in those if one.who in turns):
         rates = [args.steps * args.batch / turn.seconds for turn in turns[one.who]]
