@@ -11,13 +11,14 @@ Figures are kept in bench/results; those of --quick are not.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 
-from bench import page
+from bench import keeper, page
 from bench.parts import PARTS
 from bench.peers import Absent, versions_of
 from bench.results import FOLDER, Record, own_versions, read, record, this_commit, this_machine, write
@@ -42,6 +43,14 @@ def measured(part: str, commit: str, quick: bool) -> Record:
     return record(part, commit, rows, time.perf_counter() - began, others)
 
 
+def unusable(folder: Path) -> str:
+    """Why nothing can be kept there; empty where it can."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return "" if os.access(there, os.W_OK) else f"{there} cannot be written to"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -54,15 +63,18 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="write docs/performance.md from what is kept")
     parser.add_argument("--results", type=Path, default=FOLDER, help="folder of what is kept")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is ended
     if given.page:
-        page.write()
+        page.write(given.results)
         return 0
+    if fault := unusable(given.results):
+        parser.error(f"--results: {fault}")
     if unknown := set(given.only.split(",")) - set(PARTS):
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}; choices: {', '.join(PARTS)}")
     machine, commit = this_machine(), this_commit()
     path = given.results / f"{machine.name()}.jsonl"
     print(f"{machine.text()}, commit {commit}", flush=True)
+    if given.quick:
+        print("quick: few rounds of small sizes; these figures mean nothing and are not kept", flush=True)
     failed = False
     for part in PARTS:
         if part not in given.only.split(","):
@@ -74,6 +86,7 @@ def main() -> int:
         if kept and ran and not (given.again or given.quick):
             print(f"\n{part}: measured on {kept.date}; --again measures it once more", flush=True)
             continue
+        print(f"\n{part}: {PARTS[part].title}", file=sys.stderr, flush=True)
         found = measured(part, commit, given.quick)
         versions = ", ".join(f"{name} {text}" for name, text in found.versions.items())
         print(f"\n{part}, {found.date}, {found.seconds:.0f} s, {versions}\n\n{table(found.rows)}", flush=True)
@@ -85,4 +98,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is ended
+    keeper.keep()
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        print("interrupted; parts that were measured before are kept", file=sys.stderr)
+        raise SystemExit(130) from None

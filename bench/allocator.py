@@ -25,6 +25,7 @@ from statistics import median
 
 from bench.medians import interval, machine
 from bench.processes import PATIENCE_S
+from bench.rounds import alternating
 from bench.rows import Row, with_ratios
 
 TORCH, GLIBC = "THP_MEM_ALLOC_ENABLE", "GLIBC_TUNABLES"
@@ -98,7 +99,7 @@ CASES = {"resnet18": _resnet18, "mlp": _mlp, "deepfm": _deepfm}
 
 def work(way: str, case: str) -> None:
     """One process. Prints seconds, processor seconds, MB at the peak, MB in huge pages, seconds to the second step,
-    and the loss.
+    and the mean loss.
     """
     import torch  # noqa: F401 (not in the time to the second step)
 
@@ -111,9 +112,8 @@ def work(way: str, case: str) -> None:
     step()
     step()
     first = time.perf_counter() - began
-    wall, cpu, loss, steps = time.perf_counter(), time.process_time(), 0.0, STEPS[case]
-    for _ in range(steps):
-        loss = step()
+    wall, cpu, steps = time.perf_counter(), time.process_time(), STEPS[case]
+    loss = sum(step() for _ in range(steps)) / steps
     seconds = (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
     usage = resource.getrusage(resource.RUSAGE_SELF)
     print(json.dumps([*seconds, usage.ru_maxrss / 1000, huge_mb(), first, loss]))
@@ -136,9 +136,8 @@ def run(way: str, case: str) -> list[float]:
 def compare(case: str, rounds: int) -> dict[str, list[list[float]]]:
     """Way -> what each round gave."""
     found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
-    for number in range(rounds):
-        for way in list(WAYS)[:: -1 if number % 2 else 1]:
-            found[way].append(run(way, case))
+    for _, way in alternating(rounds, WAYS):
+        found[way].append(run(way, case))
     return found
 
 
@@ -171,7 +170,7 @@ def measure(quick: bool) -> list[Row]:
             times, used = ([1e3 * each for each in column] for column in (wall, cpu))
             rows.append(
                 Row(
-                    f"Memory of ranks, {case}",
+                    f"Memory of ranks, {case}, turns of {STEPS[case]} steps",
                     way,
                     "ms a step",
                     times,

@@ -21,7 +21,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.peers import Absent
 from bench.processes import Process, answers
+from bench.rounds import alternating, starts
 from bench.rows import Row, table, with_ratios
 
 if TYPE_CHECKING:
@@ -154,26 +156,36 @@ def compare(mb: int, rounds: int, writes: int) -> list[Row]:
     command = [sys.executable, "-m", "bench.checkpoints", "--mb", str(mb), "--work"]
     turns: dict[str, dict[str, list[dict[str, float]]]] = {"read": {}, "write": {}}
     workers: dict[str, Process] = {}
+    absent: dict[str, str] = {}
     try:
         for name in WAYS:
-            workers[name] = Process([*command, name])
-            answers([workers[name]])
+            starts(name)
+            try:
+                workers[name] = Process([*command, name])
+                answers([workers[name]])
+            except Absent as error:
+                absent[name] = str(error)
         for kind, count in (("read", rounds), ("write", writes)):
-            for number in range(count):
-                for name in WAYS[:: -1 if number % 2 else 1]:
-                    if kind == "read" or name != MAPPED:
-                        workers[name].send(kind)
-                        turns[kind].setdefault(name, []).extend(answers([workers[name]]))
+            for number, name in alternating(count, WAYS):
+                if name in absent or (kind, name) == ("write", MAPPED):
+                    continue
+                try:
+                    workers[name].send(kind)
+                    turns[kind].setdefault(name, []).extend(answers([workers[name]]))
+                except Absent as error:
+                    absent[name] = f"in round {number + 1} of {kind}s: {error}"
     finally:
         for worker in workers.values():
             worker.end(20)  # it removes what it has written
-    rows = []
+    rows: list[Row] = []
     for kind, title in (("read", "reading"), ("write", "writing, synced,")):
+        work = f"{title} {mb} MB"
+        rows += [Row(work, name, not_run=why) for name, why in absent.items() if (kind, name) != ("write", MAPPED)]
         for name, some in turns[kind].items():
+            if name in absent:
+                continue
             speeds, cpu = [mb / turn["seconds"] for turn in some], [turn["cpu"] for turn in some]
-            rows.append(
-                Row(f"{title} {mb} MB", name, "MB/s", speeds, True, cpu, "s", settings=SETTINGS[kind].get(name, ""))
-            )
+            rows.append(Row(work, name, "MB/s", speeds, True, cpu, "s", settings=SETTINGS[kind].get(name, "")))
     return with_ratios(rows)
 
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 import re
 import select
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from bench import keeper
 from bench.contest import KEPT
-from bench.peers import python_of
+from bench.peers import Absent, python_of
 from bench.plain_rows import rows_file
-from bench.processes import ROOT
+from bench.processes import PATIENCE_S, Process
 from dtf.host.devices import cores
 
-STEP = re.compile(r"^(?:\[\S+\]: ?)?step=(\d+)/")
+STEP = re.compile(rb"^(?:\[\S+\]: ?)?step=(\d+)/")
 DTF = [sys.executable, "-m", "dtf"]
 PEERS = {"accelerate launch": "trainers", "Lightning": "trainers"}
 """Launchers that have an environment of their own."""
@@ -60,52 +59,50 @@ def script(launcher: str, processes: int, steps: int, *more: str) -> list[str]:
     return [*given, "-m", "bench.plain_script", "lightning", "--ranks", str(processes), *rest]
 
 
-class Command:
+class Command(Process):
     """A command under way."""
 
     def __init__(self, command: list[str], folder: Path) -> None:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-        environment.pop("OMP_NUM_THREADS", None)  # dtf's launcher chooses
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # modules are compiled once, as those of an installation
+        variables = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": None,  # dtf's launcher chooses
+            "PYTHONDONTWRITEBYTECODE": None,  # modules are compiled once, as those of an installation
+        }
+        keeper.keep()  # not in what is timed
         self.began = time.perf_counter()
-        self.errors = (folder / "errors.txt").open("w+")
-        self.process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=self.errors
-        )
+        super().__init__(command, variables, folder)
 
-    def steps(self, patience_s: float = 240.0) -> Iterator[Seen]:
-        """As they are printed. RuntimeError with the command's last words when it ends by itself, other than well, or
-        is silent for so long.
+    def steps(self, patience_s: float = PATIENCE_S) -> Iterator[Seen]:
+        """As they are printed, until the caller has seen enough. Absent where the command ends, or is silent for so
+        long.
         """
-        assert self.process.stdout is not None
-        stream, rest = self.process.stdout, b""
-        while select.select([stream], [], [], patience_s)[0]:
-            if not (data := os.read(stream.fileno(), 1 << 16)):
-                break
+        rest = b""
+        while select.select([self.stdout], [], [], patience_s)[0]:
+            if not (data := os.read(self.stdout, 1 << 16)):
+                raise self.ended()
             *lines, rest = (rest + data).split(b"\n")
             at = time.perf_counter()
-            yield from (Seen(at, int(found[1])) for line in lines if (found := STEP.match(line.decode())))
-        else:
-            raise RuntimeError(f"no step in {patience_s:.0f} s")
-        if self.process.wait(patience_s):
-            self.errors.seek(0)
-            said = self.errors.read().strip().splitlines() or [""]
-            raise RuntimeError(f"exit code {self.process.returncode}: {said[-1][:200]}")
+            yield from (Seen(at, int(found[1])) for line in lines if (found := STEP.match(line)))
+        raise Absent(f"no step in {patience_s:.0f} s")
 
     def tree(self) -> dict[int, int]:
         """The processes that it started, itself included, and their parents."""
         parents = {pid: int(words[1]) for pid in _processes() if (words := _stat(pid))}
-        found, more = {}, {self.process.pid: parents.get(self.process.pid, 0)}
+        found, more = {}, {self.pid: parents.get(self.pid, 0)}
         while more:
             found |= more
             more = {pid: parent for pid, parent in parents.items() if parent in more and pid not in found}
         return found
 
     def ranks(self) -> list[int]:
-        """Processes below it that have no children themselves, and torch in memory, the oldest first."""
+        """Processes below it that have no children themselves, and torch in memory, the oldest first. Absent where
+        there is none.
+        """
         tree = self.tree()
-        leaves = set(tree) - set(tree.values()) - {self.process.pid}
-        return sorted(pid for pid in leaves if memory_mb(pid) > 50)
+        leaves = set(tree) - set(tree.values()) - {self.pid}
+        if not (found := sorted(pid for pid in leaves if memory_mb(pid) > 50)):
+            raise Absent("it has no ranks")
+        return found
 
     def cpu_s(self) -> float:
         """Processor seconds of its processes that are alive, and of those that they have waited for."""
@@ -115,18 +112,12 @@ class Command:
 
 @contextmanager
 def started(command: list[str], folder: Path) -> Iterator[Command]:
-    """The command; at the end all that it started is gone."""
+    """The command; at the end all that it has started is gone."""
     one = Command(command, folder)
     try:
         yield one
     finally:
-        for pid in sorted(one.tree()):  # those that start others first
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        one.process.wait()
-        assert one.process.stdout is not None
-        one.process.stdout.close()
-        one.errors.close()
+        one.end()
 
 
 FILES = {"VmRSS": "status", "Pss": "smaps_rollup"}

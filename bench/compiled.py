@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.medians import machine
 from bench.processes import PATIENCE_S
+from bench.rounds import alternating
 from bench.rows import Row, table, with_ratios
 
 if TYPE_CHECKING:
@@ -123,11 +124,10 @@ def compare(case: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, f
     steps = {way: stepper(case, way) for way in WAYS}
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     losses: dict[str, float] = {}
-    for number in range(rounds + 2):
-        for way in WAYS[:: -1 if number % 2 else 1]:
-            began = time.perf_counter()
-            losses[way] = steps[way](number)
-            times[way].append(time.perf_counter() - began)
+    for number, way in alternating(rounds + 2, WAYS):
+        began = time.perf_counter()
+        losses[way] = steps[way](number)
+        times[way].append(time.perf_counter() - began)
     return {way: found[2:] for way, found in times.items()}, losses
 
 
@@ -135,7 +135,7 @@ def rows_of(case: str, rounds: int) -> list[Row]:
     """The times of steps, and the ratios to `off`."""
     times, losses = compare(case, rounds)
     ways = {way: [1e3 * time for time in some] for way, some in times.items()}
-    work = f"step.compile, {CASES[case]}"
+    work = f"step.compile, {CASES[case]}, turns of a step"
     rows = [Row(work, f"step.compile={way}", "ms a step", some, loss=losses[way]) for way, some in ways.items()]
     return with_ratios(rows, "step.compile=off")
 

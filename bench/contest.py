@@ -5,6 +5,7 @@ A contestant is one process, or the ranks of one, which meet as under torchrun. 
 
 from __future__ import annotations
 
+import math
 import platform
 import socket
 import sys
@@ -16,8 +17,11 @@ from typing import Any, NamedTuple, Protocol
 
 from bench.peers import Absent, python_of
 from bench.processes import Process, answers
+from bench.rounds import alternating, starts
 from bench.rows import Row
 
+FAILURES = (Absent, OSError)
+"""Of a start."""
 REST_S = 0.2
 """Between turns: threads of the one before may still spin."""
 _GLIBC = tuple(int(part) for part in platform.libc_ver()[1].split(".") if part.isdigit())
@@ -26,6 +30,8 @@ KEPT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << (28 if _GLIBC >= (2, 35) else 25)),
 }
 """Environment in which glibc keeps freed memory as `dtf.host.allocator` has it do so in ranks."""
+KEPT_MEMORY = f"kept memory ({' '.join(f'{name}={value}' for name, value in KEPT.items())})"
+"""For settings, so that it can be done again by hand."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,10 @@ class Contestant:
     threads: int = 1
     settings: str = ""
     variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> bool:
+        return self.ranks > 1  # which choose a port for their store
 
     def start(self) -> Running:
         python = python_of(self.peer) if self.peer else sys.executable
@@ -66,7 +76,9 @@ class Starts(Protocol):
     def settings(self) -> str: ...
 
     @property
-    def ranks(self) -> int: ...
+    def alone(self) -> bool:
+        """It starts once those before it are ready, and nobody beside it."""
+        ...
 
     def start(self) -> Running: ...
 
@@ -125,24 +137,24 @@ def contest(
 
     try:
         for one in contestants:
-            with suppress(Absent):
-                if one.ranks == 1:  # those of more choose a port for their store, one after the other
+            with suppress(*FAILURES):
+                if not one.alone:
                     running[one.who] = one.start()
         for one in contestants:
+            starts(one.who)
             try:
                 running[one.who] = running.get(one.who) or one.start()
                 running[one.who].wait_until_ready()
                 running[one.who].turn(warm)
                 turns[one.who] = []
-            except Absent as error:
+            except FAILURES as error:
                 leave(one.who, str(error))
-        for number in range(rounds):
-            for who in list(turns) if number % 2 else list(reversed(turns)):
-                time.sleep(REST_S)
-                try:
-                    turns[who].append(running[who].turn(steps))
-                except Absent as error:
-                    leave(who, f"in round {number + 1}: {error}")
+        for number, who in alternating(rounds, turns):
+            time.sleep(REST_S)
+            try:
+                turns[who].append(running[who].turn(steps))
+            except Absent as error:
+                leave(who, f"in round {number + 1}: {error}")
         return turns, absent
     finally:
         for one in running.values():
@@ -175,17 +187,29 @@ def shortest_rows(
     ]
 
 
-def apart(work: str, turns: dict[str, list[Turn]], who: Sequence[str], most: float) -> list[Row]:
-    """Takes those of `who` out of `turns` whose last loss is not that of the first of them that ran, within `most` of
-    it, relative: a ratio of times would compare two things. A row for each says so. Those that tell no loss stay.
+def apart(work: str, turns: dict[str, list[Turn]], those: Sequence[Starts], most: float) -> list[Row]:
+    """Takes those out of `turns` whose last loss is not that of the first of them, within `most` of it, relative: a
+    ratio of times would compare two things. A row for each says so, or one that the first has no loss to compare with.
+    Who tells no loss stays.
     """
-    losses = {name: turns[name][-1].loss for name in who if name in turns}
-    known = {name: loss for name, loss in losses.items() if loss is not None}
-    base = next(iter(known), "")
-    rows = []
-    for name, loss in known.items():
-        if not abs(loss - known[base]) <= most * abs(known[base]):  # NaN is another one
-            del turns[name]
-            why = f"no figures: its loss is {loss:.6f}, that of {base} {known[base]:.6f}"
-            rows.append(Row(work, name, not_run=why))
+    losses = {one.who: turns[one.who][-1].loss for one in those if one.who in turns}
+    base, others = those[0], [one for one in those[1:] if losses.get(one.who) is not None]
+    own, rows = losses.get(base.who), list[Row]()
+
+    def leave(one: Starts, why: str) -> None:
+        del turns[one.who]
+        rows.append(Row(work, one.who, settings=one.settings, not_run=f"no figures: its loss is {why}"))
+
+    if own is None or math.isnan(own):
+        if own is not None:
+            leave(base, "nan")
+        if others:
+            names = ", ".join(one.who for one in others)
+            rows.append(Row(work, f"loss of {names}", not_run=f"not compared: there is none of {base.who}"))
+        return rows
+    for one in others:
+        loss = losses[one.who]
+        assert loss is not None
+        if not abs(loss - own) <= most * abs(own):  # NaN is another one
+            leave(one, f"{loss:.6f}, that of {base.who} {own:.6f}")
     return rows

@@ -183,9 +183,10 @@ def contestants(case: Case, saved: Path) -> list[Contestant]:
 def compare(name: str, log: Rows, saved: Path, rounds: int, steps: int, warm: int, threads: int) -> list[Row]:
     hidden, bf16 = CASES[name]
     those = contestants(Case(hidden, bf16, threads), saved)
-    work = f"perceptron {name}, {sum(log.sizes):,} ids, batches of {log.batch:,}, {threads} threads"
+    sizes = f"{sum(log.sizes):,} ids, batches of {log.batch:,}, {threads} threads, turns of {steps} steps"
+    work = f"perceptron {name}, {sizes}"
     turns, absent = contest(work, those, rounds, steps, warm)
-    absent += apart(work, turns, ["dtf", "by hand, 26 tables", "by hand, one table"], 0.02)
+    absent += apart(work, turns, those[:3], 0.02)
     rows = [
         Row(
             work, one.who, "rows/s", [steps * log.batch / turn.seconds for turn in turns[one.who]], True,

@@ -15,10 +15,12 @@ import argparse
 import json
 from typing import Any
 
-from bench.contest import KEPT, Contestant, Turn, apart, contest, step_rows
+from bench.contest import KEPT, KEPT_MEMORY, Contestant, Turn, apart, contest, step_rows
 from bench.rows import Row, table, with_ratios
 from bench.toy import Work
 
+APART = 0.05
+OTHERWISE = f"rounds otherwise, loss within {APART:.0%}"
 ROWS = {"resnet18": 16, "resnet50": 8}
 
 
@@ -35,26 +37,25 @@ def contestants(model: str, ranks: int, pixels: int) -> list[Contestant]:
 
     def other(who: str, loop: str, work: Work, settings: str, kept: bool = False) -> Contestant:
         peer, variables = "trainers" if loop == "lightning" else "", KEPT if kept else {}
+        settings = f"{view}{settings}{f', {KEPT_MEMORY}' if kept else ''}"
         return Contestant(
-            who, "bench.toy", [loop, json.dumps(work)], peer, settings=view + settings, variables=variables, **common
+            who, "bench.toy", [loop, json.dumps(work)], peer, settings=settings, variables=variables, **common
         )
 
     found = [
         dtf("dtf", last, "channels last, as step.memory_format=auto takes at 224 pixels"),
-        dtf("dtf, channels first", work, "step.memory_format=contiguous"),
-        other("by hand", "by_hand", work, "channels first"),
+        dtf("dtf, channels first", work, f"step.memory_format=contiguous; {OTHERWISE}"),
+        other("by hand", "by_hand", work, f"channels first; {OTHERWISE}"),
         other("by hand, channels last", "by_hand", last, "channels last"),
-        other("by hand, channels last, kept memory", "by_hand", last, "channels last, MALLOC_..._THRESHOLD_", True),
+        other("by hand, channels last, kept memory", "by_hand", last, "channels last", True),
     ]
     if ranks == 1:
-        compiled = last._replace(compiled=True)
-        found.append(other("by hand, compiled", "by_hand", compiled, "torch.compile, channels last, kept memory", True))
+        settings = f"torch.compile, channels last; {OTHERWISE}"
+        found.append(other("by hand, compiled", "by_hand", last._replace(compiled=True), settings, True))
     else:
         found.append(dtf("dtf, static graph", fixed[1], "strategy.static_graph=true, channels last"))
-        found.append(
-            other("by hand, static graph", "by_hand", fixed[1], "static_graph, channels last, kept memory", True)
-        )
-    found.append(other("Lightning", "lightning", last, "Trainer(barebones=True), channels last, kept memory", True))
+        found.append(other("by hand, static graph", "by_hand", fixed[1], "static_graph, channels last", True))
+    found.append(other("Lightning", "lightning", last, "Trainer(barebones=True), channels last", True))
     return found
 
 
@@ -62,24 +63,24 @@ def measure_of(model: str, quick: bool, sizes: tuple[int, ...] = (1, 2)) -> list
     found: list[Row] = []
     for ranks in sizes:
         pixels, size = 64 if quick else 224, "one process" if ranks == 1 else "two ranks"
-        work = f"{model}, {pixels} pixels, {ROWS[model]} rows a step, {size}"
+        work = f"{model}, {pixels} pixels, {ROWS[model]} rows a step, {size}, turns of a step"
         those = contestants(model, ranks, pixels)
         if quick:
             those = [one for one in those if "compiled" not in one.who]
         turns, absent = contest(work, those, rounds=2 if quick else 20, steps=1, warm=1 if quick else 3)
-        absent += unlike(work, turns)
+        absent += unlike(work, turns, those)
         found += with_ratios([*step_rows(work, those, turns, 1, "ms", 1e3), *absent])
     return found
 
 
-def unlike(work: str, turns: dict[str, list[Turn]]) -> list[Row]:
+def unlike(work: str, turns: dict[str, list[Turn]], those: list[Contestant]) -> list[Row]:
     """Losses are alike where memory has the same format. Another one rounds otherwise in each step, and so do compiled
-    kernels.
+    kernels: theirs are near dtf's, `APART` at most.
     """
-    first = ["dtf, channels first", "by hand"]
-    last = [who for who in turns if who not in (*first, "by hand, compiled")]
-    groups = (first, 1e-4), (last, 1e-4), (list(turns), 0.05)
-    return [row for who, most in groups for row in apart(work, turns, who, most)]
+    first = [one for one in those if one.who in ("dtf, channels first", "by hand")]
+    last = [one for one in those if one not in first and one.who != "by hand, compiled"]
+    groups = (first, 1e-4), (last, 1e-4), (those, APART)
+    return [row for some, most in groups for row in apart(work, turns, some, most)]
 
 
 def measure(quick: bool) -> list[Row]:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from bench.commands import dtf_run, script, started
 from bench.peers import Absent
+from bench.rounds import in_turn
 from bench.rows import Row, print_measured, with_ratios
 
 FIRST = "from the command to the first step of two ddp ranks"
@@ -48,37 +50,24 @@ def first_steps(launchers: Sequence[str] = LAUNCHERS) -> tuple[dict[str, list[st
 def seconds_to_first_step(command: list[str], folder: Path) -> tuple[float, float]:
     """Wall time, and processor time of all that it started."""
     with started(command, folder) as running:
-        for seen in running.steps():
-            return seen.seconds - running.began, running.cpu_s()
-    raise RuntimeError("it made no step")
+        seen = next(running.steps())
+        return seen.seconds - running.began, running.cpu_s()
 
 
-def alternating(commands: dict[str, list[str]], rounds: int, folder: Path) -> list[Row]:
+def rows_of(commands: dict[str, list[str]], rounds: int, folder: Path) -> list[Row]:
     """A row for each command; one that fails says why."""
-    found: dict[str, list[tuple[float, float]]] = {who: [] for who in commands}
-    failed: dict[str, str] = {}
-    for number in range(rounds + 1):
-        for who in list(commands)[:: -1 if number % 2 else 1]:
-            if who not in failed:
-                try:
-                    found[who].append(seconds_to_first_step(commands[who], folder))
-                except RuntimeError as error:
-                    failed[who] = str(error)
-    rows = []
+    found, failed = in_turn(rounds + 1, commands, partial(seconds_to_first_step, folder=folder))
+    rows = [Row(FIRST, who, settings=SETTINGS[who], not_run=why) for who, why in failed.items()]
     for who, pairs in found.items():
         wall, cpu = ([pair[index] for pair in pairs[1:]] for index in (0, 1))
-        settings = SETTINGS.get(who, "")
-        if who in failed:
-            rows.append(Row(FIRST, who, settings=settings, not_run=failed[who]))
-        else:
-            rows.append(Row(FIRST, who, "s", wall, cpu=cpu, cpu_unit="s", settings=settings))
+        rows.append(Row(FIRST, who, "s", wall, cpu=cpu, cpu_unit="s", settings=SETTINGS[who]))
     return rows
 
 
 def measure(quick: bool, rounds: int = 7) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="dtf-bench-start-", ignore_cleanup_errors=True) as name:
         commands, absent = first_steps()
-        return with_ratios(alternating(commands, 1 if quick else rounds, Path(name))) + absent
+        return with_ratios(rows_of(commands, 1 if quick else rounds, Path(name))) + absent
 
 
 if __name__ == "__main__":

@@ -12,12 +12,15 @@ is what a rank has to itself and its part of what it shares (Pss), the largest o
 from __future__ import annotations
 
 import argparse
-import tempfile
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from bench.commands import DTF, dtf_run, memory_mb, script, started
+from bench.first_step import seconds_to_first_step
 from bench.plain_rows import from_file
+from bench.rounds import in_turn
 from bench.rows import Row, table, with_ratios
 
 FROM, UNTIL = 10, 40
@@ -30,47 +33,27 @@ class Steady(NamedTuple):
     memory_mb: float
 
 
-def steady(command: list[str], folder: Path, until: int) -> Steady:
+def steady(command: list[str], until: int) -> Steady:
     """Of the steps between FROM and `until`."""
-    with started(command, folder) as running:
-        begun, cpu = 0.0, 0.0
-        for seen in running.steps():
-            if seen.step >= FROM and not begun:
-                begun, cpu, first = seen.seconds, running.cpu_s(), seen.step
-            if seen.step >= until - 1:
-                steps = seen.step - first
-                used, wall = running.cpu_s() - cpu, seen.seconds - begun
-                return Steady(
-                    used / steps * 1e3, wall / steps * 1e3, max(memory_mb(pid, "Pss") for pid in running.ranks())
-                )
-    raise RuntimeError(f"it ended before step {until}")
-
-
-def first_step_s(command: list[str], folder: Path) -> float:
-    with started(command, folder) as running:
-        for seen in running.steps():
-            return seen.seconds - running.began
-    raise RuntimeError("it made no step")
+    folder = TemporaryDirectory(prefix="dtf-bench-growth-", ignore_cleanup_errors=True)
+    with folder as name, started(command, Path(name)) as running:
+        steps = running.steps()
+        first = next(seen for seen in steps if seen.step >= FROM)
+        before = running.cpu_s()
+        last = next(seen for seen in steps if seen.step >= until - 1)
+        cpu, memory = running.cpu_s() - before, max(memory_mb(pid, "Pss") for pid in running.ranks())
+        count = last.step - first.step
+        return Steady(cpu / count * 1e3, (last.seconds - first.seconds) / count * 1e3, memory)
 
 
 def steady_rows(work: str, commands: dict[str, list[str]], rounds: int, until: int) -> list[Row]:
-    """Three rows for each command: processor and wall time of a step, and memory."""
-    found: dict[str, list[Steady]] = {who: [] for who in commands}
-    failed: dict[str, str] = {}
-    for number in range(rounds):
-        for who in list(commands)[:: -1 if number % 2 else 1]:
-            with tempfile.TemporaryDirectory(prefix="dtf-bench-growth-", ignore_cleanup_errors=True) as name:
-                try:
-                    found[who].append(steady(commands[who], Path(name), until))
-                except RuntimeError as error:
-                    failed[who] = str(error)
-    rows = []
+    """Two rows for each command: time of a step, and memory."""
+    found, failed = in_turn(rounds, commands, partial(steady, until=until))
+    rows = [Row(work, who, not_run=why) for who, why in failed.items()]
     for who, some in found.items():
-        if who in failed:
-            rows.append(Row(work, who, not_run=failed[who]))
-            continue
         wall, cpu, memory = ([getattr(one, key) for one in some] for key in ("wall_ms", "cpu_ms", "memory_mb"))
-        rows.append(Row(work, who, "ms a step", wall, cpu=cpu, cpu_unit="ms"))
+        settings = f"mean of the steps {FROM} to {until - 1}"
+        rows.append(Row(work, who, "ms a step", wall, cpu=cpu, cpu_unit="ms", settings=settings))
         rows.append(Row(f"{work}: memory of the largest rank", who, "MB", memory))
     return with_ratios(rows)
 
@@ -94,13 +77,12 @@ def measure(quick: bool) -> list[Row]:
 def measure_starts(quick: bool) -> list[Row]:
     rounds, found = 1 if quick else 3, []
     for count in STARTS[:1] if quick else STARTS:
-        with tempfile.TemporaryDirectory(prefix="dtf-bench-growth-", ignore_cleanup_errors=True) as name:
-            work, values = f"from the command to the first step of {count} ranks", dict[str, list[float]]()
-            commands = {"dtf": dtf_run(count, 1, "checkpoint=off"), "torchrun": script("torchrun", count, 1)}
-            for number in range(rounds):
-                for who in list(commands)[:: -1 if number % 2 else 1]:
-                    values.setdefault(who, []).append(first_step_s(commands[who], Path(name)))
-            found += with_ratios([Row(work, who, "s", some) for who, some in values.items()])
+        work = f"from the command to the first step of {count} ranks"
+        commands = {"dtf": dtf_run(count, 1, "checkpoint=off"), "torchrun": script("torchrun", count, 1)}
+        with TemporaryDirectory(prefix="dtf-bench-growth-", ignore_cleanup_errors=True) as name:
+            times, failed = in_turn(rounds, commands, partial(seconds_to_first_step, folder=Path(name)))
+        found += with_ratios([Row(work, who, "s", [wall for wall, _ in some]) for who, some in times.items()])
+        found += [Row(work, who, not_run=why) for who, why in failed.items()]
     return found
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from PIL import Image
 
-from bench.contest import KEPT
+from bench.contest import KEPT, Running, Turn, contest
 from bench.medians import machine
 from bench.peers import Absent, python_of
 from bench.processes import Process, answers
@@ -49,68 +49,52 @@ NAMES = {  # reader -> what it is, its resampling
 _OWN_ENVIRONMENT = ("dali", "opencv", "spdl")
 
 
-class Reader:
-    """A process that reads when told to, and is stopped otherwise, with all that it started."""
+class Reader(Running):
+    """A contestant: a process that reads when told to, and is stopped otherwise, with all of its session."""
 
-    def __init__(self, name: str, folder: Path, threads: int, kind: str, seconds: float) -> None:
-        python = python_of("images") if name in _OWN_ENVIRONMENT else sys.executable
-        found = {"LD_LIBRARY_PATH": _ffmpeg(Path(python).parent.parent)} if name == "spdl" else {}
-        command = [python, "-m", "bench.image_readers", name, str(folder), str(threads), kind, str(seconds)]
-        self._process = Process(command, KEPT | found)  # batches come from memory that was freed before, as in dtf
-        try:
-            self.delivers: str = answers([self._process])[0]["delivers"]
-        except BaseException:
-            self.close()
-            raise
-        self._process.signal(signal.SIGSTOP)
+    alone = True  # as it starts, it finds out how many batches a turn takes
 
-    def read(self) -> tuple[float, float]:
-        """Images per second, and processor milliseconds per image."""
-        self._process.signal(signal.SIGCONT)
-        self._process.send("")
-        told = answers([self._process])[0]
-        self._process.signal(signal.SIGSTOP)
-        return told["images"] / told["seconds"], told["cpu"] / told["images"] * 1000
+    def __init__(self, name: str, *arguments: str) -> None:
+        super().__init__([])
+        self.who, self.resampling = NAMES[name]
+        self.delivers, self._name, self._arguments = "", name, arguments
 
-    def close(self) -> None:
-        self._process.end()
+    @property
+    def settings(self) -> str:
+        return "; ".join(text for text in (self.resampling, self.delivers) if text)
+
+    def start(self) -> Running:
+        python, found = sys.executable, dict[str, str]()
+        if self._name in _OWN_ENVIRONMENT:
+            python = python_of("images")
+        if self._name == "spdl":
+            found = {"LD_LIBRARY_PATH": _ffmpeg(Path(python).parent.parent)}
+        command = [python, "-m", "bench.image_readers", self._name, *self._arguments]
+        self.asked = [Process(command, KEPT | found)]  # batches come from memory that was freed before, as in dtf
+        return self
+
+    def wait_until_ready(self) -> None:
+        self.delivers = answers(self.asked)[0]["delivers"]
+        self.asked[0].signal(signal.SIGSTOP)
+
+    def turn(self, steps: int) -> Turn:
+        """Seconds of an image, however many it reads."""
+        self.asked[0].signal(signal.SIGCONT)
+        told = self._told([steps])[0]
+        self.asked[0].signal(signal.SIGSTOP)
+        return Turn(told["seconds"] / told["images"], told["cpu"] / told["images"], None, 0.0)
 
 
 def compare(
     work: str, folder: Path, readers: Sequence[str], threads: int, rounds: int, seconds: float, output: str
 ) -> list[Row]:
     """A row for each reader. `folder`: of the files, see `write`."""
-    running: dict[str, Reader] = {}
-    turns: dict[str, list[tuple[float, float]]] = {}
-    rows = []
-
-    def leave(name: str, why: str) -> None:
-        rows.append(Row(work, NAMES[name][0], settings=NAMES[name][1], not_run=why[:300]))
-        turns.pop(name, None)
-        if name in running:
-            running.pop(name).close()
-
-    try:
-        for name in readers:
-            try:
-                running[name] = Reader(name, folder, threads, output, seconds)
-                turns[name] = []
-            except (OSError, Absent) as error:
-                leave(name, str(error))
-        for number in range(rounds):
-            for name in list(turns)[:: -1 if number % 2 else 1]:
-                try:
-                    turns[name].append(running[name].read())
-                except Absent as error:
-                    leave(name, f"in round {number + 1}: {error}")
-        delivers = {name: reader.delivers for name, reader in running.items()}
-    finally:
-        for reader in running.values():
-            reader.close()
-    for name, some in turns.items():
-        rates, used = ([*column] for column in zip(*some, strict=True))
-        settings = "; ".join(text for text in (NAMES[name][1], delivers[name]) if text)
-        rows.append(Row(work, NAMES[name][0], "images/s", rates, True, used, "ms an image", settings=settings))
+    those = [Reader(name, str(folder), str(threads), output, str(seconds)) for name in readers]
+    turns, rows = contest(work, those, rounds, steps=1, warm=1)
+    for one in those:
+        if one.who in turns:
+            rates, used = [1 / turn.seconds for turn in turns[one.who]], [1e3 * turn.cpu for turn in turns[one.who]]
+            rows.append(Row(work, one.who, "images/s", rates, True, used, "ms an image", settings=one.settings))
     return with_ratios(rows)
 
 
@@ -198,7 +182,9 @@ def _ffmpeg(environment: Path) -> str:
     """Where the FFmpeg inside PyAV's wheel is found under its usual names, which SPDL looks for."""
     folder = environment / "ffmpeg"
     folder.mkdir(exist_ok=True)
-    inside = next(environment.glob("lib/*/site-packages/av.libs"))
+    inside = next(environment.glob("lib/*/site-packages/av.libs"), None)
+    if inside is None:
+        raise Absent("PyAV's wheel has no FFmpeg")
     for file in inside.glob("lib[as][vw]*-*.so.*"):  # libavcodec-e57b519c.so.62.11.100 as libavcodec.so.62
         link = folder / f"{file.name.split('-')[0]}.so.{file.name.split('.so.')[1].split('.')[0]}"
         if not link.exists():

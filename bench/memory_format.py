@@ -12,6 +12,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
+from bench.rounds import alternating
 from bench.rows import Row, table, with_ratios
 
 if TYPE_CHECKING:
@@ -73,13 +74,12 @@ def measure(quick: bool, rounds: int = 20, threads: int = 2) -> list[Row]:
         times: dict[str, list[float]] = {way: [] for way in WAYS}
         cpu: dict[str, list[float]] = {way: [] for way in WAYS}
         losses: dict[str, float] = {}
-        for number in range((1 if quick else rounds) + 2):
-            for way in WAYS[:: -1 if number % 2 else 1]:
-                began, used = time.perf_counter(), time.process_time()
-                losses[way] = steps[way]()
-                times[way].append((time.perf_counter() - began) * 1e3)
-                cpu[way].append((time.process_time() - used) * 1e3)
-        work = f"{name.strip()}, {pixels} pixels, {rows} rows"
+        for _, way in alternating((1 if quick else rounds) + 2, WAYS):
+            began, used = time.perf_counter(), time.process_time()
+            losses[way] = steps[way]()
+            times[way].append((time.perf_counter() - began) * 1e3)
+            cpu[way].append((time.process_time() - used) * 1e3)
+        work = f"{name.strip()}, {pixels} pixels, {rows} rows, turns of a step"
         found += with_ratios(
             [
                 Row(work, TITLES[way], "ms a step", times[way][2:], cpu=cpu[way][2:], cpu_unit="ms", loss=losses[way])

@@ -13,7 +13,7 @@ import argparse
 import json
 from typing import Any
 
-from bench.contest import KEPT, Contestant, apart, contest, shortest_rows, step_rows
+from bench.contest import KEPT, KEPT_MEMORY, Contestant, apart, contest, shortest_rows, step_rows
 from bench.rows import Row, table, with_ratios
 from bench.toy import Work
 
@@ -29,7 +29,7 @@ def contestants(work: Work, ranks: int) -> list[Contestant]:
     def other(who: str, loop: str, settings: str) -> Contestant:
         peer = "" if loop == "by_hand" else "trainers"
         return Contestant(
-            who, "bench.toy", [loop, text], peer, settings=f"{settings}{view}, kept memory", variables=KEPT, **common
+            who, "bench.toy", [loop, text], peer, settings=f"{settings}{view}, {KEPT_MEMORY}", variables=KEPT, **common
         )
 
     return [
@@ -49,7 +49,7 @@ def measure(quick: bool) -> list[Row]:
         work = f"toy MLP, 32 rows, {name}: mean of {steps} steps"
         those = contestants(Work("mlp", 32), ranks)
         turns, absent = contest(work, those, rounds, steps, warm=2 * steps)
-        absent += apart(work, turns, [one.who for one in those], 1e-5)
+        absent += apart(work, turns, those, 1e-5)
         found += with_ratios([*step_rows(work, those, turns, steps, "us", 1e6), *absent])
         least = f"toy MLP, 32 rows, {name}: the shortest of {steps} steps"
         found += with_ratios(shortest_rows(least, those, turns, "us", 1e6))

@@ -34,8 +34,10 @@ environment. A peer that cannot be installed, or fails, is a row that says why.
 - **time / that of X**: of each round, the time of this row over that of row X, or the rate of X over that of this row;
   the median of these ratios, and the 95 % interval of that median by ranks. Above 1, X is faster. With fewer than six
   rounds there is no interval.
-- **loss**: at the end of the last round. Where contestants should compute the same and a loss differs, the row says so
-  and has no figures.
+- **rounds**: how many figures the median is of, one for each turn. The heading says how many steps a turn has; else a
+  turn is one step, or one whole command, as the unit says.
+- **loss**: the mean over the steps of the last turn. Where contestants should compute the same and a loss differs, the
+  row says so and has no figures.
 """
 
 
@@ -48,7 +50,9 @@ def render(files: Mapping[str, Mapping[str, Record]]) -> str:
     for machine in sorted({one.machine.text() for one in records}):
         texts.append(f"## On {machine}\n")
         here = [one for one in records if one.machine.text() == machine]
+        missing = ", ".join(part for part in PARTS if part not in {one.part for one in here})
         texts += [_section(one, what.title) for part, what in PARTS.items() for one in here if one.part == part]
+        texts += [f"Not measured on this machine: {missing}.\n"] if missing else []
     return "\n".join(texts)
 
 
@@ -58,10 +62,10 @@ def _section(one: Record, title: str) -> str:
     return f"{head}{versions}.\n\n{table(one.rows)}\n"
 
 
-def stored() -> dict[str, dict[str, Record]]:
+def stored(folder: Path = FOLDER) -> dict[str, dict[str, Record]]:
     """All that was measured and kept."""
-    return {path.stem: read(path) for path in sorted(FOLDER.glob("*.jsonl"))}
+    return {path.stem: read(path) for path in sorted(folder.glob("*.jsonl"))}
 
 
-def write(path: Path = PAGE) -> None:
-    path.write_text(render(stored()))
+def write(folder: Path = FOLDER) -> None:
+    PAGE.write_text(render(stored(folder)))

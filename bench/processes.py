@@ -1,6 +1,7 @@
 """Processes that take lines and answer each with a line of JSON: contestants of all kinds.
 
-Every wait for one has a limit, one that ends says why, and none outlives the process that started it.
+Every wait for one has a limit, one that ends says why, and neither it nor what it has started outlives the process that
+started it.
 """
 
 from __future__ import annotations
@@ -8,42 +9,52 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from bench import keeper
 from bench.peers import Absent
-from dtf.launch.forkserver import die_with
 
 ROOT = Path(__file__).resolve().parents[1]
+_NUMBERS = count()
 PATIENCE_S = 240.0
 """The longest that a start or a turn may take."""
 
 
 class Process:
-    """A command. What it starts belongs to its session and is ended with it: Ctrl-C reaches the parent alone, which
-    ends all, and the kernel ends it where the parent is killed.
+    """A command in a session of its own, so that Ctrl-C reaches the parent alone; `end` ends all that it has started.
+    Absent where it cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], variables: Mapping[str, str] | None = None, folder: Path = ROOT) -> None:
+    def __init__(
+        self, command: Sequence[str], variables: Mapping[str, str | None] | None = None, folder: Path = ROOT
+    ) -> None:
+        """`variables`: on top of this process's; None takes one away."""
+        self._mark = f"{keeper.keep()}{next(_NUMBERS)}/"
+        own = {"PYTHONPATH": str(ROOT), keeper.VARIABLE: self._mark}
+        given = {**os.environ, **(variables or {}), **own}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  `end` closes it
-        self._process = subprocess.Popen(
-            command,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})},
-            cwd=folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            bufsize=0,
-            start_new_session=True,
-            preexec_fn=partial(die_with, os.getpid()),
-        )
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env={name: value for name, value in given.items() if value is not None},
+                cwd=folder,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=self._errors,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._errors.close()
+            raise Absent(str(error)) from error
         assert self._process.stdin is not None and self._process.stdout is not None
         self.pid, self.stdout = self._process.pid, self._process.stdout.fileno()
         self._stdin, self._said = self._process.stdin, b""
@@ -65,7 +76,10 @@ class Process:
         if not end:
             self._said = line
             return None
-        answer = json.loads(line)
+        try:
+            answer = dict(json.loads(line))
+        except (ValueError, TypeError):
+            raise Absent(f"this is no answer: {line[:100].decode(errors='replace')}") from None
         if "error" in answer:
             raise Absent(answer["error"])
         return answer
@@ -78,19 +92,20 @@ class Process:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
         self._errors.seek(0)
-        return Absent(f"its process ended with {self._process.returncode}: {last_words(self._errors.read().decode())}")
+        said = last_words(self._errors.read().decode(errors="replace"))
+        return Absent(f"its process ended with {self._process.returncode}: {said}")
 
     def signal(self, number: int) -> None:
-        """To it and to all that it started."""
+        """To it and to all of its session."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
     def end(self, patience_s: float = 0.0) -> None:
-        """It may tidy up for so long, as no more lines follow; then it is killed."""
+        """It may tidy up for so long, as no more lines follow; then it is killed, with all that it has started."""
         self._stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_s)
-        self.signal(signal.SIGKILL)
+        keeper.end(self._mark)
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()

@@ -99,20 +99,36 @@ class Member:
                 dense, clicks = feed.pop("dense"), feed.pop("clicks")
                 ids = np.hstack(list(feed.values()))
                 counted = np.stack([np.ones_like(ids), ids], 2).reshape(len(ids), -1)  # each slot after its length
-                for row in zip(counted.tolist(), np.round(dense, 4).tolist(), clicks.astype(int).tolist(), strict=True):
+                for row in zip(counted.tolist(), dense.tolist(), clicks.astype(int).tolist(), strict=True):
                     file.write(" ".join(map(str, (*row[0], len(row[1]), *row[1], 1, *row[2]))) + "\n")
-        dataset = self._paddle.distributed.InMemoryDataset()
-        dataset.init(batch_size=self._batch, thread_num=threads, use_var=self._inputs, pipe_command="cat")
-        dataset.set_filelist([str(self._file)])
-        dataset.load_into_memory()
+        train = self._loaded(threads)
 
         def run() -> float:
             before = self._sums()
-            self._executor.train_from_dataset(self._program, dataset, thread=threads)
+            train()
             loss, batches = self._sums() - before
             return float(loss / batches)
 
         return run
+
+    def start_s(self, threads: int) -> float:
+        """Seconds of a call that trains nothing: what each turn has on top of its steps. The second of two."""
+        self._file.write_text("")
+        seconds = 0.0
+        for _ in range(2):
+            train = self._loaded(threads)
+            began = time.perf_counter()
+            train()
+            seconds = time.perf_counter() - began
+        return seconds
+
+    def _loaded(self, threads: int) -> Callable[[], None]:
+        """What trains the rows of the file, which are in memory."""
+        dataset = self._paddle.distributed.InMemoryDataset()
+        dataset.init(batch_size=self._batch, thread_num=threads, use_var=self._inputs, pipe_command="cat")
+        dataset.set_filelist([str(self._file)])
+        dataset.load_into_memory()
+        return lambda: self._executor.train_from_dataset(self._program, dataset, thread=threads)
 
     def _sums(self) -> np.ndarray:
         """Of losses, and of batches, over all turns."""
@@ -132,7 +148,7 @@ _ROWS, _WIDTH = ("ids", "dense", "clicks"), 16
 
 def main(turns: Turns) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("log", type=Path, help="folder with the rows")
+    parser.add_argument("log", type=Path, help="folder with the rows, absolute")
     parser.add_argument("--role", choices=["server", "trainer"], default="trainer")
     parser.add_argument("--hidden", type=int, nargs="+", required=True)
     parser.add_argument("--threads", type=int, required=True, help="of a trainer")
@@ -140,6 +156,7 @@ def main(turns: Turns) -> None:
     parser.add_argument("--number", type=int, default=0, help="of the trainer")
     parser.add_argument("--port", type=int, required=True, help="of the server")
     given = parser.parse_args()
+    os.chdir(given.log)  # Paddle leaves dumps of its programs where it is
     join(given)
     member = Member(given.log, given.hidden, given.number, given.trainers)
     if given.role == "server":
@@ -147,7 +164,7 @@ def main(turns: Turns) -> None:
         member.fleet.run_server()
         return
     member.start(given.port)
-    turns.ready()
+    turns.ready(start_s=member.start_s(given.threads))
     while steps := turns.begin():
         run = member.prepared(steps, given.threads)
         turns.ready()

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.commands import dtf_run, script, started
+from bench.peers import Absent
+from bench.rounds import alternating, starts
 from bench.rows import Row, print_measured, with_ratios
 
 KILL_AFTER, UNTIL, PATIENCE_S = 25, 60, 60.0
@@ -39,37 +41,36 @@ class Recovered(NamedTuple):
 
 
 def once(who: str) -> Recovered:
-    """RuntimeError where no step follows."""
+    """Absent where no step follows."""
     with tempfile.TemporaryDirectory(prefix="dtf-bench-recovery-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         if who == "dtf":
             command = dtf_run(2, UNTIL, "checkpoint.every_steps=10", f"run.dir={folder}/run")
         else:
             command = script("torchrun", 2, UNTIL, "--save", name, *(["--keys-apart"] if "apart" in who else []))
-        killed, last, top, first, again = 0.0, 0, 0, 0, 0.0
         with started(command, folder) as running:
-            for seen in running.steps(PATIENCE_S):
-                if not killed and seen.step >= KILL_AFTER:
-                    os.kill(running.ranks()[-1], signal.SIGKILL)
-                    killed = time.perf_counter()
-                elif killed and not again and seen.step <= last:
-                    again, first, top = seen.seconds, seen.step, last
-                if again and seen.step > top:
-                    return Recovered(again - killed, seen.seconds - killed, top - first + 1)
-                last = seen.step
-    raise RuntimeError("it ended")
+            steps = running.steps(PATIENCE_S)
+            last = next(seen for seen in steps if seen.step >= KILL_AFTER)
+            os.kill(running.ranks()[-1], signal.SIGKILL)
+            killed = time.perf_counter()
+            again = next(steps)
+            while again.step > last.step:  # said before it died
+                last, again = again, next(steps)
+            back = next(seen for seen in steps if seen.step > last.step)
+            return Recovered(again.seconds - killed, back.seconds - killed, last.step - again.step + 1)
 
 
 def measure(quick: bool, rounds: int = 7) -> list[Row]:
     found: dict[str, list[Recovered]] = {who: [] for who in SETTINGS}
     failed: dict[str, list[str]] = {who: [] for who in SETTINGS}
     rounds = 1 if quick else rounds
-    for number in range(rounds):
-        for who in list(SETTINGS)[:: -1 if number % 2 else 1]:
-            try:
-                found[who].append(once(who))
-            except RuntimeError as error:
-                failed[who].append(str(error))
+    for number, who in alternating(rounds, SETTINGS):
+        if number == 0:
+            starts(who)
+        try:
+            found[who].append(once(who))
+        except Absent as error:
+            failed[who].append(str(error))
     rows = []
     for work, (unit, key) in KINDS.items():
         for who, some in found.items():

@@ -77,9 +77,9 @@ def figure(value: float) -> str:
 
 
 def cells(row: Row) -> list[str]:
-    """Of a table: who, median with unit, range, processor time, ratio, loss, settings."""
+    """Of a table: who, median with unit, range, rounds, processor time, ratio, loss, settings."""
     if row.not_run:
-        return [row.who, "not run", "", "", "", "", " ".join(row.not_run.split())]
+        return [row.who, "not run", "", "", "", "", "", " ".join(row.not_run.split())]
     spread = f"{figure(min(row.values))} to {figure(max(row.values))}" if len(row.values) > 1 else "one run"
     cpu = f"{figure(median(row.cpu))} {row.cpu_unit}" if row.cpu else ""
     ratio = ""
@@ -89,13 +89,14 @@ def cells(row: Row) -> list[str]:
         low, high = bounds(row.ratios)
         ratio = f"{median(row.ratios):.2f} ({low:.2f} to {high:.2f})"
     loss = "" if row.loss is None else f"{row.loss:.6f}"
-    return [row.who, f"{figure(median(row.values))} {row.unit}", spread, cpu, ratio, loss, row.settings]
+    middle, rounds = f"{figure(median(row.values))} {row.unit}", str(len(row.values))
+    return [row.who, middle, spread, rounds, cpu, ratio, loss, row.settings]
 
 
 def heads(rows: Sequence[Row]) -> list[str]:
     """Of one piece of work. A ratio is to one row alone, whose name its heading has."""
     (base,) = {row.against for row in rows if row.against} or {""}
-    return [rows[0].work, "median", "range", "processor", f"time / that of {base} (95 %)", "loss", "settings"]
+    return [rows[0].work, "median", "range", "rounds", "processor", f"time / that of {base} (95 %)", "loss", "settings"]
 
 
 def table(rows: Sequence[Row]) -> str:

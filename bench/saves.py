@@ -26,6 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.processes import PATIENCE_S, ROOT
+from bench.rounds import alternating
 from bench.rows import Row, table
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import option, register
@@ -184,9 +185,8 @@ def measure(quick: bool, only: str = "", rounds: int = 3, width: int = 4096) -> 
         if only not in ("", name):
             continue
         runs: dict[str, list[Measured]] = {way: [] for way in WAYS}
-        for number in range(rounds):
-            for way in list(WAYS)[:: -1 if number % 2 else 1]:
-                runs[way].append(run(strategy, processes, width, WAYS[way]))
+        for _, way in alternating(rounds, WAYS):
+            runs[way].append(run(strategy, processes, width, WAYS[way]))
         work = f"{name}, state of {state_mb:.0f} MB"
         for way, some in runs.items():
             wall, cpu = [one.wall_s for one in some], [one.cpu_s for one in some]

@@ -31,6 +31,7 @@ from bench import first_step
 from bench.first_step import seconds_to_first_step
 from bench.medians import interval, machine
 from bench.processes import PATIENCE_S, ROOT
+from bench.rounds import alternating
 from dtf.host.heartbeat import beat
 
 ANSWERS = {"--help": ["--help"], "--cfg job": ["--cfg", "job"], "strategy=ddpp": ["strategy=ddpp"]}
@@ -105,11 +106,10 @@ def _in_turn(
     rounds: int, commands: Mapping[str, list[str]], once: Callable[[list[str]], Waited]
 ) -> dict[str, list[Waited]]:
     found: dict[str, list[Waited]] = {name: [] for name in commands}
-    for number in range(rounds + 1):
-        for name in list(commands)[:: -1 if number % 2 else 1]:
-            waited = once(commands[name])
-            if number:
-                found[name].append(waited)
+    for number, name in alternating(rounds + 1, commands):
+        waited = once(commands[name])
+        if number:
+            found[name].append(waited)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import os
 import select
@@ -21,10 +22,12 @@ import torch
 import bench
 from bench import __main__ as command
 from bench import page, peers, results
+from bench.commands import started
 from bench.contest import Contestant, Running, Turn, apart, contest, step_rows
 from bench.medians import bounds
 from bench.parts import PARTS, Part
 from bench.processes import Process
+from bench.rounds import in_turn
 from bench.rows import Row, as_json, row_of, table, with_ratios
 from dtf.config.compose import compose
 from dtf.recipes.resnet.recipe import ResnetShapes
@@ -65,19 +68,33 @@ def test_contestants_take_turns_and_train_alike() -> None:
     lacking = Contestant("nobody", "bench.no_such_module")
     turns, absent = contest("work", [*both, lacking], rounds=2, steps=3, warm=2)
     assert [len(turns[one.who]) for one in both] == [2, 2]
-    assert not apart("work", turns, ["dtf", "by hand"], 1e-6)
+    assert not apart("work", turns, both, 1e-6)
     assert [row.who for row in absent] == ["nobody"] and "No module named bench.no_such" in absent[0].not_run
     dtf, hand = step_rows("work", both, turns, 3, "us", 1e6)
     assert (dtf.loss, dtf.unit) == (pytest.approx(hand.loss, rel=1e-6), "us a step") and dtf.loss
 
 
+class Impatient(Running):
+    """Waits for the answer of its third turn no longer than for something to read."""
+
+    begun = 0
+
+    def turn(self, steps: int) -> Turn:
+        self.begun += 1
+        with pytest.MonkeyPatch.context() as patch:
+            if self.begun == 3:
+                patch.setattr("bench.processes.PATIENCE_S", 0.0)
+            return super().turn(steps)
+
+
 class Dying(NamedTuple):
-    """A contestant whose process dies, or is silent, in its second turn."""
+    """A contestant whose process does something else in its second round, and nothing after it."""
 
     who: str
     end: str
+    kind: type[Running] = Running
     settings: str = ""
-    ranks: int = 1
+    alone: bool = False
 
     def start(self) -> Running:
         code = f"""if True:
@@ -88,63 +105,122 @@ class Dying(NamedTuple):
                     {self.end}
                 print(json.dumps(dict(seconds=1.0, cpu=1.0, loss=0.5, shortest=0.0)), flush=True)
         """
-        return Running([Process([sys.executable, "-c", code])])
+        return self.kind([Process([sys.executable, "-c", code])])
 
 
-def test_who_dies_or_is_silent_is_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.processes.PATIENCE_S", 2.0)
-    those = [Dying("well", "pass"), Dying("dead", "sys.exit('out of luck')"), Dying("silent", "time.sleep(600)")]
+def test_who_dies_is_silent_or_talks_is_a_row_and_the_others_go_on(capsys: pytest.CaptureFixture) -> None:
+    noise = r"sys.stderr.buffer.write(b'\xffout of luck'); sys.exit(1)"
+    those = [
+        Dying("well", "pass"), Dying("dead", noise), Dying("silent", "time.sleep(600)", Impatient),
+        Dying("talking", "print('ready')"),
+    ]  # fmt: skip
     turns, absent = contest("work", those, rounds=3, steps=1, warm=1)
     assert {who: len(some) for who, some in turns.items()} == {"well": 3}
     why = {row.who: row.not_run for row in absent}
     assert why == {
-        "dead": "in round 2: its process ended with 1: out of luck", "silent": "in round 2: no answer in 2 s",
+        "dead": "in round 2: its process ended with 1: \ufffdout of luck", "silent": "in round 2: no answer in 0 s",
+        "talking": "in round 2: this is no answer: ready",
     }  # fmt: skip
+    assert capsys.readouterr().err.splitlines() == [f"  {one.who} starts" for one in those]
 
 
-def test_contestants_do_not_outlive_their_parent() -> None:
-    """Neither when it is interrupted, nor when it is killed."""
-    code = """if True:
-        import sys, time
-        from bench.processes import Process, answers
-        one = Process([sys.executable, "-c", "import time; print('{}', flush=True); time.sleep(600)"])
-        try:
-            answers([one])
-            print(one.pid, flush=True)
-            time.sleep(600)
-        finally:
+def test_a_command_that_cannot_be_started_is_absent() -> None:
+    with pytest.raises(peers.Absent, match="No such file"):
+        Process(["/nowhere/python"])
+
+
+def test_a_command_that_makes_no_step_ends_no_part(tmp_path: Path) -> None:
+    def once(code: str) -> int:
+        with started([sys.executable, "-c", code], tmp_path) as running:
+            return next(seen for seen in running.steps() if seen.step == 3).step
+
+    stuck = "import os, time; os.close(1); time.sleep(0); raise SystemExit('stuck')"
+    commands = {"well": r"print('\xff\n[0]: step=3/9', flush=True); input()", "ended": "0", "shut": stuck}
+    found, absent = in_turn(2, commands, once)
+    assert found == {"well": [3, 3]}
+    assert absent == {
+        "ended": "in round 1: its process ended with 0: it said nothing",
+        "shut": "in round 1: its process ended with 1: stuck",
+    }
+
+
+STARTER = """if True:
+    import json, os, signal, subprocess, sys, time
+    from bench.processes import Process, answers
+    code = '''if True:
+        import json, os, signal, subprocess, sys, time
+        more = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        os.kill(more.pid, signal.SIGSTOP)
+        print(json.dumps({"pids": [os.getpid(), more.pid]}), flush=True)
+        time.sleep(600)
+    '''
+    one = Process([sys.executable, "-c", code])
+    try:
+        print(json.dumps(answers([one])[0]["pids"]), flush=True)
+        sys.stdin.readline()
+    finally:
+        if sys.argv[1] == "end":
             one.end()
-    """
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for number in (signal.SIGINT, signal.SIGKILL):
-        parent = subprocess.Popen(
-            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        with parent:
-            assert parent.stdout is not None
-            handle = os.pidfd_open(int(parent.stdout.readline()))
-            parent.send_signal(number)
-        assert select.select([handle], [], [], 60)[0], "it has not ended"
-        os.close(handle)
+    print("ended", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("by", ["end", "SIGINT", "SIGKILL"])
+def test_nothing_outlives_a_contestant_or_the_parent(by: str) -> None:
+    """Nor does what it has started: stopped, and in another session."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", STARTER, by], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    with parent:
+        assert parent.stdout is not None and parent.stdin is not None
+        handles = [os.pidfd_open(pid) for pid in json.loads(parent.stdout.readline())]
+        if by == "end":
+            print(file=parent.stdin, flush=True)
+            assert parent.stdout.readline() == "ended\n"
+        else:
+            parent.send_signal(getattr(signal, by))
+        for handle in handles:
+            assert select.select([handle], [], [], 60)[0], "it has not ended"
+            os.close(handle)
+        parent.kill()
 
 
 def test_a_loss_that_differs_is_a_row_without_figures() -> None:
-    def of(loss: float | None) -> list[Turn]:
-        return [Turn(1, 1, loss, 0)]
+    def compared(**losses: float | None) -> tuple[list[str], list[Row]]:
+        turns = {name: [Turn(1, 1, loss, 0)] for name, loss in losses.items()}
+        rows = apart("w", turns, [Contestant(name, "", settings=f"as {name}") for name in "abcde"], 1e-3)
+        return list(turns), rows
 
-    turns = {"a": of(0.5), "b": of(0.6), "c": of(None), "d": of(0.5), "e": of(math.nan)}
-    assert not apart("w", turns, ["a", "c", "d"], 1e-3)
-    rows = apart("w", turns, ["gone", "a", "b", "c", "d", "e"], 1e-3)
-    assert list(turns) == ["a", "c", "d"]
-    assert [row.not_run for row in rows] == [
-        f"no figures: its loss is {x}, that of a 0.500000" for x in ("0.600000", "nan")
+    assert compared(a=0.5, c=None, d=0.5) == (["a", "c", "d"], [])
+    left, rows = compared(a=0.5, b=0.6, c=None, d=0.5, e=math.nan)
+    assert left == ["a", "c", "d"]
+    assert [(row.who, row.settings, row.not_run) for row in rows] == [
+        (who, f"as {who}", f"no figures: its loss is {x}, that of a 0.500000")
+        for who, x in (("b", "0.600000"), ("e", "nan"))
     ]
+    for others, missing in (({}, []), ({"a": None}, []), ({"a": math.nan}, ["no figures: its loss is nan"])):
+        left, rows = compared(**others, b=0.6, d=0.5)
+        assert left[-2:] == ["b", "d"]
+        assert [row.not_run for row in rows] == [*missing, "not compared: there is none of a"]
+    assert rows[-1].who == "loss of b, d"
+
+
+def test_trainers_of_paddle_have_a_step_in_each_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from bench import pserver
+
+    monkeypatch.setattr(pserver, "cores", lambda: 64)
+    for steps, trainers in ((80, 8), (2, 2)):
+        args = pserver._parser().parse_args(["--steps", str(steps)])
+        who = [one.who for one in pserver.contestants(tmp_path, "64-32", args) if one.mode == "Paddle"]
+        assert who == ["Paddle 3.0.0, 1 x 64", f"Paddle 3.0.0, {trainers} x {64 // trainers}"]
 
 
 def test_a_ratio_says_what_is_compared_with_what() -> None:
     times = [Row("w", "dtf", "s", [1.0, 2.0]), Row("w", "other", "s", [2.0, 3.0]), Row("v", "lone", "s", [1.0, 1.0])]
     assert [row.ratios for row in with_ratios(times)] == [[], [2.0, 1.5], []]
-    assert table(with_ratios(times)).splitlines()[0] == "| w | median | range | time / that of dtf (95 %) |"
+    assert table(with_ratios(times)).splitlines()[0] == "| w | median | range | rounds | time / that of dtf (95 %) |"
     assert "| time / that of other (95 %) |" in table(with_ratios(times, "other"))
     assert "time /" not in table(times)
     memory = [Row("w", "dtf", "MB", [1.0]), Row("w", "other", "MB", [2.0])]
@@ -231,8 +307,9 @@ def test_a_page_names_machine_command_range_and_who_did_not_run() -> None:
     text = page.render({"m": {"start": a_record("start", "abc")}, "empty": {}})
     assert "## On A processor (avx2), 2 cores, 8 GB, Linux, Python 3.11.7\n" in text
     assert "`python -m bench --only start`, 2026-01-31, commit abc, 12 s. torch 2.14.1." in text
-    assert "| dtf | 2.00 s | 1.00 to 3.00 | 2.00 s | 0.250000 |  |" in text
-    assert "| peer | not run |  |  |  | no wheel |" in text
+    assert "| dtf | 2.00 s | 1.00 to 3.00 | 2 | 2.00 s | 0.250000 |  |" in text
+    assert "| peer | not run |  |  |  |  | no wheel |" in text
+    assert f"Not measured on this machine: {', '.join(part for part in PARTS if part != 'start')}.\n" in text
     other = replace(a_record("start", "def"), machine=replace(a_record("start", "").machine, python="3.12.0"))
     assert page.render({"m": {"start": a_record("start", "abc")}, "n": {"start": other}}).count("\n## On ") == 2
     assert page.render({"m": {"start": a_record("start", "abc"), "mirror": other}}).count("\n## On ") == 2
@@ -264,7 +341,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
 
     def call(*words: str) -> tuple[int, list[str]]:
         measured.clear()
-        monkeypatch.setattr("sys.argv", ["bench", *words, "--results", str(tmp_path)])
+        monkeypatch.setattr("sys.argv", ["bench", "--results", str(tmp_path), *words])
         return command.main(), list(measured)
 
     return call
@@ -276,9 +353,13 @@ class _Importlib:
 
 
 def test_what_was_measured_on_this_commit_is_left_out_and_what_failed_is_not(
-    run: Callable[..., tuple[int, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., tuple[int, list[str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     assert run("--quick") == (1, ["good", "bad"]) and not list(tmp_path.iterdir()), "a trial keeps nothing"
+    assert "these figures mean nothing" in capsys.readouterr().out
     assert run() == (1, ["good", "bad"])
     (path,) = tmp_path.iterdir()
     assert "no disk" in results.read(path)["bad"].rows[0].not_run
@@ -289,3 +370,5 @@ def test_what_was_measured_on_this_commit_is_left_out_and_what_failed_is_not(
     assert run("--only", "good") == (0, ["good"])
     with pytest.raises(SystemExit):
         run("--only", "godo")
+    with pytest.raises(SystemExit):
+        run("--results", str(path))
