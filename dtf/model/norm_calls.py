@@ -65,7 +65,8 @@ class Counted:
 
     def forward(self, input: Tensor) -> Tensor:
         calls = self._calls
-        if torch.compiler.is_compiling() and calls.weight is not None:
+        # not is_compiling(), which is true in all threads while one compiles
+        if torch.compiler.is_dynamo_compiling() and calls.weight is not None:
             return self._compiled(input, calls)
         calls.note(self.momentum, self.training and self.track_running_stats)  # type: ignore[attr-defined]
         calls.inside = True

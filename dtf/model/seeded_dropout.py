@@ -178,7 +178,8 @@ class Seeded:
         if not self.training or not self.p:
             return x
         shape = self._shape(x)
-        if self._draws.compiled and torch.compiler.is_compiling():
+        # not is_compiling(), which is true in all threads while one compiles
+        if self._draws.compiled and torch.compiler.is_dynamo_compiling():
             number = len(self._draws.log)
             self._draws.log.append(number)
             return x * draw_in_compiled(self._draws.layer, number, shape, x.dtype, x.device)

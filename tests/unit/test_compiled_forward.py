@@ -122,6 +122,22 @@ def test_masks_averages_and_counts_are_those_of_the_plain_module() -> None:
     assert masks.calls() == {"0.drop": 2, "1.drop": 2} and calls_of(model[0].norm).learning == 4  # type: ignore[union-attr]
 
 
+def test_a_module_computes_as_it_is_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says that it compiles, in all threads."""
+    model, masks, statistics = made()
+    forwards = compile_modules(model, ["0", "1"], "step.compile=blocks")
+    statistics.begin(1, 1, 1)
+    found, x = [], torch.randn(6, 8, dtype=torch.float64)
+    for other_compiles in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda value=other_compiles: value)
+        masks.begin_micro_batch(0, 0)
+        statistics.begin_micro_batch(0)
+        with uncompiled(forwards):
+            found.append(model(x))
+    assert torch.equal(*found)
+    assert masks.calls() == {"0.drop": 2, "1.drop": 2}
+
+
 def test_names_classes_and_state_stay() -> None:
     model, *_ = made()
     names, kinds = [*model.state_dict()], [type(module) for module in model.modules()]
