@@ -111,6 +111,13 @@ class CompiledForward:
                 f"{self.key} cannot compile {self.label} in one piece: {reason(error)}; change that, or use "
                 "step.compile=off"
             )
+        # uncompiled passes came before; torch ends a pass that it computes again by an Exception of its own
+        raised = isinstance(error, RuntimeError | ValueError | TypeError | LookupError | AssertionError)
+        if _traced_only and raised and not isinstance(error, torch.OutOfMemoryError):
+            return ConfigError(
+                f"{self.key}: {self.label} raises {type(error).__name__} when it is compiled, and not as it is: "
+                f"{reason(error)}; use step.compile=off"
+            )
         return None
 
     @property

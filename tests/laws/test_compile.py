@@ -136,6 +136,10 @@ def test_a_compiled_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
         ),
         ("reads in evaluation", r"cannot compile blocks.0 \(Block\) in one piece: .*data-dependent"),
         ("counts", r"would compile blocks.0 \(Block\) in each pass anew, as an attribute .*passes.*make it a buffer"),
+        (
+            "raises",
+            r"blocks.0 \(Block\) raises IndexError when it is compiled, and not as it is: .*use step.compile=off",
+        ),
         ("differs in evaluation", "something else when it is compiled .output 0 differs"),
         ("scales by a buffer", "something else when it is compiled .gradient of .*such as a buffer that changes"),
         ("draws from Python", r"cannot compile blocks.0 \(Block\): it draws random numbers from Python or numpy"),
@@ -206,8 +210,7 @@ def test_a_full_disk_and_damaged_machine_code_are_told_as_what_they_are() -> Non
 )
 def test_wrong_machine_code_is_refused_before_the_first_update(strategy: str, processes: int) -> None:
     case = {**COMPILED, "strategy": strategy, "slots": 2}
-    # in processes of their own: torch would take the code of an earlier run again
-    for said in ranks(processes, "tests.laws.test_compile:miscompiled", **case):
+    for said in ranks(processes, "tests.laws.test_compile:miscompiled", shared=True, **case):
         assert "step.compile=blocks: the model computes something else when it is compiled (gradient of" in said
         assert "wrong machine code" in said
 

@@ -51,6 +51,8 @@ class Uncompilable(Toy):
                 if way == "scales by a buffer" and self.training:  # torch computes the cosine again, after the next sum
                     self.scale += 1
                     y = y * torch.cos(self.scale)
+                if way == "raises" and torch.compiler.is_compiling():
+                    y = y.index_select(0, torch.full((1,), 99))
                 if way == "differs in evaluation" and not self.training and torch.compiler.is_compiling():
                     return y * 2
                 if way == "draws from Python" and self.training:
