@@ -96,20 +96,29 @@ def decode(content: bytes, header: Header, part: Part, least: int, fast: bool = 
         height, data = bottom, bytearray(content)
         data[header.height_at], data[header.height_at + 1] = height >> 8, height & 255
     rows, columns = -(-height // scale), -(-header.width // scale)
-    room = rows * columns * 3
-    if len(getattr(_here, "room", b"")) < room:
-        _here.room = bytearray(room * 5 // 4)
+    room = _room(rows * columns * 3)
     try:
         least_height, least_width = (rows, columns) if scale > 1 else (0, 0)
         picture = simplejpeg.decode_jpeg(
-            data, "RGB", fastupsample=fast, min_height=least_height, min_width=least_width, buffer=_here.room
+            data, "RGB", fastupsample=fast, min_height=least_height, min_width=least_width, buffer=room
         )
     except ValueError as error:
         if height == header.height or EXTRANEOUS not in str(error):  # the decoder tells its first complaint
             return None
-        picture = np.frombuffer(_here.room, np.uint8, room).reshape(rows, columns, 3)
+        picture = room.reshape(rows, columns, 3)
     top, left = round(part.top / scale), round(part.left / scale)
     return picture[top : top + max(1, round(part.height / scale)), left : left + max(1, round(part.width / scale))]
+
+
+def _room(size: int) -> np.ndarray:
+    """Bytes of this thread to decode into. They begin at an odd address: the decoder writes rows that begin at a
+    multiple of 32 past the caches of the processor, and what follows would wait for them.
+    """
+    room = getattr(_here, "room", None)
+    if room is None or len(room) < size:
+        block = np.empty(size * 5 // 4 + 1, np.uint8)
+        _here.room = room = block[1 - block.ctypes.data % 2 :]
+    return room[:size]
 
 
 def _upright(tiff: bytes) -> bool:

@@ -270,9 +270,12 @@ def _buffers() -> Buffers:
 
 @lru_cache(maxsize=16)
 def _colours(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and reciprocal deviation of bytes, (3, 1, 1). Made once: a copy in each step would have to be waited for."""
+    """What bytes are multiplied by to be normalised, and what is added then, (3,) each. Made once: a copy in each step
+    would have to be waited for.
+    """
     import torch
 
     with torch.device("cpu"):
-        pair = [torch.tensor(values, dtype=torch.float32).mul(255)[:, None, None] for values in (mean, std)]
-    return pair[0].to(device), pair[1].reciprocal().to(device)
+        mean_bytes, std_bytes = (torch.tensor(values, dtype=torch.float64).mul(255) for values in (mean, std))
+    scale, shift = 1 / std_bytes, -mean_bytes / std_bytes
+    return scale.float().to(device), shift.float().to(device)

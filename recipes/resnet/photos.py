@@ -32,7 +32,7 @@ _MARGIN = 2
 """How much larger than wanted a part stays that is decoded at a fraction: then the resampling that follows decides what
 is seen.
 """
-_resample = torch.ops.aten._upsample_bilinear2d_aa
+_resample = torch._C._nn._upsample_bilinear2d_aa
 """The kernel of `torch.nn.functional.interpolate(antialias=True)`, which has no `out`."""
 _log = logging.getLogger(__name__)
 
@@ -211,8 +211,8 @@ def _crop(content: bytes, out: Tensor, look: Look, uniform: np.ndarray) -> None:
         part = random_part(len(whole), whole.shape[1], look.area, look.ratio, uniform[:CROP_DRAWS])
         picture = whole[part.top : part.top + part.height, part.left : part.left + part.width]
     mirrored = look.mirror and uniform[CROP_DRAWS] < 0.5
-    if not (mirrored or look.policy or any(look.jitter)):
-        resized(picture, side, side, out)
+    if not (look.policy or any(look.jitter)):
+        resized(picture, side, side, out, mirrored)
         return
     image = resized(picture, side, side)
     if any(look.jitter):
@@ -221,29 +221,38 @@ def _crop(content: bytes, out: Tensor, look: Look, uniform: np.ndarray) -> None:
         image = augment.apply_policy(
             image[0], look.policy, uniform[CROP_DRAWS + 1 + augment.JITTER_DRAWS :][: augment.POLICY_DRAWS]
         )[None]
-    # Turned with the channels last: `flip` leaves them there in memory only where they are the last dimension.
-    out.copy_(image.permute(0, 2, 3, 1).flip(2).permute(0, 3, 1, 2) if mirrored else image)
+    out.copy_(image.flip(3) if mirrored else image)
 
 
-def resized(picture: np.ndarray, height: int, width: int, out: Tensor | None = None) -> Tensor:
+def resized(picture: np.ndarray, height: int, width: int, out: Tensor | None = None, mirrored: bool = False) -> Tensor:
     """(h, w, 3) bytes as (1, 3, height, width) bytes, channels last in memory: bilinear and anti-aliased, torchvision's
     default, by the same kernel. `out`: where to put it; otherwise a tensor of its own.
     """
     if not picture.flags.writeable:
         picture = picture.copy()  # from_numpy warns of what cannot be written to
-    # As a batch: torch then sees that channels come last, and leaves them there.
-    image = torch.from_numpy(picture)[None].permute(0, 3, 1, 2)
-    if picture.shape[:2] == (height, width):
-        return image.clone() if out is None else out.copy_(image)
-    if out is None:
-        return _resample(image, (height, width), False)
-    return _resample.out(image, (height, width), False, out=out)
+    # As a batch: torch then sees that channels come last, and leaves them there. In one operation, since a thread lets
+    # go of the interpreter's lock in each, and waits for it then.
+    (rows, columns, channels), (row, column, channel) = picture.shape, picture.strides
+    image = torch.from_numpy(picture).as_strided((1, channels, rows, columns), (rows * row, channel, row, column))
+    size = height, width
+    if mirrored and picture.shape[0] * picture.shape[1] < height * width:  # turned while it is small
+        image, mirrored = image.flip(3), False
+    if picture.shape[:2] != size:
+        if out is not None and not mirrored:
+            return _resample(image, size, False, out=out)
+        image = _resample(image, size, False)
+    elif out is None:
+        image = image.clone()
+    if mirrored:
+        image = image.flip(3)
+    return image if out is None else out.copy_(image)
 
 
-def to_floats(inputs: dict[str, Tensor], mean: Tensor, scale: Tensor, buffers: Buffers) -> Tensor:
-    """What `Photos` delivers as normalised float32 (B, 3, H, W), channels last in memory, on whatever device it lies.
+def to_floats(inputs: dict[str, Tensor], scale: Tensor, shift: Tensor, buffers: Buffers) -> Tensor:
+    """What `Photos` delivers as normalised float32 (B, 3, H, W), channels last in memory, on whatever device it lies:
+    bytes * scale + shift.
 
-    `mean`, `scale`: (3, 1, 1), of bytes. `buffers`: where memory of the host comes from.
+    `scale`, `shift`: (3,), of bytes. `buffers`: where memory of the host comes from.
     """
     pixels = inputs["pixels"]
     if pixels.device.type == "cpu":
@@ -254,8 +263,8 @@ def to_floats(inputs: dict[str, Tensor], mean: Tensor, scale: Tensor, buffers: B
     # passed over once.
     together = torch.get_num_threads() if pixels.device.type == "cpu" else max(1, len(pixels))
     # A row of the picture at a time, not a pixel: long runs for the processor's vectors.
-    mean, scale = (colour.flatten().repeat(pixels.shape[2]) for colour in (mean, scale))
+    scale, shift = (colours.repeat(pixels.shape[2]) for colours in (scale, shift))
     for some, out in zip(pixels.flatten(2).split(together), floats.flatten(2).split(together), strict=True):
-        out.copy_(some).sub_(mean).mul_(scale)
+        torch.addcmul(shift, out.copy_(some), scale, out=out)
     images = floats.permute(0, 3, 1, 2)
     return augment.mix(images, inputs["mix"]) if "mix" in inputs else images

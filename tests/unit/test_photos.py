@@ -106,6 +106,19 @@ def test_resampling_is_torchvisions() -> None:
     assert torch.equal(ours, reference)
 
 
+@pytest.mark.parametrize("sides", [(40, 50), (90, 120), (64, 64)])
+def test_a_mirror_image_is_that_of_the_resampled_picture(sides: tuple[int, int]) -> None:
+    """Wherever it is turned, and with or without a place for it."""
+    picture = np.random.default_rng(0).integers(0, 256, (*sides, 3), dtype=np.uint8)
+    place = torch.empty(1, 64, 64, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+    plain, found = resized(picture, 64, 64), resized(picture, 64, 64, place, mirrored=True)
+    assert torch.equal(found, plain.flip(3)) and found.data_ptr() == place.data_ptr()
+    own = resized(picture, 64, 64, mirrored=True)
+    assert torch.equal(own, found) and own.is_contiguous(memory_format=torch.channels_last)
+    own.zero_()
+    assert picture.any(), "nothing but the tensor itself is written to"
+
+
 @pytest.mark.parametrize("sides", [(300, 200), (200, 301), (97, 97)])
 def test_evaluation_sees_what_torchvision_shows(tmp_path: Path, sides: tuple[int, int]) -> None:
     root = tree(tmp_path / "t", train=1, val=1)
