@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 VARIABLE = "DTF_BENCH_STARTED_BY"
+_LIMIT_S = 30.0
 
 
 @cache
@@ -34,11 +35,16 @@ def keep() -> str:
 
 
 def end(mark: str) -> None:
-    """Kill all that have it, until there is none: they may start others meanwhile."""
+    """Kill all that have it, until there is none: they may start others meanwhile. TimeoutError where some stay: the
+    system waits for a device in their place.
+    """
+    limit = time.monotonic() + _LIMIT_S
     while found := _marked(mark):
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > limit:
+            raise TimeoutError(f"processes {', '.join(map(str, found))} do not end within {_LIMIT_S:.0f} s")
         time.sleep(0.005)
 
 

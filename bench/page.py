@@ -35,9 +35,11 @@ environment. A peer that cannot be installed, or fails, is a row that says why.
   the median of these ratios, and the 95 % interval of that median by ranks. Above 1, X is faster. With fewer than six
   rounds there is no interval.
 - **rounds**: how many figures the median is of, one for each turn. The heading says how many steps a turn has; else a
-  turn is one step, or one whole command, as the unit says.
+  turn is one step, or one whole command, as the unit says. Of images it is a second or more of whole batches.
 - **loss**: the mean over the steps of the last turn. Where contestants should compute the same and a loss differs, the
-  row says so and has no figures.
+  row says so and has no figures. With parameter servers only `sync` computes the same; `async` may be 5 % apart,
+  and Paddle, whose Adam is another, 15 %.
+- **decoding alone**: what no reader of these files can be faster than. It makes no batches, and is no contestant.
 """
 
 

@@ -254,7 +254,7 @@ def _choose_memory_format(joined: JoinedRank, task: Task, model: nn.Module) -> t
     """
     chosen, plans = task.step.memory_format, task.start_check.plans
     if chosen is not MemoryFormat.auto:
-        return chosen is MemoryFormat.channels_last, ""
+        return chosen is MemoryFormat.channels_last, chosen.value.replace("_", " ")
     if not convolves(model):
         return None, ""
     reason = plans.get(_FORMAT)
@@ -281,7 +281,7 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
     program = check_program(strategy.setup(inputs.task, joined.world), config["strategy"]["name"], joined.world)
     if not type(strategy).__module__.startswith("dtf."):
         program.plugin = f"strategy={config['strategy']['name']} ({type(strategy).__qualname__})"
-    inputs = _as_program_does(inputs, program)
+    inputs = _check_memory_format(inputs, program)
     if settings.recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):
         raise ConfigError(
             f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} "
@@ -314,19 +314,20 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
     return TrainingSetup(joined, inputs, program, train, evaluation, plan, checkpointer)
 
 
-def _as_program_does(inputs: TaskInputs, program: Program) -> TaskInputs:
-    """The inputs with what the start-up table says of the memory format. ConfigError where a program was asked for
-    one that it does not have.
+def _check_memory_format(inputs: TaskInputs, program: Program) -> TaskInputs:
+    """The inputs with what the start-up table can say of the memory format. ConfigError where a program was asked for
+    one, and does not say that it follows.
     """
-    if not inputs.task.channels_last or program.follows_memory_format:
+    if inputs.task.channels_last is None or program.follows_memory_format:
         return inputs
-    why = f"nothing says that the passes of {type(program).__name__} put channels last"
-    if inputs.task.step.memory_format is MemoryFormat.channels_last:
+    chosen, name = inputs.task.step.memory_format, type(program).__name__
+    if chosen is not MemoryFormat.auto:
         raise ConfigError(
-            f"step.memory_format=channels_last: {why}; let it be a dtf.Spmd, set follows_memory_format in it where it "
-            "does as task.channels_last says, or use step.memory_format=contiguous"
+            f"step.memory_format={chosen.value}: nothing says that the passes of {name} follow it; let it be a "
+            "dtf.Spmd, set follows_memory_format in it where it does as task.channels_last says, or use "
+            "step.memory_format=auto"
         )
-    return replace(inputs, memory_format=f"contiguous: {why}")
+    return replace(inputs, memory_format=f"that of {name}, which does not say that it follows step.memory_format")
 
 
 def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | None, str, WeightMatch | None]:

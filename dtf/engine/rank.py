@@ -62,7 +62,9 @@ GRACE_S = 25.0
 _GLOO_ADVICE = re.compile(r"^\[\S+\] | This is typically caused by a remote worker.*", re.DOTALL)
 """What gloo says beside what happened: a path of the machine that built it, and where to look."""
 
-_ORDER_IN_MEMORY = re.compile(r"\b(strides?|contiguous|channels_last|memory.format)\b", re.IGNORECASE)
+_ORDER_IN_MEMORY = re.compile(
+    r"view size is not compatible|\b(contiguous|channels_last|memory.format)\b", re.IGNORECASE
+)
 """Words of torch, and of authors, about where numbers lie."""
 
 
@@ -129,7 +131,8 @@ def _format_advice(error: BaseException, config: dict[str, Any]) -> str:
     trial.
     """
     asked = config.get("step", {}).get("memory_format") == MemoryFormat.channels_last.value
-    return "; or use step.memory_format=contiguous" if asked and _ORDER_IN_MEMORY.search(str(error)) else ""
+    meant = _ORDER_IN_MEMORY.search(str(error)) and "step.memory_format" not in str(error)
+    return "; or use step.memory_format=contiguous" if asked and meant else ""
 
 
 def _explained(error: BaseException, folder: str, left: bool) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import shutil
@@ -9,7 +10,7 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-from dtf.core.errors import ConfigError, io_failure
+from dtf.core.errors import ConfigError
 
 _SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 """Variables that turn torch.compile off without a word."""
@@ -19,16 +20,23 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def check_cache_folder(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError where the folder that a user names for machine code cannot be, SaveError on a full disk."""
+    """Raise ConfigError where torch could not make the folder that a user names for machine code, or not write there.
+    Makes nothing.
+    """
     folder = environment.get(CACHE_VARIABLE, "")
+    if not folder:
+        return
     try:
-        if folder:
-            os.makedirs(folder, exist_ok=True)
+        there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+        lack = 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
+        lack = lack if there.is_dir() else errno.ENOTDIR
     except OSError as error:
-        raise io_failure(error) or ConfigError(
-            f"{CACHE_VARIABLE}={folder}: torch cannot make this folder when it is imported ({error.strerror}); name "
-            "another one, or unset it"
-        ) from error
+        lack = error.errno or errno.EIO
+    if lack:
+        raise ConfigError(
+            f"{CACHE_VARIABLE}={folder}: torch cannot make this folder, or write there, when it is imported "
+            f"({os.strerror(lack)}); name another one, or unset it"
+        )
 
 
 def compiler_lack(devices: str, environment: Mapping[str, str]) -> str:

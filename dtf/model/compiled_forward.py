@@ -97,13 +97,14 @@ class CompiledForward:
             )
         if isinstance(error, RecompileError):
             return ConfigError(
-                f"{self.key} would compile {self.label} in each pass anew, as an attribute changes from pass to pass "
-                f"({_guard(error)}); make it a buffer, or use step.compile=off"
+                f"{self.key} would compile {self.label} in each pass anew, as what it depends on changes from pass to "
+                f"pass ({_guard(error)}); make an attribute a buffer, or use step.compile=off"
             )
         if isinstance(error, TorchDynamoException):
-            if isinstance(error, BackendCompilerFailed):
+            if isinstance(error, BackendCompilerFailed) and not _traced_only:
                 folder = os.environ.get(CACHE_VARIABLE, "")
-                return io_failure_told(str(error), folder) or ConfigError(
+                places = f"{folder} or {tempfile.gettempdir()}"  # a C++ compiler writes to the latter
+                return io_failure_told(str(error), places) or ConfigError(
                     f"{self.key} cannot compile {self.label}: {reason(error)}; remove {folder} if the machine code "
                     "that it keeps is damaged, or use step.compile=off"
                 )

@@ -31,8 +31,8 @@ Gradients jump where a number is rounded over the kink of a ReLU.
 """
 _AT_ONCE = 1 << 20
 """Numbers compared at once: double precision is for them alone."""
-_MOST = 1 << 29
-"""Parameters of a model that is tried. That takes the memory of four models."""
+_MOST = 1 << 28
+"""Parameters of a model that is tried. That takes the memory of three more models for a while."""
 
 
 def convolves(model: nn.Module) -> bool:

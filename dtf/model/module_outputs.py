@@ -30,7 +30,7 @@ def unrecorded() -> Iterator[None]:
 class ModuleOutputs:
     """Adds up the outputs of each module of a model over its passes. Keys are names of modules, in the order in which
     they first finished; of a module that a pass calls again, `name, call 2` and so on. What it sees of a DTensor is the
-    local part.
+    local part. Passes that are computed again (`step.remat`) do not count.
 
     `root`: whether the model's own output counts. `opaque`: names of modules that are not looked into; "" is the
     model. `counts`: whether passes count now; those over padding do not.
@@ -57,6 +57,8 @@ class ModuleOutputs:
 
     @torch.no_grad()
     def _add(self, name: str, outputs: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # computed again in a backward pass, on a GPU by another thread
         self._calls[name] += 1
         if not self.counts or getattr(_thread, "paused", False):
             return

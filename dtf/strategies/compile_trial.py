@@ -12,6 +12,7 @@ from dtf.api.precision import Format
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
+from dtf.model.author_errors import memory_error
 from dtf.model.compiled_forward import CompiledForward, traced_only, uncompiled
 from dtf.model.seeded_dropout import find_drawing_modules, host_states
 from dtf.strategies.start_check import GRADIENT, TOLERANCES, Numbers, differences
@@ -37,8 +38,7 @@ class CompileTrial:
     ) -> None:
         self._compiled, self._train, self._evaluate, self._kept = compiled, train, evaluate, kept
         self._compute, self._key = task.precision.compute, f"step.compile={task.step.compile.value}"
-        self.is_due = bool(task.compiled)  # a pipeline may have stages without blocks, which take part
-        """Whether `compare_machine_code` is to be called."""
+        self._due = bool(task.compiled)  # a pipeline may have stages without blocks, which take part
 
     def follow_code(self, rows: Callable[[], Batch]) -> None:
         """Follow the compiled modules through passes of training and of an evaluation. ConfigError for one that is not
@@ -46,7 +46,7 @@ class CompileTrial:
 
         What follows code is all that is tried here: the compiler itself comes with the first step.
         """
-        if not self.is_due:
+        if not self._due:
             return
         parts = chain.from_iterable(forward.parts() for forward in self._compiled)
         with find_drawing_modules(parts, host_states) as drawing, uncompiled(self._compiled):
@@ -66,14 +66,29 @@ class CompileTrial:
                 self._train(rows())
                 self._evaluate(rows())
 
-    def compare_machine_code(self, rows: Batch) -> None:
-        """Called with the first micro-batch of a run, before it: its shape is compiled now. ConfigError where machine
-        code gives other gradients than the modules as they are, over these rows. Collective where passes are.
+    def skip_machine_code(self) -> None:
+        """Do not compare it: another copy of the model is compared, or others write to the parameters meanwhile."""
+        self._due = False
+
+    def compare_machine_code(self, rows: Callable[[], Batch]) -> None:
+        """Called before each step, with a copy of its first micro-batch, whose shape is compiled now. Does nothing but
+        in the first. ConfigError where machine code gives other gradients than the modules as they are, over these
+        rows. Collective where passes are.
         """
-        self.is_due = False
-        with uncompiled(self._compiled):
-            plain = self._alone(self._train, rows)
-        found = self._alone(self._train, rows)
+        if not self._due:
+            return
+        self._due = False
+        try:
+            with uncompiled(self._compiled):
+                plain = self._alone(self._train, rows())
+        except Exception as error:
+            if (named := memory_error(error)) is None:
+                raise
+            raise ConfigError(
+                f"{self._key}: the first step compares the machine code with the modules as they are, which need more "
+                f"memory; {named}"
+            ) from error
+        found = self._alone(self._train, rows())
         # metrics count rows, and a rounding may change a count
         plain, found = ({name: one[name] for name in one if not name.startswith("sum")} for one in (plain, found))
         why = "the compiler has made wrong machine code, or code that draws other random numbers"
@@ -84,9 +99,7 @@ class CompileTrial:
             return run(rows)
 
     def _compare(self, plain: Numbers, found: Numbers, bound: float, why: str) -> None:
-        # an update takes no gradient for zeros
-        zeros = dict.fromkeys((name for name in {**plain, **found} if name.startswith(GRADIENT)), 0.0)
-        other = differences(zeros | plain, zeros | found, bound)
+        other = differences(plain, found, bound)
         if self._compiled and other:
             raise ConfigError(
                 f"{self._key}: the model computes something else when it is compiled ({other[0]} differs): {why}; use "

@@ -53,7 +53,7 @@ from dtf.strategies.pass_probes import (
 from dtf.strategies.replica_start import CLIPPED, PADDED, check_start
 from dtf.strategies.start_check import Numbers, Passes
 from dtf.strategies.start_padding import padding_error
-from dtf.strategies.trial_numbers import output_norms, pass_numbers, passes_without_trace, put_start
+from dtf.strategies.trial_numbers import output_norms, pass_numbers, passes_without_trace, put_start, row_sizes
 
 
 class Replica:
@@ -151,9 +151,8 @@ class Replica:
         first, last = micro_batches
         if not self.model.training:
             self.model.train()
-        if self.compile_trial.is_due:
-            end = bounds[first + 1] - bounds[first] if first < last else len(batch.ids)
-            self.compile_trial.compare_machine_code(rows_of(batch, 0, end))
+        end = bounds[first + 1] - bounds[first] if first < last else len(batch.ids)
+        self.compile_trial.compare_machine_code(lambda: rows_of(batch, 0, end))
         self.statistics.begin(last - first, len(bounds) - 1, shard.count)
         self.counts = None
         self.changing.begin()
@@ -338,7 +337,7 @@ class Replica:
     def follow(self, other: Replica) -> None:
         """Take over what `warmup` has found of another copy of the model."""
         self.masks.seed_as(other.masks)
-        self.compile_trial.is_due = False
+        self.compile_trial.skip_machine_code()
         self.changing.take(self.statistics.release(other.statistics.uneven - self.statistics.uneven))
         self._passes.loss.follow(other._passes.loss)
 
@@ -356,6 +355,8 @@ class Replica:
             start = torch.full((), factor, device=self._device)
             sums = self._pass(part, start, last or self._sync is not None)
         numbers, self.undivided = pass_numbers(self.model, sums, self.changing.norms())
+        if compiled:
+            numbers |= {name: size.item() for name, size in row_sizes(part, self._looked_up).items()}
         self.changing.begin_micro_batch()
         if footprint is not None:
             self._trials.append((len(part.ids), footprint))

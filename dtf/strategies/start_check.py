@@ -294,7 +294,7 @@ def not_linear(trial: Callable[[float], Numbers], once: Numbers, again: Numbers,
         least, factor = 2.0**6, 2.0**4
         once, again = trial(least), trial(least)
     more, bound = trial(least * factor), min(TOLERANCES[compute], 1e-3)
-    gradients = {name: value for name, value in once.items() if name.startswith("gradient")}
+    gradients = {name: value for name, value in once.items() if name.startswith(GRADIENT)}
     largest = max((abs(value) for value in gradients.values()), default=0.0)
     for name, value in gradients.items():
         scaled = more.get(name, 0.0) / factor
@@ -306,7 +306,7 @@ def not_linear(trial: Callable[[float], Numbers], once: Numbers, again: Numbers,
 
 def _sums(numbers: Numbers) -> Numbers:
     """What all ranks have alike: gradients may be slices."""
-    return {name: value for name, value in numbers.items() if not name.startswith("gradient")}
+    return {name: value for name, value in numbers.items() if not name.startswith(GRADIENT)}
 
 
 def numbers_differ(one: Numbers, two: Numbers, bound: float) -> bool:
@@ -318,13 +318,14 @@ def differences(one: Numbers, two: Numbers, bound: float) -> list[str]:
     """Names of the numbers in which two passes differ by more than rounding. Gradients are compared with the largest of
     them. Where a pass does not use a parameter, its gradient may be none or zero, as wrappers of the model have it.
     """
-    unused = {name: 0.0 for name in one.keys() ^ two.keys() if name.startswith("gradient")}
+    unused = {name: 0.0 for name in one.keys() ^ two.keys() if name.startswith(GRADIENT)}
     one, two = unused | one, unused | two
     found = [*(one.keys() ^ two.keys())]
-    largest = max((abs(value) for name, value in one.items() if name.startswith("gradient")), default=0.0)
+    sizes = (abs(value) for name, value in one.items() if name.startswith(GRADIENT))
+    largest = max(filter(math.isfinite, sizes), default=0.0)  # an infinite one would let all others pass
     for name in one.keys() & two.keys():
         value = one[name]
-        scale = largest if name.startswith("gradient") else max(abs(value), abs(two[name]))
+        scale = largest if name.startswith(GRADIENT) else max(abs(value), abs(two[name]))
         if value == two[name] or (math.isnan(value) and math.isnan(two[name])):  # infinities too
             continue
         if not abs(value - two[name]) <= bound * max(scale, 1e-30):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
+from dtf.core.types import Batch
 from dtf.distributed.sharding import is_dtensor, local
 from dtf.model.attributes import without_trace
+from dtf.model.forward import leaf_gradients
 from dtf.model.init import init_model
 from dtf.model.module_outputs import unrecorded
 from dtf.model.shared_state import SharedState
@@ -41,6 +43,13 @@ def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) 
     names = [*(f"sum {i}" for i in range(len(sums))), *(f"{GRADIENT}{name}" for name in gradients)]
     names += [BUFFER + name for name in buffers]
     return dict(zip(names, numbers.tolist(), strict=True)), whole
+
+
+def row_sizes(rows: Batch, names: Iterable[str]) -> dict[str, Tensor]:
+    """The sizes () of the gradients of these inputs after a pass, by names among its numbers. They are leaves, looked
+    up in sparse tables: all that a block behind a table gives back shows in them.
+    """
+    return {f"{GRADIENT}rows of {name}": take_size(each) for name, each in leaf_gradients([rows], names).items()}
 
 
 def output_norms(outputs: Any) -> Numbers:

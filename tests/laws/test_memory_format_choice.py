@@ -28,7 +28,8 @@ CASE += ["train.steps=3", "train.log_every=1", "train.eval_every=0"]
 def test_what_auto_chooses_changes_no_number(kind: str, tmp_path: Path) -> None:
     auto, first = (_train(tmp_path / value, kind, value) for value in ("auto", "contiguous"))
     assert len(first.numbers) == 3 and auto.numbers == first.numbers
-    assert auto.chosen.startswith(f"contiguous: {WHY[kind]}" if WHY[kind] else "channels last") and not first.chosen
+    assert auto.chosen.startswith(f"contiguous: {WHY[kind]}" if WHY[kind] else "channels last")
+    assert first.chosen == "contiguous"  # what was asked for is told, too
 
 
 @pytest.mark.parametrize("kind", VIEWS)
@@ -39,12 +40,14 @@ def test_who_asks_for_what_a_model_does_not_bear_is_told_the_way_out(kind: str, 
 
 
 def test_a_program_that_does_not_follow_is_no_silent_choice(tmp_path: Path) -> None:
-    auto, asked = (
-        _train(tmp_path / value, "drawn_modules", value, "own_passes") for value in ("auto", "channels_last")
+    auto, *asked = (
+        _train(tmp_path / value, "drawn_modules", value, "own_passes")
+        for value in ("auto", "channels_last", "contiguous")
     )
-    assert len(auto.numbers) == 3 and auto.chosen.startswith("contiguous: nothing says that the passes of ")
-    (failed,) = (event for event in asked.events if isinstance(event, Failed))
-    assert failed.exit == Exit.CONFIG and "or use step.memory_format=contiguous" in failed.message
+    assert len(auto.numbers) == 3 and auto.chosen.startswith("that of Spmd, which does not say that it follows")
+    for run in asked:
+        (failed,) = (event for event in run.events if isinstance(event, Failed))
+        assert failed.exit == Exit.CONFIG and failed.message.endswith("or use step.memory_format=auto")
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ FAULTS = [
     Fault(
         "a program that does not follow the memory format is asked for it",
         "dtf/engine/assemble.py",
-        "    if not inputs.task.channels_last or program.follows_memory_format:\n",
+        "    if inputs.task.channels_last is None or program.follows_memory_format:\n",
         "    if True:\n",
         ("tests/laws/test_memory_format_choice.py::test_a_program_that_does_not_follow_is_no_silent_choice",),
     ),

@@ -169,15 +169,21 @@ def test_a_push_learns_that_the_run_is_over() -> None:
     assert fetched.reason == "finished" and server0.asked == 1
 
 
-def test_a_push_that_failed_ends_a_trainer_that_has_nothing_else_to_do() -> None:
+def test_a_push_that_failed_ends_a_trainer_that_has_nothing_else_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Server 0 grants nothing more, as others have all leases."""
     failed: Future[Any] = Future()
     failed.set_exception(Lost("the server"))
     context = RoleContext(Place(), {}, lambda *where: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type,return-value]
     strategy = Pserver(mode=Mode.async_)
-    trainer = Trainer(TASK, context, strategy, strategy.sync_mode(TASK), 1, 0, [Server0()])  # type: ignore[list-item]
+    server0 = Server0()
+    server0.ledger = Ledger()
+    server0.ledger.join(0, 0.0)
+    trainer = Trainer(TASK, context, strategy, strategy.sync_mode(TASK), 1, 0, [server0])  # type: ignore[list-item]
+    monkeypatch.setattr(trainer, "_join", lambda: None)
+    monkeypatch.setattr("dtf.pserver.trainer.trainer.WAIT_S", 0.0)
     trainer._sending.append(failed)
     with pytest.raises(Lost):
-        trainer._drain_done()
+        trainer.run()
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")

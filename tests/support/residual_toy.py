@@ -21,6 +21,8 @@ class Residual(Toy):
 
     functional: bool = option(default=False, doc="drop activations by a function too, which replicas in threads cannot")
 
+    in_place: bool = option(default=False, doc="write to the inputs of the model")
+
     def build_model(self) -> nn.Module:
         import torch
         from torch import nn
@@ -43,7 +45,12 @@ class Residual(Toy):
                     y = nn.functional.dropout(y, 0.2, self.training)
                 return torch.relu_(x + self.last(self.fall(y)))
 
+        class Centre(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x.sub_(0.25).mul_(2)
+
         parts = {
+            **({"centre": Centre()} if self.in_place else {}),
             "stem": nn.Linear(8, 16, bias=False),
             "norm": nn.BatchNorm1d(16),
             "first": Block(self.dropout),
@@ -58,4 +65,5 @@ class Residual(Toy):
     def layout(self, model: nn.Module) -> Layout:
         inner = {"rise": Split.column, "norm": Split.local, "drop": Split.local, "fall": Split.row}
         splits = {f"{block}.{name}": split for block in ("first", "second") for name, split in inner.items()}
-        return Layout((("stem", "norm"), ("first",), ("second",), ("head",)), {**splits, "head": Split.classes})
+        first = ("centre",) * self.in_place
+        return Layout(((*first, "stem", "norm"), ("first",), ("second",), ("head",)), {**splits, "head": Split.classes})

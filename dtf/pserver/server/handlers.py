@@ -177,9 +177,8 @@ class Servicer:
                     lambda: program.ready(after, pushed) or program.over, min(float(scalars["wait_s"]), LONGEST_WAIT_S)
                 )
                 state = NO if not program.ready(after, pushed) else LATE if 0 <= after < program.version else READY
-        if (
-            "lease" in message.arrays and self._leads
-        ):  # after a pull: what is pushed in a mode that applies it at once has made room
+        # after a pull: what is pushed in a mode that applies it at once has made room
+        if "lease" in message.arrays and self._leads:
             arrays["lease"] = np.frombuffer(self.lease(message.arrays["lease"].tobytes()), np.uint8)
         if state != READY:
             return put(in_parts(self._exchange[1], {"pulled": state}, arrays))

@@ -133,7 +133,7 @@ class TrainerModel:
         batch = rows_of(batch, 0, 8)
         drew = self.replica.warmup(batch, ALONE)
         if self._threads > 1:  # others write to these parameters meanwhile
-            self.replica.compile_trial.is_due = False
+            self.replica.compile_trial.skip_machine_code()
         self._refuse_shared(self.replica.shared_changes)
         if self.replica.changing and self._no_buffers:
             raise ConfigError(

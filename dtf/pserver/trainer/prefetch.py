@@ -246,9 +246,8 @@ class Prefetcher:
                     if self.must_rejoin:
                         return
                 with self._change:
-                    unwanted = (
-                        self._closed or lease.key not in self._held
-                    )  # server 0 has removed this trainer meanwhile
+                    # server 0 may have removed this trainer meanwhile
+                    unwanted = self._closed or lease.key not in self._held
                 if unwanted:
                     break
                 prepared = self._prepare(lease, ticket)._replace(number=next(self._numbers))

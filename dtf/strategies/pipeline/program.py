@@ -168,8 +168,8 @@ class PipelineProgram(Program):
         first, last = micro_batches_of(len(bounds) - 1, self._dims.dp_shard)
         at = [bound - bounds[first] for bound in bounds[first : last + 1]]
         parts = self._parts(batch, at, lambda part, j: self._receiver.train(part, ticket.step, first + j), train=True)
-        if self._again is not None and parts and (compiled := self._again[0].compiled).is_due:
-            compiled.compare_machine_code(self._leaves(copy_of(parts[0])))
+        if self._again is not None and parts:
+            self._again[0].compiled.compare_machine_code(lambda: self._leaves(copy_of(parts[0])))
         self._counts = torch.zeros_like(self._one)
         self._copied.mark()
         factor = self._update.scale(self._one / ticket.rows)

@@ -33,7 +33,7 @@ from dtf.strategies.pass_probes import WrittenParameters, count_calls
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.start_check import BUFFER, GRADIENT, Collectives, Numbers, Passes, Trials, check_passes, take_size
-from dtf.strategies.trial_numbers import passes_without_trace
+from dtf.strategies.trial_numbers import passes_without_trace, row_sizes
 
 INSTEAD = "strategy.degree=0"
 """What to use where the rows of a model cannot be divided: all ranks in one pipeline."""
@@ -235,6 +235,10 @@ class StartTrials:
         for stage in self._stages:
             for parameter in stage.model.parameters():
                 parameter.grad = None
+        if compiled and self._stages[0].index == 0:
+            for name, norm in row_sizes(rows, self._recipe.tables()).items():
+                names.append(name)
+                norms.append(norm.reshape(1))
         total = self._dims.total(sums.double().clone())
         numbers = torch.cat([total, *(norm.to(total.device) for norm in norms)]).tolist()
         return dict(zip([*(f"sum {i}" for i in range(len(total))), *names], numbers, strict=True))
