@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._nn import _upsample_bilinear2d_aa
 
 from dtf.api.recipe import Dataset
 from dtf.core.errors import DataError
@@ -32,7 +33,7 @@ _MARGIN = 2
 """How much larger than wanted a part stays that is decoded at a fraction: then the resampling that follows decides what
 is seen.
 """
-_resample = torch._C._nn._upsample_bilinear2d_aa
+_resample: Callable[..., Tensor] = _upsample_bilinear2d_aa
 """The kernel of `torch.nn.functional.interpolate(antialias=True)`, which has no `out`."""
 _log = logging.getLogger(__name__)
 
