@@ -25,6 +25,7 @@ from dtf.recipes.resnet.decode_any import decode_any
 from dtf.recipes.resnet.options import ModelOptions
 from dtf.recipes.resnet.photo_recipe import BadRecords, PhotoOptions, Policy, ResnetPhotos
 from dtf.recipes.resnet.photos import Photos, resized
+from dtf.recipes.resnet.store import _MOST_AT_ONCE, Store
 from tests.support.image_files import encode, picture, tree
 
 EVERYTHING: dict[str, Any] = {
@@ -104,6 +105,13 @@ def test_resampling_is_torchvisions() -> None:
     ours = resized(image, 64, 64)[0]
     reference = v2.functional.resize(torch.from_numpy(image).permute(2, 0, 1), [64, 64], antialias=True)
     assert torch.equal(ours, reference)
+
+
+@pytest.mark.parametrize("size", [0, _MOST_AT_ONCE - 1, _MOST_AT_ONCE, 2 * _MOST_AT_ONCE + 5])
+def test_files_of_any_size_are_read_whole(size: int, tmp_path: Path) -> None:
+    content = np.random.default_rng(0).bytes(size)
+    (tmp_path / "file").write_bytes(content)
+    assert Store(tmp_path, ("file",), None, "")[0] == content
 
 
 @pytest.mark.parametrize("sides", [(40, 50), (90, 120), (64, 64)])
