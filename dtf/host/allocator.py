@@ -61,7 +61,7 @@ def huge_pages() -> str:
         return "no huge pages on this system"
     if mode[1] == "always":
         return "huge pages by this system's choice"
-    if re.search(r"glibc\.malloc\.hugetlb=0*[12]\b", os.environ.get("GLIBC_TUNABLES", "")):
+    if re.search(r"glibc\.malloc\.hugetlb=0*[1-9]", os.environ.get("GLIBC_TUNABLES", "")):
         return f"huge pages as GLIBC_TUNABLES={os.environ['GLIBC_TUNABLES']} says"
     # torch aligns to pages what it asks huge pages for. Of two blocks in a row only one would be aligned by chance.
     tensors = [torch.empty(_LARGE + 64, dtype=torch.uint8) for _ in range(2)]

@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, io_failure
 
 _SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 """Variables that turn torch.compile off without a word."""
@@ -20,23 +20,21 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def check_cache_folder(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError where torch could not make the folder that a user names for machine code, or not write there.
-    Makes nothing.
+    """Make the folder that a user names for machine code, as torch does when it is imported. ConfigError where that
+    cannot be, or nothing can be written there; SaveError on a full disk.
     """
     folder = environment.get(CACHE_VARIABLE, "")
     if not folder:
         return
     try:
-        there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
-        lack = 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
-        lack = lack if there.is_dir() else errno.ENOTDIR
+        os.makedirs(folder, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        lack = error.errno or errno.EIO
-    if lack:
-        raise ConfigError(
+        raise io_failure(error) or ConfigError(
             f"{CACHE_VARIABLE}={folder}: torch cannot make this folder, or write there, when it is imported "
-            f"({os.strerror(lack)}); name another one, or unset it"
-        )
+            f"({error.strerror}); name another one, or unset it"
+        ) from error
 
 
 def compiler_lack(devices: str, environment: Mapping[str, str]) -> str:

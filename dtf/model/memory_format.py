@@ -32,7 +32,7 @@ Gradients jump where a number is rounded over the kink of a ReLU.
 _AT_ONCE = 1 << 20
 """Numbers compared at once: double precision is for them alone."""
 _MOST = 1 << 28
-"""Parameters of a model that is tried. That takes the memory of three more models for a while."""
+"""Parameters of a model that is tried. That takes the memory of four more models for a while."""
 
 
 def convolves(model: nn.Module) -> bool:

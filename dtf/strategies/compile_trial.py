@@ -71,9 +71,9 @@ class CompileTrial:
         self._due = False
 
     def compare_machine_code(self, rows: Callable[[], Batch]) -> None:
-        """Called before each step, with a copy of its first micro-batch, whose shape is compiled now. Does nothing but
+        """Called before each step, with what makes its first micro-batch, whose shape is compiled now. Does nothing but
         in the first. ConfigError where machine code gives other gradients than the modules as they are, over these
-        rows. Collective where passes are.
+        rows. Collective where passes are. `rows` is called for each pass: a model may write to its inputs.
         """
         if not self._due:
             return
@@ -85,8 +85,8 @@ class CompileTrial:
             if (named := memory_error(error)) is None:
                 raise
             raise ConfigError(
-                f"{self._key}: the first step compares the machine code with the modules as they are, which need more "
-                f"memory; {named}"
+                f"{self._key}: in the first pass of the first step, which is made without machine code to compare the "
+                f"two, and may need more memory: {named}"
             ) from error
         found = self._alone(self._train, rows())
         # metrics count rows, and a rounding may change a count

@@ -242,8 +242,8 @@ def resized(picture: np.ndarray, height: int, width: int, out: Tensor | None = N
         if out is not None and not mirrored:
             return _resample(image, size, False, out=out)
         image = _resample(image, size, False)
-    elif out is None:
-        image = image.clone()
+    elif out is None and not mirrored:
+        image = image.clone()  # it lies where the next picture is decoded
     if mirrored:
         image = image.flip(3)
     return image if out is None else out.copy_(image)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +113,11 @@ def test_a_thin_picture_is_not_blown_up(tmp_path: Path) -> None:
     assert narrow.fetch(np.arange(8), 0)[0]["pixels"].any()
 
 
-def test_a_pipe_is_no_image(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_what_is_no_regular_file_is_no_image(make: Callable[[Path], None], tmp_path: Path) -> None:
     root = tree(tmp_path / "t")
-    os.mkfifo(root / "train/c0/pipe.jpg")
-    with pytest.raises(DataError, match="pipe.jpg cannot be used: .*no regular file"):
+    make(root / "train/c0/odd.jpg")
+    with pytest.raises(DataError, match="odd.jpg cannot be used: .*no regular file"):
         recipe(root).open_data("train", 0).fetch(np.arange(9), 0)
 
 

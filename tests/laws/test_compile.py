@@ -48,10 +48,10 @@ def test_the_numbers_are_those_of_the_plain_model(strategy: str, options: dict[s
 
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
 def test_so_they_are_of_a_model_that_writes_to_its_inputs(strategy: str) -> None:
-    """Passes that are compared begin with the same rows."""
-    case = {**COMPILED, "recipe": {"name": "residual", "in_place": True}}
+    """Passes that are compared begin with the same rows, which are not cast here, and train, whatever came before."""
+    case = {**COMPILED, "recipe": {"name": "residual", "in_place": True}, "precision": "fp32"}
     processes = 2 if strategy == "pipeline" else 1
-    assert difference(reference(**{**case, "compile": "off"}), spread(strategy, processes, **case)) < 1e-10
+    assert difference(reference(**{**case, "compile": "off"}), spread(strategy, processes, **case)) < 1e-4
 
 
 @pytest.mark.slow
@@ -247,8 +247,8 @@ def test_a_folder_that_torch_cannot_make_is_named_before_ranks_start(
     """Also where nothing is compiled: torch makes it when it is imported. In a process of its own, as the fork server
     that the command has begun would serve later runs.
     """
-    (tmp_path / "file").touch()
-    folder = str(tmp_path / "file" / "folder")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "folder")
+    folder = str(tmp_path / "link")
     command = [sys.executable, "-m", "dtf", "launcher.processes=1", "train.steps=1", f"run.dir={tmp_path / 'run'}"]
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)

@@ -340,6 +340,20 @@ FAULTS = [
         ("tests/laws/test_compile.py::test_wrong_machine_code_is_refused_before_the_first_update[ddp-1]",),
     ),
     Fault(
+        "a pipeline compares machine code in evaluation",
+        "dtf/strategies/pipeline/trials.py",
+        "            stage.train()  # an evaluation may have come before\n",
+        "",
+        ("tests/laws/test_compile.py::test_so_they_are_of_a_model_that_writes_to_its_inputs[pipeline]",),
+    ),
+    Fault(
+        "passes that are compared share their rows",
+        "dtf/strategies/pipeline/program.py",
+        "lambda: self._leaves(copy_of(parts[0]))",
+        "lambda: self._leaves(parts[0])",
+        ("tests/laws/test_compile.py::test_so_they_are_of_a_model_that_writes_to_its_inputs[pipeline]",),
+    ),
+    Fault(
         "compiled passes begin where others have ended",
         "dtf/strategies/compile_trial.py",
         "        with self._kept():\n            return run(rows)",

@@ -186,7 +186,7 @@ class _Run:
         self.helpers = self._run_helpers() if next(iter(self.strategy.roles(1))) == "trainer" else None
         self.loader = self._rows("train", self.program.shard, self.program.micro_batch_rows)
         self.program.warmup(self.program.prepare(self._first_rows()))
-        if self.task.start_check.fresh and case.eval_every:
+        if case.eval_every and (self.task.start_check.fresh or self.task.compiled):
             rows = evaluation_loader(self.evaluation, Shard(0, 1), 4).rows(np.arange(min(4, len(self.evaluation))), 0)
             self.program.trial_eval(self.program.prepare(None if self.program.shard is None else rows))
         self.clock_state, self.open_window = self._load()

@@ -40,6 +40,8 @@ class Residual(Toy):
                 self.drop, self.fall, self.last = nn.Dropout(dropout), nn.Linear(32, 16), nn.LayerNorm(16)
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if not torch.compiler.is_compiling():
+                    assert self.training or not torch.is_grad_enabled(), "a pass of training, in evaluation"
                 y = self.drop(self.relu(self.norm(self.rise(x))))
                 if functional:
                     y = nn.functional.dropout(y, 0.2, self.training)

@@ -104,6 +104,8 @@ def test_a_system_decides_about_huge_pages(
         (tmp_path / "enabled").write_text(mode)
     monkeypatch.setattr(allocator, "_HUGE_PAGES_OF_SYSTEM", tmp_path / "enabled")
     assert huge_pages() == said
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
+    assert "GLIBC_TUNABLES" not in huge_pages()
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     (tmp_path / "enabled").write_text("always [madvise] never")
     assert huge_pages() == "huge pages as GLIBC_TUNABLES=glibc.malloc.hugetlb=1 says"

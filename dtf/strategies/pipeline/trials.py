@@ -142,8 +142,6 @@ class StartTrials:
 
         def run() -> Numbers:
             with self._without_trace():
-                for stage in self._stages:
-                    stage.train()
                 return self._trial(rows(), 0)
 
         return Passes(run, self.modules)
@@ -211,6 +209,7 @@ class StartTrials:
 
         footprint = Footprint() if len(self.measured) < 2 else None
         for stage in self._stages:
+            stage.train()  # an evaluation may have come before
             stage.changing.begin()
         try:
             forwards = [forward for stage in self._stages for forward in stage.compiled]
