@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from dtf.config.compose import Composer
 from dtf.core.errors import ConfigError, DtfError
@@ -191,6 +193,35 @@ def miscompiled(rank: int, size: int, **case: Any) -> str:
     return ""
 
 
+class Louder(torch.autograd.Function):
+    """The input. Its gradient is larger than it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+def misread(rank: int, size: int, **case: Any) -> str:
+    """What a run raises whose compiler is wrong in the gradients of inputs alone."""
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        def louder(value: Any) -> Any:
+            rows = isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, nn.Parameter)
+            return Louder.apply(value) if rows else value
+
+        return lambda *values: graph(*map(louder, values))
+
+    try:
+        train(rank, size, **{**case, "compiler": backend})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def failing(rank: int, size: int, raised: str, **case: Any) -> str:
     """What a run raises whose compiler raises this."""
 
@@ -221,6 +252,13 @@ def test_wrong_machine_code_is_refused_before_the_first_update(strategy: str, pr
     for said in ranks(processes, "tests.laws.test_compile:miscompiled", shared=True, **case):
         assert "step.compile=blocks: the model computes something else when it is compiled (gradient of" in said
         assert "wrong machine code" in said
+
+
+def test_wrong_gradients_of_rows_are_refused_too() -> None:
+    """No parameter of the model shows them: rows of tables are looked up outside."""
+    case = {"recipe": {"name": "tabled"}, "plugin": "tests.support.sparse_toy", "compile": "model"}
+    (said,) = ranks(1, "tests.laws.test_compile:misread", shared=True, strategy="ddp", **case)
+    assert "gradient of rows of" in said and "wrong machine code" in said
 
 
 @pytest.mark.parametrize(

@@ -354,6 +354,13 @@ FAULTS = [
         ("tests/laws/test_compile.py::test_so_they_are_of_a_model_that_writes_to_its_inputs[pipeline]",),
     ),
     Fault(
+        "gradients of rows of tables are not compared",
+        "dtf/strategies/replica.py",
+        "        if compiled:\n            numbers |=",
+        "        if not compiled:\n            numbers |=",
+        ("tests/laws/test_compile.py::test_wrong_gradients_of_rows_are_refused_too",),
+    ),
+    Fault(
         "compiled passes begin where others have ended",
         "dtf/strategies/compile_trial.py",
         "        with self._kept():\n            return run(rows)",
