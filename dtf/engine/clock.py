@@ -170,8 +170,7 @@ class PlannedClock(Clock):
             yield self._train(at.step)
             # stopping short of the whole leaves no trace but a checkpoint
             step, last, whole = at.step, at.step == plan.end, at.step == plan.total
-            # unreadable rows are judged by the epoch
-            if step >= self._poll_at or last or not step % self._epochs.batches:
+            if step >= self._poll_at or last:
                 yield Poll(step)
             if _due(step, plan.log_every) or (whole and plan.log_every):
                 yield Log(step)

@@ -163,7 +163,8 @@ class _TicketHandler:
         self.ready: tuple[tuple[int, int], Batch | None] | None = None
         self.evaluated = next((measured.values for measured in reversed(loop.recent) if measured.split == "eval"), {})
         self.evaluated_at = -1  # the step of that evaluation, if this process made it
-        self.lr, self.epoch = 0.0, 0  # of the last step
+        self.lr = 0.0  # of the last step
+        self.epochs: dict[int, None] = {}  # of the steps since the last poll
         # rows in the window that were computed before this process
         self.rows_before = loop.carried[0] if loop.carried else 0.0
         # steps since the last poll, whatever their numbers: a resumed run does not start at 0
@@ -183,7 +184,8 @@ class _TicketHandler:
         if loop.record is not None:
             loop.record(ticket.step, batch.ids if program.shard is not None and batch is not None else NO_IDS)
         _record_consumed(loop)
-        self.lr, self.epoch = ticket.lr, ticket.epoch
+        self.lr = ticket.lr
+        self.epochs[ticket.epoch] = None
         self.steps_since_poll += 1
         self.clock.done(ticket, {})
         coming = [(t.epoch, t.index) for t in self.clock.ahead(1 + train.prefetch)]
@@ -224,12 +226,13 @@ class _TicketHandler:
         self._refuse_divergence(step)
         now = time.perf_counter()
         step_s = (now - self.polled_at) / self.steps_since_poll if self.steps_since_poll else math.inf
-        bad_rows = loop.train.bad(self.epoch) + program.leased.unread("train", self.epoch)
+        # by the epoch, whether a poll comes often or once in many epochs
+        bad_rows = [loop.train.bad(epoch) + program.leased.unread("train", epoch) for epoch in self.epochs]
         stop_requested = loop.stop_requested() or program.leased.told_to_stop()
-        local = torch.tensor([stop_requested, loop.over_budget(), 1.0, step_s, bad_rows], dtype=torch.float64)
-        self.polled_at, self.steps_since_poll = now, 0
-        stops, over_budget, ranks, step_s_sum, bad = loop.world.reduce(local).tolist()
-        _refuse_bad(bad, loop.train.allowed, "training")
+        local = torch.tensor([stop_requested, loop.over_budget(), 1.0, step_s, *bad_rows], dtype=torch.float64)
+        self.polled_at, self.steps_since_poll, self.epochs = now, 0, {}
+        stops, over_budget, ranks, step_s_sum, *bad = loop.world.reduce(local).tolist()
+        _refuse_bad(max(bad, default=0.0), loop.train.allowed, "training")
         self.clock.done(ticket, {STOP_REQUESTS: stops, OVER_BUDGET: over_budget, STEP_SECONDS: step_s_sum / ranks})
 
     def evaluate(self, ticket: Evaluate) -> None:

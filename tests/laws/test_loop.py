@@ -227,6 +227,23 @@ def test_unreadable_rows_beyond_the_budget_end_the_run_at_a_poll() -> None:
         fit(make(clock, train=batches))
 
 
+def test_unreadable_rows_of_each_epoch_since_the_last_poll_are_judged_by_themselves() -> None:
+    def end(*unread: int) -> None:
+        clock = Coordinator()
+        batches = FakeBatches()
+        batches.allowed, batches.bad = 2, lambda epoch: unread[epoch]
+        for step, epoch in enumerate((0, 0, 1, 2)):
+            clock.granted.put(Train(step, epoch, step % 2, 2, 0.1))
+        for ticket in (Poll(4), Stop(4, "preempted")):
+            clock.granted.put(ticket)
+        fit(make(clock, train=batches))
+
+    end(2, 1, 2)
+    for unread in ((3, 0, 0), (0, 3, 0), (0, 0, 3)):
+        with pytest.raises(DataError, match="3 training rows cannot be read"):
+            end(*unread)
+
+
 def test_divergence_is_found_before_a_save() -> None:
     clock = Coordinator()
     clock.granted.put(grant(0))
