@@ -5,7 +5,8 @@
 
 Parts that were measured on this machine, commit and versions are left out, so that an interrupted command goes on where
 it was.
-Figures are kept in bench/results; those of --quick are not.
+Figures are kept in bench/results; those of --quick are not. The parts on images read the archive or folder of JPEG
+files that the environment variable DTF_BENCH_IMAGES names.
 """
 
 from __future__ import annotations

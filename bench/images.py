@@ -29,6 +29,7 @@ from typing import Any
 from PIL import Image
 
 from bench.contest import KEPT, Running, Turn, contest
+from bench.image_readers import BATCH
 from bench.medians import machine
 from bench.peers import Absent, python_of
 from bench.processes import Process, answers
@@ -103,6 +104,8 @@ def _of(source: Path, most: int, large: bool, readers: Sequence[str], *rest: Any
     with tempfile.TemporaryDirectory(prefix="dtf-bench-images-") as name:
         folder = Path(name)
         sizes = [write(file, folder, number) for number, file in enumerate(_files(source, most, large))]
+        if len(sizes) < BATCH:
+            raise SystemExit(f"{source}: {len(sizes)} JPEG files, fewer than a batch of {BATCH}")
         kind = "enlarged, of several qualities" if large else "as they are"
         work = f"Reading {len(sizes)} JPEG files of {sum(sizes) / len(sizes) / 1000:.0f} kB, {kind}, to {output}"
         return compare(work, folder, readers, threads, rounds, seconds, output)
@@ -138,7 +141,9 @@ def main() -> None:
     given = _arguments()
     print(f"{given.threads} threads or workers, {given.rounds} rounds of {given.seconds} s; {machine()}", flush=True)
     rest = given.threads, given.rounds, given.seconds, given.output
-    print(table(_of(given.images, given.most, given.varied, given.readers, *rest)))
+    rows = _of(given.images, given.most, given.varied, given.readers, *rest)
+    print(table(rows))
+    raise SystemExit(not any(row.values for row in rows))
 
 
 def write(content: bytes, folder: Path, number: int) -> int:
@@ -169,6 +174,8 @@ def _files(path: Path, most: int, vary: bool) -> Iterator[bytes]:
 
 
 def _originals(path: Path) -> Iterator[bytes]:
+    if not path.exists():
+        raise SystemExit(f"{path} does not exist")
     if path.is_dir():
         yield from (file.read_bytes() for file in sorted(path.rglob("*")) if file.suffix.lower() in (".jpg", ".jpeg"))
         return

@@ -24,6 +24,8 @@ python -m bench --again --only start     # once more
 python -m bench --page                   # this page
 ```
 
+The parts on images read the archive or folder of JPEG files that the environment variable `DTF_BENCH_IMAGES` names.
+
 `python -m bench.peers` makes the environments of the peers beforehand, in the user's cache folder. Their versions are
 pinned in [bench/peers.toml](../bench/peers.toml). Where their requirements allow it they use the torch of dtf's
 environment. A peer that cannot be installed, or fails, is a row that says why.
@@ -36,9 +38,9 @@ environment. A peer that cannot be installed, or fails, is a row that says why.
   rounds there is no interval.
 - **rounds**: how many figures the median is of, one for each turn. The heading says how many steps a turn has; else a
   turn is one step, or one whole command, as the unit says. Of images it is a second or more of whole batches.
-- **loss**: the mean over the steps of the last turn. Where contestants should compute the same and a loss differs, the
-  row says so and has no figures. With parameter servers only `sync` computes the same; `async` may be 5 % apart,
-  and Paddle, whose Adam is another, 15 %.
+- **loss**: the mean over the steps of the last turn; of memory formats and compiled models that of the first step.
+  Where contestants should compute the same and a loss differs, the row says so and has no figures. With parameter
+  servers only `sync` computes the same; `async` may be 5 % apart, and Paddle, whose Adam is another, 15 %.
 - **decoding alone**: what no reader of these files can be faster than. It makes no batches, and is no contestant.
 """
 

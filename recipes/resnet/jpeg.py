@@ -16,8 +16,13 @@ import simplejpeg
 
 from dtf.recipes.resnet.crops import Part
 
-EXTRANEOUS = "extraneous bytes before marker"
-"""The decoder's warning about rows beyond a lowered height."""
+BEYOND = "extraneous bytes before marker 0xd9"
+"""The decoder's warning about rows beyond a lowered height: it has found more than it needed before the end."""
+
+_LENGTHS = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)})
+"""Markers before the picture that are followed by a length. The decoder passes over any other one and goes on in its
+data, where it may find an end, so that it would tell of damage as of rows beyond a lowered height.
+"""
 
 _MCU = 16  # rows of the largest unit of a file; one more is decoded, since chroma is interpolated across units
 _WORTHWHILE = 1 << 13
@@ -75,20 +80,26 @@ def read_header(content: bytes) -> Header | None:
             height, width, height_at, channels = frame
             # all channels in one scan
             return Header(height, width, height_at if lowerable and content[at + 4] == channels else 0)
-        elif 0xC3 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            return None  # lossless, arithmetic or hierarchical
+        elif marker not in _LENGTHS:
+            return None  # lossless, arithmetic or hierarchical, or no marker at all
         at += 2 + length
     return None
 
 
-def decode(content: bytes, header: Header, part: Part, least: int, fast: bool = True) -> np.ndarray | None:
-    """The part, (h, w, 3) bytes: full size, or 1/2, 1/4 or 1/8 of it where both sides stay at least `least`. None where
-    the data is damaged.
-
-    Valid until this thread decodes again. `fast`: colour is repeated, not interpolated; after resampling 0.1 of 255
-    apart on photographs.
+def reduction(part: Part, least: int) -> int:
+    """By what the sides of a part may be divided as it is decoded: 8, 4 or 2 where both stay at least `least`, else
+    1.
     """
-    scale = next((s for s in (8, 4, 2) if min(part.height, part.width) >= s * least), 1)
+    return next((scale for scale in (8, 4, 2) if min(part.height, part.width) >= scale * least), 1)
+
+
+def decode(content: bytes, header: Header, part: Part, scale: int = 1, fast: bool = True) -> np.ndarray | None:
+    """The part, (h, w, 3) bytes, at 1/`scale` of its size: 1, 1/2, 1/4 or 1/8. None where the data is damaged.
+
+    Its place and its size are rounded to pixels of what is decoded, and so to `scale` pixels of the picture. Valid
+    until this thread decodes again. `fast`: colour is repeated, not interpolated; after resampling 0.1 of 255 apart on
+    photographs.
+    """
     height, data = header.height, content
     end = part.top + part.height
     bottom = (-(-end // _MCU) + 1) * _MCU
@@ -103,7 +114,7 @@ def decode(content: bytes, header: Header, part: Part, least: int, fast: bool = 
             data, "RGB", fastupsample=fast, min_height=least_height, min_width=least_width, buffer=room
         )
     except ValueError as error:
-        if height == header.height or EXTRANEOUS not in str(error):  # the decoder tells its first complaint
+        if height == header.height or BEYOND not in str(error):  # the decoder tells its first complaint
             return None
         picture = room.reshape(rows, columns, 3)
     top, left = round(part.top / scale), round(part.left / scale)

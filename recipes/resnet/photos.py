@@ -181,21 +181,23 @@ class Photos(Dataset):
             out.zero_()
 
     def _centre(self, content: bytes, out: Tensor) -> None:
-        header = jpeg.read_header(content)
+        header, scale = jpeg.read_header(content), 1
         picture = None
         if header is not None and header.height * header.width <= MOST_PIXELS:
-            picture = jpeg.decode(
-                content, header, Part(0, 0, header.height, header.width), _MARGIN * self._whole, fast=False
-            )
-        if picture is None:
-            picture = decode_any(content)
-        height, width = shorter_side(len(picture), picture.shape[1], self._whole)
+            everything = Part(0, 0, header.height, header.width)
+            scale = jpeg.reduction(everything, _MARGIN * self._whole)
+            picture = jpeg.decode(content, header, everything, scale, fast=False)
+        if picture is None or header is None:
+            picture, scale = decode_any(content), 1
+        rows, columns = (header.height, header.width) if scale > 1 and header else picture.shape[:2]
+        height, width = shorter_side(rows, columns, self._whole)
         if height * width > MOST_PIXELS:
             raise ValueError(
-                f"{picture.shape[1]} x {len(picture)} pixels are too long and thin to be looked at with the shorter "
-                f"side at {self._whole}"
+                f"{columns} x {rows} pixels are too long and thin to be looked at with the shorter side at "
+                f"{self._whole}"
             )
-        image = resized(picture, height, width)
+        # what is decoded at a fraction of its size is filled up to whole pixels, which are not in the picture
+        image = resized(picture, height, width, source=(rows / scale, columns / scale) if scale > 1 else None)
         top, left = round((height - self._pixels) / 2), round((width - self._pixels) / 2)
         out.copy_(image[..., top : top + self._pixels, left : left + self._pixels])
 
@@ -206,7 +208,7 @@ def _crop(content: bytes, out: Tensor, look: Look, uniform: np.ndarray) -> None:
     picture = None
     if header is not None and header.height * header.width <= MOST_PIXELS:
         part = random_part(header.height, header.width, look.area, look.ratio, uniform[:CROP_DRAWS])
-        picture = jpeg.decode(content, header, part, _MARGIN * side)
+        picture = jpeg.decode(content, header, part, jpeg.reduction(part, _MARGIN * side))
     if picture is None:
         whole = decode_any(content)
         part = random_part(len(whole), whole.shape[1], look.area, look.ratio, uniform[:CROP_DRAWS])
@@ -225,9 +227,17 @@ def _crop(content: bytes, out: Tensor, look: Look, uniform: np.ndarray) -> None:
     out.copy_(image.flip(3) if mirrored else image)
 
 
-def resized(picture: np.ndarray, height: int, width: int, out: Tensor | None = None, mirrored: bool = False) -> Tensor:
+def resized(
+    picture: np.ndarray,
+    height: int,
+    width: int,
+    out: Tensor | None = None,
+    mirrored: bool = False,
+    source: tuple[float, float] | None = None,
+) -> Tensor:
     """(h, w, 3) bytes as (1, 3, height, width) bytes, channels last in memory: bilinear and anti-aliased, torchvision's
-    default, by the same kernel. `out`: where to put it; otherwise a tensor of its own.
+    default, by the same kernel. `out`: where to put it; otherwise a tensor of its own. `source`: how many rows and
+    columns, not always whole ones, become those of the result; None: all.
     """
     if not picture.flags.writeable:
         picture = picture.copy()  # from_numpy warns of what cannot be written to
@@ -236,12 +246,13 @@ def resized(picture: np.ndarray, height: int, width: int, out: Tensor | None = N
     (rows, columns, channels), (row, column, channel) = picture.shape, picture.strides
     image = torch.from_numpy(picture).as_strided((1, channels, rows, columns), (rows * row, channel, row, column))
     size = height, width
+    factors = (height / source[0], width / source[1]) if source else (None, None)
     if mirrored and picture.shape[0] * picture.shape[1] < height * width:  # turned while it is small
         image, mirrored = image.flip(3), False
-    if picture.shape[:2] != size:
+    if picture.shape[:2] != size or source:
         if out is not None and not mirrored:
-            return _resample(image, size, False, out=out)
-        image = _resample(image, size, False)
+            return _resample(image, size, False, *factors, out=out)
+        image = _resample(image, size, False, *factors)
     elif out is None and not mirrored:
         image = image.clone()  # it lies where the next picture is decoded
     if mirrored:

@@ -28,6 +28,8 @@ _MOST_AT_ONCE = 1 << 18
 """Bytes of a file that are read before a look at its size: most are smaller, and a thread gives the interpreter's lock
 away in each call of the system.
 """
+_MOST = 1 << 30
+"""Bytes of a file that is read: no picture is larger."""
 _END = b"\xff\xd9"
 """Ends a whole JPEG file."""
 
@@ -75,6 +77,8 @@ class Store:
 
 
 def _read(file: int, at: int, size: int) -> bytes:
+    if size > _MOST:
+        raise OSError(errno.EFBIG, f"a file of more than {_MOST} bytes")
     content = os.pread(file, size, at)
     if len(content) != size:
         raise OSError(errno.EIO, f"{len(content)} of {size} bytes")

@@ -11,14 +11,17 @@ import numpy as np
 from PIL import Image
 
 
-def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
-    """A picture with edges and slopes, (H, W, 3) bytes."""
+def picture(height: int, width: int, seed: int = 0, detail: int = 0) -> np.ndarray:
+    """A picture with edges and slopes, (H, W, 3) bytes. `detail`: pixels of its further bright and dark squares."""
     random = np.random.default_rng(seed)
     y, x = np.mgrid[:height, :width] / max(height, width)
     waves = [np.sin(2 * np.pi * (a * x + b * y + c)) for a, b, c in random.uniform(0.5, 3, (3, 3))]
     colours = np.stack(waves, axis=2)
     image = 127.5 + 60 * colours.mean(axis=2, keepdims=True) + 30 * colours  # mostly light and shade, as photographs
     image[height // 3 : height // 2, width // 4 : width // 2] = random.uniform(60, 190) + random.uniform(-30, 30, 3)
+    if detail:
+        squares = random.uniform(-60, 60, (-(-height // detail), -(-width // detail)))
+        image += np.kron(squares, np.ones((detail, detail)))[:height, :width, None]
     return image.clip(0, 255).astype(np.uint8)
 
 
