@@ -50,7 +50,9 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """Ask all ranks whether any of them got a signal to stop, and whether the budget is spent."""
+    """Ask all ranks whether any of them got a signal to stop, whether the budget is spent, how long steps take, and
+    which rows could not be read.
+    """
 
     step: int
 

@@ -170,7 +170,9 @@ class PlannedClock(Clock):
             yield self._train(at.step)
             # stopping short of the whole leaves no trace but a checkpoint
             step, last, whole = at.step, at.step == plan.end, at.step == plan.total
-            if step >= self._poll_at or last:
+            # before what keeps or judges this step: an evaluation may end the run
+            judged = _due(step, plan.eval_every) or _due(step, plan.save_every)
+            if step >= self._poll_at or last or judged:
                 yield Poll(step)
             if _due(step, plan.log_every) or (whole and plan.log_every):
                 yield Log(step)

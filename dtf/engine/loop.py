@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dtf.api.recipe import Peers, Recipe
 from dtf.api.strategy import Program
-from dtf.core.errors import ConfigError, DataError, DivergedError, DtfError, by_all
+from dtf.core.errors import ConfigError, DivergedError, DtfError
 from dtf.core.types import (
     Batch,
     Batches,
@@ -39,6 +39,7 @@ from dtf.engine.clock import OVER_BUDGET, STEP_SECONDS, STOP_REQUESTS, Clock
 from dtf.engine.divergence import Everyone, diverged
 from dtf.engine.guarded_steps import GuardedSteps
 from dtf.engine.stopwatch import Stopwatch
+from dtf.engine.unreadable_rows import UnreadableRows, refuse_unreadable
 
 if TYPE_CHECKING:
     from dtf.checkpoint.saves import Saves
@@ -164,7 +165,7 @@ class _TicketHandler:
         self.evaluated = next((measured.values for measured in reversed(loop.recent) if measured.split == "eval"), {})
         self.evaluated_at = -1  # the step of that evaluation, if this process made it
         self.lr = 0.0  # of the last step
-        self.epochs: dict[int, None] = {}  # of the steps since the last poll
+        self.unreadable = UnreadableRows(loop.train, loop.program.leased)
         # rows in the window that were computed before this process
         self.rows_before = loop.carried[0] if loop.carried else 0.0
         # steps since the last poll, whatever their numbers: a resumed run does not start at 0
@@ -185,7 +186,7 @@ class _TicketHandler:
             loop.record(ticket.step, batch.ids if program.shard is not None and batch is not None else NO_IDS)
         _record_consumed(loop)
         self.lr = ticket.lr
-        self.epochs[ticket.epoch] = None
+        self.unreadable.trained(ticket.epoch)
         self.steps_since_poll += 1
         self.clock.done(ticket, {})
         coming = [(t.epoch, t.index) for t in self.clock.ahead(1 + train.prefetch)]
@@ -217,7 +218,7 @@ class _TicketHandler:
         self.clock.done(ticket, values)
 
     def poll(self, ticket: Poll) -> None:
-        """Agree on requests to stop, the budget, the pace and unreadable rows.
+        """Agree on requests to stop, the budget, the pace and the unreadable rows of each epoch.
 
         DivergedError when too many updates were skipped, DataError when too many rows cannot be read.
         """
@@ -226,13 +227,13 @@ class _TicketHandler:
         self._refuse_divergence(step)
         now = time.perf_counter()
         step_s = (now - self.polled_at) / self.steps_since_poll if self.steps_since_poll else math.inf
-        # by the epoch, whether a poll comes often or once in many epochs
-        bad_rows = [loop.train.bad(epoch) + program.leased.unread("train", epoch) for epoch in self.epochs]
         stop_requested = loop.stop_requested() or program.leased.told_to_stop()
-        local = torch.tensor([stop_requested, loop.over_budget(), 1.0, step_s, *bad_rows], dtype=torch.float64)
-        self.polled_at, self.steps_since_poll, self.epochs = now, 0, {}
+        local = torch.tensor(
+            [stop_requested, loop.over_budget(), 1.0, step_s, *self.unreadable.here()], dtype=torch.float64
+        )
+        self.polled_at, self.steps_since_poll = now, 0
         stops, over_budget, ranks, step_s_sum, *bad = loop.world.reduce(local).tolist()
-        _refuse_bad(max(bad, default=0.0), loop.train.allowed, "training")
+        self.unreadable.judge(bad)
         self.clock.done(ticket, {STOP_REQUESTS: stops, OVER_BUDGET: over_budget, STEP_SECONDS: step_s_sum / ranks})
 
     def evaluate(self, ticket: Evaluate) -> None:
@@ -295,6 +296,7 @@ class _TicketHandler:
             self.loop.saver.finish()
         self.program.sync()
         _add_rest(self.loop, self.window)
+        self.unreadable.judge(self.loop.world.reduce(torch.tensor([0.0, *self.unreadable.here()]).double()).tolist())
         self._refuse_divergence(ticket.step)
         at_the_end = ticket.step and ticket.reason in ("finished", "early_stop")
         if at_the_end and not self.updated and not self.window.total(self.loop.world, self.width)[-1]:
@@ -365,7 +367,7 @@ def counted(world: Peers, sums: Tensor, recipe: Recipe, rows: int, bad: int, all
     DtfError when the ranks together did not count each row once, DataError when more than `allowed` are unreadable.
     """
     *values, unread = world.reduce(torch.cat([sums.cpu().double(), torch.tensor([bad], dtype=torch.float64)])).tolist()
-    _refuse_bad(unread, allowed, "evaluation")
+    refuse_unreadable(unread, allowed, "evaluation")
     if values[0] + unread != rows:
         raise DtfError(
             f"evaluation counted {values[0]:g} of {rows - unread:g} rows; a row was lost or counted twice; please "
@@ -386,13 +388,6 @@ def _record_consumed(loop: Loop) -> None:
     for step, ids in loop.program.leased.consumed():  # asked in any case: the program keeps them until then
         if loop.record is not None:
             loop.record(step, ids)
-
-
-def _refuse_bad(bad: float, allowed: int, split: str) -> None:
-    """Raise DataError on all ranks alike when more rows are unreadable than allowed."""
-    if bad > allowed:
-        text = f"{bad:g} {split} rows cannot be read, recipe.data.bad_share allows {allowed}"
-        raise by_all(DataError(f"{text}; the logs of the ranks name them; repair the data"))
 
 
 def _ratio(total: float, count: float) -> float:

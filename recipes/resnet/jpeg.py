@@ -2,7 +2,7 @@
 
 What is saved: rows below the part are not decoded, for the height in a copy of the file's header is lowered to where
 the part ends, and in a baseline file without restart markers nothing above depends on what follows. A part that will be
-shrunk to less than a quarter is decoded at half its size, and so on, by a smaller inverse transform. And the decoder
+shrunk to a quarter or less is decoded at half its size, and so on, by a smaller inverse transform. And the decoder
 lets go of the interpreter's lock, so that threads share the cores.
 """
 
@@ -16,12 +16,9 @@ import simplejpeg
 
 from dtf.recipes.resnet.crops import Part
 
-BEYOND = "extraneous bytes before marker 0xd9"
-"""The decoder's warning about rows beyond a lowered height: it has found more than it needed before the end."""
-
-_LENGTHS = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)})
-"""Markers before the picture that are followed by a length. The decoder passes over any other one and goes on in its
-data, where it may find an end, so that it would tell of damage as of rows beyond a lowered height.
+_BEYOND = "extraneous bytes before marker 0xd9"
+"""The decoder's warning about rows beyond a lowered height: more than it needed lies before the end. Of bytes before
+another marker it complains as it reads a damaged header, when it has decoded nothing.
 """
 
 _MCU = 16  # rows of the largest unit of a file; one more is decoded, since chroma is interpolated across units
@@ -80,8 +77,8 @@ def read_header(content: bytes) -> Header | None:
             height, width, height_at, channels = frame
             # all channels in one scan
             return Header(height, width, height_at if lowerable and content[at + 4] == channels else 0)
-        elif marker not in _LENGTHS:
-            return None  # lossless, arithmetic or hierarchical, or no marker at all
+        elif 0xC3 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            return None  # lossless, arithmetic or hierarchical
         at += 2 + length
     return None
 
@@ -114,7 +111,7 @@ def decode(content: bytes, header: Header, part: Part, scale: int = 1, fast: boo
             data, "RGB", fastupsample=fast, min_height=least_height, min_width=least_width, buffer=room
         )
     except ValueError as error:
-        if height == header.height or BEYOND not in str(error):  # the decoder tells its first complaint
+        if height == header.height or _BEYOND not in str(error):  # the decoder tells its first complaint
             return None
         picture = room.reshape(rows, columns, 3)
     top, left = round(part.top / scale), round(part.left / scale)

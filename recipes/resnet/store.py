@@ -59,6 +59,7 @@ class Store:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "no regular file")
+            _refuse_enormous(status.st_size)
             if len(content) == status.st_size:
                 return content
             return content + _read(file, len(content), status.st_size - len(content))
@@ -76,9 +77,13 @@ class Store:
             self._file = -1
 
 
-def _read(file: int, at: int, size: int) -> bytes:
+def _refuse_enormous(size: int) -> None:
     if size > _MOST:
-        raise OSError(errno.EFBIG, f"a file of more than {_MOST} bytes")
+        raise OSError(errno.EFBIG, f"a file of {size} bytes, more than {_MOST}")
+
+
+def _read(file: int, at: int, size: int) -> bytes:
+    _refuse_enormous(size)
     content = os.pread(file, size, at)
     if len(content) != size:
         raise OSError(errno.EIO, f"{len(content)} of {size} bytes")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
+
 from dtf.api.lr import Constant, Plateau
 from dtf.core.types import Evaluate, Log, Poll, Save, Stop, Ticket, Train
 from dtf.data.batches import Epochs
@@ -122,6 +124,20 @@ def test_ranks_agree_at_the_last_step_and_not_at_each_end_of_a_short_epoch() -> 
         polls += [ticket.step] if isinstance(ticket, Poll) else []
         clock.done(ticket, agreed(ticket, 0.001))
     assert polls == [0, 1, 5, 21, 24]
+
+
+@pytest.mark.parametrize("plan", [Plan(30, 4, 3, 5), Plan(30, 0, 4, 0, patience=2), Plan(30, 7, 6, 4, save_best=True)])
+def test_ranks_agree_before_a_step_is_kept_or_ends_the_run(plan: Plan) -> None:
+    """A run must not end well, and no checkpoint be kept, with rows that nobody has judged."""
+    agreed_at, seen = -1, 0
+    for ticket in (clock := PlannedClock(plan, Epochs(Sequential(), 7, 2, 0), Constant())):
+        if isinstance(ticket, Poll):
+            agreed_at = ticket.step
+        if isinstance(ticket, Evaluate | Save | Stop):
+            assert agreed_at == ticket.step, ticket
+            seen += 1
+        clock.done(ticket, agreed(ticket, 0.001) | {"loss": float(ticket.step)})
+    assert seen > 2
 
 
 def test_an_early_stop_is_not_undone_by_starting_again() -> None:

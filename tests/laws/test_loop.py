@@ -25,6 +25,7 @@ from dtf.data.samplers import Sequential
 from dtf.engine import loop as engine
 from dtf.engine.clock import Clock, Plan, PlannedClock
 from dtf.engine.loop import Loop, fit
+from dtf.engine.unreadable_rows import UnreadableRows
 from tests.support.toy import Toy
 
 
@@ -227,21 +228,38 @@ def test_unreadable_rows_beyond_the_budget_end_the_run_at_a_poll() -> None:
         fit(make(clock, train=batches))
 
 
-def test_unreadable_rows_of_each_epoch_since_the_last_poll_are_judged_by_themselves() -> None:
-    def end(*unread: int) -> None:
-        clock = Coordinator()
-        batches = FakeBatches()
-        batches.allowed, batches.bad = 2, lambda epoch: unread[epoch]
-        for step, epoch in enumerate((0, 0, 1, 2)):
-            clock.granted.put(Train(step, epoch, step % 2, 2, 0.1))
-        for ticket in (Poll(4), Stop(4, "preempted")):
-            clock.granted.put(ticket)
-        fit(make(clock, train=batches))
+def judged(unread: Mapping[int, int], *tickets: Ticket) -> None:
+    """Follow the tickets with so many unreadable rows of epochs, of which two are allowed."""
+    clock, batches = Coordinator(), FakeBatches()
+    batches.allowed, batches.bad = 2, lambda epoch: unread.get(epoch, 0)
+    for ticket in tickets:
+        clock.granted.put(ticket)
+    fit(make(clock, train=batches))
 
-    end(2, 1, 2)
-    for unread in ((3, 0, 0), (0, 3, 0), (0, 0, 3)):
+
+def test_unreadable_rows_of_each_epoch_are_judged_by_themselves() -> None:
+    tickets = *(Train(step, epoch, step % 2, 2, 0.1) for step, epoch in enumerate((0, 0, 1, 2))), Poll(4)
+    judged({0: 2, 1: 1, 2: 2}, *tickets, Stop(4, "finished"))
+    for epoch in range(3):
         with pytest.raises(DataError, match="3 training rows cannot be read"):
-            end(*unread)
+            judged({epoch: 3}, *tickets)
+
+
+def test_no_run_ends_with_unreadable_rows_that_nobody_judged() -> None:
+    for epoch in (0, 1):
+        with pytest.raises(DataError, match="3 training rows cannot be read"):
+            judged({epoch: 3}, Train(0, 0, 0, 2, 0.1), Train(1, 1, 0, 2, 0.1), Stop(2, "early_stop"))
+
+
+def test_rows_of_an_epoch_are_judged_once_more_when_it_is_over_and_then_forgotten() -> None:
+    """Servers hear late of the rows of a step: a poll may come before them."""
+    rows = UnreadableRows(FakeBatches(), LeasedWork())  # type: ignore[arg-type]
+    for epoch in range(50):
+        rows.trained(epoch)
+        assert len(rows.here()) == min(2, epoch + 1), "the numbers that ranks add up grow with the run"
+        rows.judge(rows.here())
+    rows.judge(rows.here())
+    assert rows.here() == []
 
 
 def test_divergence_is_found_before_a_save() -> None:

@@ -25,7 +25,7 @@ from dtf.recipes.resnet.decode_any import decode_any
 from dtf.recipes.resnet.options import ModelOptions
 from dtf.recipes.resnet.photo_recipe import BadRecords, PhotoOptions, Policy, ResnetPhotos
 from dtf.recipes.resnet.photos import Photos, resized
-from dtf.recipes.resnet.store import _MOST_AT_ONCE, Store
+from dtf.recipes.resnet.store import _MOST, _MOST_AT_ONCE, Store
 from tests.support.image_files import encode, picture, tree
 
 EVERYTHING: dict[str, Any] = {
@@ -65,6 +65,14 @@ def test_files_of_any_size_are_read_whole(size: int, tmp_path: Path) -> None:
         assert Store(tmp_path, ("file",), None, "")[0] == content + end
 
 
+def test_enormous_files_are_named_before_there_is_memory_for_them(tmp_path: Path) -> None:
+    for size in (_MOST + 1, 1 << 40):
+        with open(tmp_path / "file", "wb") as file:
+            file.truncate(size)
+        with pytest.raises(OSError, match=f"a file of {size} bytes, more than {_MOST}"):
+            Store(tmp_path, ("file",), None, "")[0]
+
+
 @pytest.mark.parametrize("sides", [(40, 50), (90, 120), (64, 64)])
 def test_a_mirror_image_is_that_of_the_resampled_picture(sides: tuple[int, int]) -> None:
     """Wherever it is turned, and with or without a place for it."""
@@ -96,6 +104,19 @@ def test_evaluation_sees_what_torchvision_shows(tmp_path: Path, sides: tuple[int
     scaled = jpeg.reduction(Part(0, 0, *sides), 2 * 73) > 1
     assert (apart.mean() <= 2 and apart.max() <= 16) if scaled else apart.max() == 0
     assert targets.tolist() == [0, 1]
+
+
+def test_evaluation_sees_what_pillow_makes_of_a_damaged_picture(tmp_path: Path) -> None:
+    """Whole: it is not reduced then."""
+    root = tree(tmp_path / "t", train=1, val=1)
+    content = bytearray(encode(picture(701, 1103, detail=16)))
+    content[len(content) // 2 :] = b"\xff\xd9"
+    for file in root.glob("val/*/*.jpg"):
+        file.write_bytes(content)
+    inputs, _ = recipe(root, pixels=64, whole=73).open_data("eval", 0).fetch(np.arange(1), 0)
+    image = torch.from_numpy(decode_any(bytes(content)).copy()).permute(2, 0, 1)
+    reference = functional.center_crop(functional.resize(image, [73], antialias=True), [64, 64])
+    assert torch.equal(inputs["pixels"][0].permute(2, 0, 1), reference)
 
 
 def test_random_parts_follow_their_ranges() -> None:
