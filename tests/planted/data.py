@@ -67,7 +67,7 @@ FAULTS = [
         "recipes/resnet/jpeg.py",
         "top, left = round(part.top / scale), round",
         "top, left = round(part.top / scale) + 1, round",
-        ("tests/unit/test_photos.py::test_a_part_is_what_the_whole_picture_shows_there",),
+        ("tests/unit/test_jpeg.py::test_a_part_is_what_the_whole_picture_shows_there",),
     ),
     Fault(
         "threads wait for the last image of a batch before they begin the next",
