@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         event_from_json,
         event_to_json,
     )
+    from dtf.data.map_style import map_style
     from dtf.distributed.world import World
     from dtf.model.auc import AucEvaluator, auc, grouped_auc
     from dtf.model.init import cast, init_model, model_of
@@ -124,6 +125,7 @@ _PUBLIC = {
     "LeasedWork": "api.leased_work",
     "LocalUpdate": "optim.update",
     "log_folder": "api.launcher",
+    "map_style": "data.map_style",
     "Measured": "core.types",
     "Memory": "core.types",
     "model_of": "model.init",
@@ -268,6 +270,7 @@ __all__ = [
     "grouped_auc",
     "init_model",
     "log_folder",
+    "map_style",
     "model_of",
     "option",
     "placing",

@@ -43,7 +43,7 @@ class Rest(Dataset):
         self.wrapped = rows
         self.prefetch, self.queue_rows, self.threads = rows.prefetch, rows.queue_rows, rows.threads
         # by numbers of all rows; `first` is 0 where bad rows are counted
-        self.bad, self.allowed = rows.bad, rows.allowed
+        self.bad, self.allowed, self.shapes_vary = rows.bad, rows.allowed, rows.shapes_vary
 
     def __len__(self) -> int:
         return len(self._rows) - self._first

@@ -53,6 +53,7 @@ from tests.support.saves import Halt, saves
 from tests.support.shapes_toy import ShapesToy  # noqa: F401 (registers itself)
 from tests.support.sparse_toy import Tabled  # noqa: F401 (registers itself)
 from tests.support.toy import Toy  # noqa: F401
+from tests.support.varying_toy import Varying  # noqa: F401
 
 BATCH, ROWS = 19, 42
 """Two batches of three micro-batches of five rows and one of four, and a last batch of four rows: three steps."""

@@ -1,0 +1,25 @@
+"""Law: rows of many lengths, padded by a collate function, give the numbers of one process under every strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.arrays import crossed
+from tests.support.harness import difference, reference, spread, variants
+
+CASE: dict[str, Any] = {"steps": 4, "recipe": {"name": "varying"}}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "processes"), crossed(variants(), [1, 2, 3, 4], usual=[3, 2], each=1, turns=[2, 3])
+)
+def test_rows_of_many_lengths_give_the_numbers_of_one_process(strategy: str, options: dict, processes: int) -> None:
+    """42 rows, batch 19 and micro-batches of 5, each padded to its longest row; a nest of every kind."""
+    assert difference(reference(**CASE), spread(strategy, processes, options=options, **CASE)) <= 1e-10
+
+
+def test_the_padding_of_a_micro_batch_shows() -> None:
+    """The law needs each micro-batch padded by itself: with others, the numbers differ."""
+    assert difference(reference(**CASE, micro_batch_rows=5), reference(**CASE, micro_batch_rows=12)) > 1e-3
