@@ -351,5 +351,6 @@ class Batches(Protocol):
     def reading(self) -> dict[str, float]: ...  # how it went since the last call, where that is of interest
 
     def get(self, epoch: int, index: int) -> Batch | None: ...
+    def rows(self, ids: np.ndarray, epoch: int) -> Batch: ...  # any ones, in this order
     def batch_ids(self, epoch: int, index: int) -> np.ndarray: ...  # of all ranks
     def ahead(self, keys: list[tuple[int, int]]) -> None: ...

@@ -19,6 +19,7 @@ from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import lookup, name_of
 from dtf.api.task import Task
 from dtf.config.settings import Settings
+from dtf.core import nest
 from dtf.core.errors import ConfigError, DataError, DtfError, Preempted
 from dtf.core.types import Batch, Evaluated, Event, Measured, Place
 from dtf.data.splits import evaluation_loader
@@ -131,6 +132,8 @@ class Inference:
         )
         strategy = settings.strategy
         self.program = check_program(strategy.setup(task, self.world), name_of("strategy", strategy), self.world)
+        if self.program.shard is None:  # what it is sent is of the classes that the data have
+            nest.know_classes(self.rows.fetch(np.arange(1), 0))
 
     def batches(
         self, first: int, beat: Callable[[str, int], None], stop: Callable[[], bool]

@@ -20,7 +20,7 @@ EVAL_ROWS = 20
 
 @register("recipe", "varying")
 class Varying(Recipe):
-    """A class for each token. Padding counts in the mean that the model takes, so that who is padded with whom shows."""
+    """A class for each word. Padding counts in the mean that the model takes: who is padded with whom shows."""
 
     model: FineTuning = option(factory=FineTuning, doc="what is learned")
     rows: int = option(default=42, doc="training rows", unit="rows")
