@@ -30,8 +30,8 @@ class Table(Dataset):
 
     prefetch = 0  # mapped: there is nothing to wait for
 
-    def __init__(self, folder: Path, about: dict[str, Any]) -> None:
-        self._about = about
+    def __init__(self, folder: Path, about: dict[str, Any], chosen: slice) -> None:
+        self._about, self._rows = about, range(about["rows"])[chosen]
         self.categories: dict[str, list[str]] = {
             name: values for name, values in about["values"].items() if name in about["categorical"]
         }
@@ -43,10 +43,11 @@ class Table(Dataset):
             self._parts[part] = np.empty(shape, kind) if empty else np.memmap(folder / part, kind, "r", shape=shape)
 
     def __len__(self) -> int:
-        return self._about["rows"]
+        return len(self._rows)
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Any]:
-        found = {part: torch.from_numpy(np.asarray(stored[ids])) for part, stored in self._parts.items()}
+        places = self._rows.start + self._rows.step * ids
+        found = {part: torch.from_numpy(np.asarray(stored[places])) for part, stored in self._parts.items()}
         targets = found.pop("targets")
         if "categorical" in found:
             found["categorical"] = found["categorical"].long()
@@ -54,10 +55,11 @@ class Table(Dataset):
         return found if len(found) > 1 else next(iter(found.values())), targets
 
     def groups(self) -> np.ndarray | None:
-        return self._parts["targets"].astype(np.int64) if self.classes else None
+        return self._parts["targets"][np.array(self._rows)].astype(np.int64) if self.classes else None
 
     def fingerprint(self) -> str:
-        return f"{len(self)} {zlib.crc32(json.dumps([self._about['digests'], self._about['values']]).encode()):08x}"
+        told = [self._about["digests"], self._about["values"], str(self._rows)]
+        return f"{len(self)} {zlib.crc32(json.dumps(told).encode()):08x}"
 
 
 def table_rows(
@@ -69,6 +71,7 @@ def table_rows(
     target: str = "",
     like: Table | None = None,
     missing: float | None = None,
+    rows: slice = slice(None),
     columns: Sequence[str] | None = None,
     delimiter: str = "",
     cache: str | Path | None = None,
@@ -79,8 +82,8 @@ def table_rows(
     of each value in the order of values; of both kinds, inputs are the dict {numeric, categorical}. `label`: a column
     of classes, targets (B,) int64; or `target`: a column of numbers, targets (B,) float32. `like`: the table whose
     values count, for evaluation rows: a category that it does not have gets the number after its last one, a class that
-    it does not have is refused. `missing`: the number for an empty field; by default one is refused. `columns`: the names of
-    columns, for files without a line of names. `delimiter`: by default a comma, in .tsv a tab.
+    it does not have is refused. `missing`: the number for an empty field; by default one is refused. `rows`: some of
+    them, `slice(-400, None)` the last 400; values are those of all. `columns`: the names of columns, for files without a line of names. `delimiter`: by default a comma, in .tsv a tab.
 
     The files are read once, into `cache` (by default `~/.cache/dtf/rows`), 4 bytes a field. DataError names what
     cannot be read, ConfigError what does not fit together.
@@ -101,7 +104,7 @@ def table_rows(
     folder = cache_folder(cache) / name_of("table", FORMAT, states, source.key, given)
     if (about := made_once(folder, _intact, lambda building: source.write(building, given))) is None:
         raise DataError(f"{folder} cannot be read")
-    return Table(folder, about)
+    return Table(folder, about, rows)
 
 
 class _Source:
