@@ -130,9 +130,15 @@ class MapStyle(Dataset):
 
 def refuse_streams(rows: Any) -> None:
     """Raise ConfigError for data whose rows have no numbers."""
-    from torch.utils.data import IterableDataset
+    from torch.utils.data import DataLoader, IterableDataset
 
     name = type(rows).__name__
+    if isinstance(rows, DataLoader):
+        refuse_streams(rows.dataset)
+        raise ConfigError(
+            "dtf loads batches itself: give the data set of the DataLoader, dtf.map_style(loader.dataset, "
+            "collate_fn=loader.collate_fn); step.batch_size and sampler say which rows are a batch"
+        )
     if isinstance(rows, IterableDataset) or (hasattr(rows, "__iter__") and not hasattr(rows, "__getitem__")):
         raise ConfigError(
             f"{name} is a stream: its samples have no numbers, so no rank could read its own, and no run could go on "

@@ -197,5 +197,9 @@ def image(content: bytes) -> torch.Tensor:
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(content)) as file:
-        pixels = np.asarray(ImageOps.exif_transpose(file).convert("RGB"))
+        upright = ImageOps.exif_transpose(file)
+        if upright.mode.startswith("I"):  # 16 bits of grey, which `convert` would cut off at 255
+            grey = (np.asarray(upright, np.uint32) >> 8).astype(np.uint8)
+            return torch.from_numpy(np.stack([grey] * 3))
+        pixels = np.asarray(upright.convert("RGB"))
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))

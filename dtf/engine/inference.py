@@ -86,7 +86,8 @@ class _Record:
             best, order = probabilities[:, None], torch.zeros_like(probabilities[:, None], dtype=torch.int64)
         else:
             best, order = probabilities.topk(min(self.top, probabilities.shape[1]), dim=1)
-        labels = batch.targets.tolist() if batch.targets.dim() == 1 else [None] * len(batch.ids)
+        single = isinstance(batch.targets, Tensor) and batch.targets.dim() == 1
+        labels = batch.targets.tolist() if single else [None] * len(batch.ids)
         width = probabilities.shape[1] if probabilities.dim() > 1 else 0
         for id, weight, label, classes, chance in zip(
             batch.ids.tolist(), batch.weight.tolist(), labels, order.tolist(), best.tolist(), strict=True

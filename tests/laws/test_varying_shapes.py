@@ -20,6 +20,14 @@ def test_rows_of_many_lengths_give_the_numbers_of_one_process(strategy: str, opt
     assert difference(reference(**CASE), spread(strategy, processes, options=options, **CASE)) <= 1e-10
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_replicas_compare_a_micro_batch_of_many_lengths(strategy: str) -> None:
+    """`train.guard_every` gives the rows of one rank to all."""
+    options = {"degree": 2} if strategy == "pipeline" else {}
+    guarded = spread(strategy, 4 if options else 2, options=options, guard_every=1, **CASE)
+    assert difference(reference(**CASE), guarded) <= 1e-10
+
+
 def test_the_padding_of_a_micro_batch_shows() -> None:
     """The law needs each micro-batch padded by itself: with others, the numbers differ."""
     assert difference(reference(**CASE, micro_batch_rows=5), reference(**CASE, micro_batch_rows=12)) > 1e-3

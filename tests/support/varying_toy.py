@@ -45,14 +45,14 @@ class Varying(Recipe):
 
         return map_style(Sentences(self.rows if split == "train" else EVAL_ROWS), collate_fn=padded)
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs: Any, targets: Any) -> Any:
         from torch.nn.functional import cross_entropy
 
-        losses = cross_entropy(outputs.mT, targets, reduction="none")
-        return losses.sum(1), (targets != -100).sum(1)
+        losses = cross_entropy(outputs.mT, targets["classes"], reduction="none")
+        return (losses * targets["weights"][:, None]).sum(1), (targets["classes"] != -100).sum(1)
 
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
-        return weighted_sums(batch.weight, loss, (batch.targets != -100).sum(1))
+        return weighted_sums(batch.weight, loss, (batch.targets["classes"] != -100).sum(1))
 
 
 class Row(NamedTuple):
@@ -80,11 +80,12 @@ class Sentences:
 
 
 def padded(items: list[Any]) -> tuple[Any, Any]:
-    """A named tuple with a list with a dict, and targets as long as the longest sentence."""
+    """Inputs: a named tuple with a list with a dict and a tuple. Targets: a dict, of which one part is padded."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
     words, marks, classes = zip(*items, strict=True)
     marked = torch.stack(marks)
     inputs = Row(pad_sequence(list(words), batch_first=True), [{"marks": marked}, (marked[:, 0],)])
-    return inputs, pad_sequence(list(classes), batch_first=True, padding_value=-100)
+    tags = pad_sequence(list(classes), batch_first=True, padding_value=-100)
+    return inputs, {"classes": tags, "weights": marked[:, 1].abs()}

@@ -99,6 +99,11 @@ def test_a_stream_is_refused_with_the_remedy(data: Any) -> None:
         map_style(data)
 
 
+def test_a_loader_is_refused_for_its_data_set() -> None:
+    with pytest.raises(ConfigError, match="collate_fn=loader.collate_fn"):
+        map_style(DataLoader(Items(None)))  # type: ignore[arg-type]
+
+
 def test_mappings_arrays_and_many_items_at_once_are_taken() -> None:
     class AtOnce(Items):
         def __getitems__(self, numbers: list[int]) -> list[Any]:
