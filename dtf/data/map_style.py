@@ -25,7 +25,7 @@ def map_style(
     *,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     target: str | int | None = None,
-    threads: int = 1,
+    threads: int | None = None,
     seed: int | None = None,
     shapes_vary: bool | None = None,
 ) -> Dataset:
@@ -33,8 +33,8 @@ def map_style(
 
     `collate_fn`: makes a batch of a list of items, by default torch's `default_collate`. Without `target` it gives
     (inputs, targets). `target`: the key, field or place of the targets in a batch of another form; the rest are the
-    inputs, as a dict or a tuple. `threads`: batches that are read at once; with more than one, `rows` must be
-    thread-safe. `seed`: seeds the global generators of torch, NumPy and Python before each item, from the seed, the
+    inputs, as a dict or a tuple. `threads`: batches that are read at once, by default one (files that
+    dtf decodes: two); with more than one, `rows` must be thread-safe. `seed`: seeds the global generators of torch, NumPy and Python before each item, from the seed, the
     epoch and the number of the row, for random transforms in `__getitem__`; rows are then read between steps.
     `shapes_vary`: see `Dataset.shapes_vary`; by default True where there is a `collate_fn`.
 
@@ -51,13 +51,17 @@ class MapStyle(Dataset):
         rows: Any,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         target: str | int | None = None,
-        threads: int = 1,
+        threads: int | None = None,
         seed: int | None = None,
         shapes_vary: bool | None = None,
     ) -> None:
         from torch.utils.data import default_collate
 
         refuse_streams(rows)
+        if threads is None:
+            threads = getattr(rows, "decoding_threads", 1) if seed is None else 1
+        if seed is not None and threads > 1:
+            raise ConfigError(f"threads={threads}: with a seed, rows are read one after the other; leave threads out")
         self.wrapped = rows
         self.threads, self._seed, self._target = threads, seed, target
         if seed is not None:  # the generators are those of the model's passes too

@@ -37,7 +37,7 @@ def parquet_rows(
     columns: Sequence[str] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     target: str | int | None = None,
-    threads: int = 2,
+    threads: int | None = None,
     seed: int | None = None,
     shapes_vary: bool | None = None,
     cache: str | Path | None = None,
@@ -67,6 +67,8 @@ def require_pyarrow() -> None:
 
 class ArrowRows:
     """A map-style data set: row by number, decoded. Threads may read at once."""
+
+    decoding_threads = 2
 
     def __init__(
         self, files: Sequence[Path], columns: Sequence[str] | None, cache: Path, decode: Callable[[dict], Any]

@@ -36,7 +36,7 @@ def tar_samples(
     *,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     target: str | int | None = None,
-    threads: int = 2,
+    threads: int | None = None,
     seed: int | None = None,
     shapes_vary: bool | None = None,
     cache: str | Path | None = None,
@@ -62,7 +62,7 @@ def folder_samples(
     *,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     target: str | int | None = None,
-    threads: int = 2,
+    threads: int | None = None,
     seed: int | None = None,
     shapes_vary: bool | None = None,
 ) -> Dataset:
@@ -77,6 +77,8 @@ def folder_samples(
 
 class Samples:
     """A map-style data set: sample by number, decoded."""
+
+    decoding_threads = 2
 
     def __init__(self, index: TarIndex | FolderIndex, decode: Decode | None) -> None:
         self.index, self._decode = index, decoded if decode is None else decode

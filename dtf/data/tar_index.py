@@ -72,7 +72,9 @@ class TarIndex:
             made = dict(zip(order, pool.map(lambda n: shard_index(self._shards[n], cache), order), strict=True))
         self._indexes = [made[number] for number in range(len(self._shards))]
         self._starts = np.cumsum([0, *(len(index.key_ends) for index in self._indexes)])
-        self.left_out = sum(index.left_out for index in self._indexes)
+        for path, index in zip(self._shards, self._indexes, strict=True):
+            if index.left_out:
+                _log.warning("%s: left out: %d files whose names have no extension", path, index.left_out)
         self._files: OrderedDict[int, IO[bytes]] = OrderedDict()
         self._lock = threading.Lock()
 

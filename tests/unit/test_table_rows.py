@@ -92,6 +92,6 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, caplog: pytest.LogCapture
     first = read(tmp_path / "a.csv").fingerprint()
     stored = next((tmp_path / "cache").glob("*/numeric"))
     stored.write_bytes(bytes(4) + stored.read_bytes()[4:8] + bytes([9]) + stored.read_bytes()[9:])
-    again = read(tmp_path / "a.csv")
+    again = table_rows(tmp_path / "a.csv", numeric=["a"], categorical=["b", "c"], label="y", cache=tmp_path / "cache")
     assert again.fingerprint() == first and "is damaged" in caplog.text
     assert again.fetch(np.array([2]), 0)[0]["numeric"].tolist() == [[0.5]]
