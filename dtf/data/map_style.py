@@ -33,10 +33,11 @@ def map_style(
 
     `collate_fn`: makes a batch of a list of items, by default torch's `default_collate`. Without `target` it gives
     (inputs, targets). `target`: the key, field or place of the targets in a batch of another form; the rest are the
-    inputs, as a dict or a tuple. `threads`: batches that are read at once, by default one (files that
-    dtf decodes: two); with more than one, `rows` must be thread-safe. `seed`: seeds the global generators of torch, NumPy and Python before each item, from the seed, the
-    epoch and the number of the row, for random transforms in `__getitem__`; rows are then read between steps.
-    `shapes_vary`: see `Dataset.shapes_vary`; by default True where there is a `collate_fn`.
+    inputs, as a dict or a tuple. `threads`: batches that are read at once, by default one (files that dtf decodes:
+    two); with more than one, `rows` must be thread-safe. `seed`: seeds the global generators of torch, NumPy and Python
+    before each item, from the seed, the epoch and the number of the row, for random transforms in `__getitem__`; rows
+    are then read between steps. `shapes_vary`: see `Dataset.shapes_vary`; by default True where there is a
+    `collate_fn`.
 
     ConfigError for what has no numbers, such as an `IterableDataset`.
     """
