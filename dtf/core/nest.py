@@ -54,7 +54,21 @@ def map_leaves(function: Callable[[Tensor], Any], nest: Any) -> Any:
 
 def leaves(nest: Any) -> list[Tensor]:
     """The tensors of a nest, in order."""
-    return [nest] if isinstance(nest, Tensor) else list(named(nest).values())
+    if isinstance(nest, Tensor):
+        return [nest]
+    found: list[Tensor] = []
+    for value in _inside(nest):
+        if isinstance(value, Tensor):
+            found.append(value)
+        else:
+            found += leaves(value)
+    return found
+
+
+def _inside(nest: Any) -> Iterable[Any]:
+    if isinstance(nest, dict):
+        return nest.values()
+    return nest.parts if isinstance(nest, MicroBatches) else nest
 
 
 def named(nest: Any, name: str = "") -> dict[str, Tensor]:
@@ -107,9 +121,9 @@ def concatenate(nests: Sequence[Any]) -> Any:
     return rebuild(nests[0], [torch.cat(tensors) for tensors in zip(*map(leaves, nests), strict=True)])
 
 
-def formats(nest: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def formats(nest: Any) -> list[tuple[torch.Size, torch.dtype]]:
     """The shape of a row, and the number format, of each tensor."""
-    return [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in leaves(nest)]
+    return [(tensor.shape[1:], tensor.dtype) for tensor in leaves(nest)]
 
 
 def is_named_tuple(value: Any) -> bool:

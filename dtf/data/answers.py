@@ -49,6 +49,7 @@ def check_fetched(dataset: Dataset, rows: int, answer: Any) -> None:
 
 def varying_error(dataset: Dataset, first: list[Any], other: list[Any]) -> ConfigError:
     """The error for rows that have other shapes or formats in a later fetch, where nothing says so."""
+    first, other = ([(tuple(shape), dtype) for shape, dtype in formats] for formats in (first, other))
     one, two = next(((a, b) for a, b in zip(first, other, strict=False) if a != b), (len(first), len(other)))
     return ConfigError(
         f"{_source(dataset)} returned rows of {one} and later of {two}; what a rank computes would depend on which "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import signal
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from dtf import ConfigError, DataError, Dataset, decoded, tar_samples, write_sam
 from dtf.core.types import Shard
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
+from dtf.data.made_once import made_once
 from dtf.data.samplers import Shuffle
 from tests.support import pictures
 
@@ -78,6 +80,38 @@ def test_an_index_is_made_once_and_again_for_what_has_changed(
     changed = pictures.read(tmp_path, "tar", tmp_path / "cache")
     assert len(changed) < ROWS and changed.fingerprint() != first
     assert len(scanned) in (4, 5) and "shard-001.tar has changed" in caplog.text
+
+
+def test_whoever_is_killed_while_an_index_is_made_leaves_none(tmp_path: Path) -> None:
+    def make(path: Path) -> None:
+        path.mkdir()
+        (path / "part").write_text("half")
+        if os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        (path / "part").write_text("whole")
+
+    def read(path: Path) -> str:
+        return (path / "part").read_text()
+
+    parent = os.getpid()
+    child = os.fork()
+    if not child:
+        made_once(tmp_path / "cache" / "index", read, make)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert made_once(tmp_path / "cache" / "index", read, make) == "whole"
+
+
+def test_webdataset_finds_the_same_samples(tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    with webdataset.TarWriter(str(tmp_path / "shard-000.tar")) as out:
+        for number in range(5):
+            out.write({"__key__": f"some/{number:03d}", "a.png": pictures.png(number), "json": {"n": number}})
+    rows: Any = tar_samples(tmp_path / "shard-{000..000}.tar", cache=tmp_path / "cache", decode=lambda sample: sample)
+    theirs = list(webdataset.WebDataset(str(tmp_path / "shard-000.tar"), shardshuffle=False))
+    assert [rows.wrapped[n] for n in range(5)] == [
+        {name: value for name, value in sample.items() if name in ("__key__", "a.png", "json")} for sample in theirs
+    ]
 
 
 def broken(path: Path, change: Callable[[bytes], bytes]) -> Path:
