@@ -166,12 +166,10 @@ class _Source:
 
     def _values(self, names: list[str]) -> dict[str, list[str]]:
         """The distinct values of columns: numbers in their order, texts in theirs."""
-        import pyarrow.compute as pc
-
         seen: dict[str, set[str]] = {name: set() for name in names}
         for _, _, batch in self._batches():
             for name in names:
-                seen[name].update(value for value in pc.unique(_texts(batch, name)).to_pylist() if value is not None)
+                seen[name].update(value for value in _texts(batch, name).unique().to_pylist() if value is not None)
         return {name: sorted(found, key=_order) for name, found in seen.items()}
 
     def _numbers(self, path: Path, row: int, batch: Any, names: list[str]) -> np.ndarray:
@@ -202,7 +200,7 @@ class _Source:
         found = np.empty((len(batch), len(names)), np.int32)
         for place, name in enumerate(names):
             texts = _texts(batch, name)
-            places = pc.index_in(texts, value_set=pa.array(values[name], pa.string()))
+            places = pc.index_in(texts, value_set=pa.array(values[name], pa.string()))  # type: ignore[attr-defined]
             unknown = np.asarray(places.is_null())
             if name == self._label and unknown.any():
                 at = int(unknown.argmax())
@@ -295,4 +293,4 @@ def _intact(folder: Path) -> dict[str, Any] | None:
 
 
 def _crc32(path: Path) -> int:
-    return zlib.crc32(np.memmap(path, np.uint8, "r")) if path.stat().st_size else 0
+    return zlib.crc32(np.memmap(path, np.uint8, "r").data) if path.stat().st_size else 0

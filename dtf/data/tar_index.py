@@ -127,7 +127,8 @@ def shard_index(path: Path, cache: Path) -> ShardIndex:
                 if about["state"] != state:
                     return None
                 arrays = [stored[name] for name in ShardIndex._fields[:-2]]
-                return ShardIndex(*arrays, tuple(about["extensions"]), about["left_out"])
+                arrays = dict(zip(ShardIndex._fields, arrays, strict=False))
+                return ShardIndex(**arrays, extensions=tuple(about["extensions"]), left_out=about["left_out"])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
             return None
 

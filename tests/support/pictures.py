@@ -67,7 +67,7 @@ def write(root: Path, form: str, rows: int, shards: int = 3) -> None:
             table = pa.table({"png": images, "cls": [number % 3 for number in numbers]})
             pq.write_table(table, root / f"part-{shard}.parquet", row_group_size=7)
     else:
-        import datasets
+        import datasets  # type: ignore[import-not-found]
 
         rows_of = datasets.Dataset.from_dict(
             {"png": [{"bytes": png(n), "path": None} for n in range(rows)], "cls": [n % 3 for n in range(rows)]}
@@ -86,7 +86,7 @@ def read(root: Path, form: str, cache: Path) -> Dataset:
         return folder_samples(root / "all", target="cls")
     if form == "parquet":
         return parquet_rows(root / "*.parquet", target="cls", cache=cache)
-    import datasets
+    import datasets  # type: ignore[import-not-found]
 
     return map_style(datasets.load_from_disk(str(root / "arrow")).with_format("torch"), target="cls")
 

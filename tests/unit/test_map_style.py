@@ -107,7 +107,7 @@ def test_a_loader_is_refused_for_its_data_set() -> None:
 def test_mappings_arrays_and_many_items_at_once_are_taken() -> None:
     class AtOnce(Items):
         def __getitems__(self, numbers: list[int]) -> list[Any]:
-            return [{"x": np.float32([n]), "y": n} for n in numbers]
+            return [{"x": np.array([n], np.float32), "y": n} for n in numbers]
 
     rows = map_style(AtOnce(None), target="y", collate_fn=lambda items: OrderedDict(default_collate(items)))
     inputs, targets = rows.fetch(IDS, 0)

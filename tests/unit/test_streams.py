@@ -186,7 +186,10 @@ def test_a_stream_is_written_once_and_read_back_as_it_was(tmp_path: Path) -> Non
     def stream() -> Any:
         opened.append(1)
         for n in range(5):
-            yield {"x": torch.full((n + 1,), n), "more": [np.float32([n]), (n, f"text {n}", None, b"\x00b")]}, n
+            yield (
+                {"x": torch.full((n + 1,), n), "more": [np.array([n], np.float32), (n, f"text {n}", None, b"\x00b")]},
+                n,
+            )
 
     folder = write_samples(stream, tmp_path / "rows", shard_bytes=3000)
     assert write_samples(stream, tmp_path / "rows") == folder and opened == [1]
