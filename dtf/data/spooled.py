@@ -99,7 +99,7 @@ def _form(value: Any, name: str, number: int, arrays: list[np.ndarray]) -> Any:
             return [kind, str(len(arrays) - 1)]
     if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
         return ["dict", [[key, _form(inside, f"{name}[{key!r}]", number, arrays)] for key, inside in value.items()]]
-    if type(value) in (list, tuple) or is_named_tuple(value):
+    if isinstance(value, list | tuple) and (type(value) in (list, tuple) or is_named_tuple(value)):
         inside = [_form(item, f"{name}[{place}]", number, arrays) for place, item in enumerate(value)]
         return ["list" if isinstance(value, list) else "tuple", inside]
     raise ConfigError(
