@@ -55,8 +55,10 @@ def made_once(path: Path, fits: Callable[[Path], Any], make: Callable[[Path], No
         _remove(building)
         try:
             make(building)
-        except BaseException:
+        except BaseException as error:
             _remove(building)
+            if isinstance(error, OSError):
+                raise DataError(f"{path} cannot be made: {error}; is its disk full?") from error
             raise
         _remove(path)
         os.replace(building, path)
