@@ -35,9 +35,9 @@ def map_style(
     (inputs, targets). `target`: the key, field or place of the targets in a batch of another form; the rest are the
     inputs, as a dict or a tuple. `threads`: batches that are read at once, by default one (files that dtf decodes:
     two); with more than one, `rows` must be thread-safe. `seed`: seeds the global generators of torch, NumPy and Python
-    before each item, from the seed, the epoch and the number of the row, for random transforms in `__getitem__`; rows
-    are then read between steps. `shapes_vary`: see `Dataset.shapes_vary`; by default True where there is a
-    `collate_fn`.
+    before each item, from the seed, the epoch and the number of the row, for random transforms in `__getitem__`, and
+    before each call of a `collate_fn`, from the numbers of its rows; rows are then read between steps. `shapes_vary`:
+    see `Dataset.shapes_vary`; by default True where there is a `collate_fn`.
 
     ConfigError for what has no numbers, such as an `IterableDataset`.
     """
@@ -59,38 +59,39 @@ class MapStyle(Dataset):
         from torch.utils.data import default_collate
 
         refuse_streams(rows)
-        if threads is None:
-            threads = getattr(rows, "decoding_threads", 1) if seed is None else 1
-        if seed is not None and threads > 1:
+        self.threads = threads if threads is not None else getattr(rows, "decoding_threads", 1) if seed is None else 1
+        if seed is not None and self.threads > 1:
             raise ConfigError(f"threads={threads}: with a seed, rows are read one after the other; leave threads out")
         self.wrapped = rows
-        self.threads, self._seed, self._target = threads, seed, target
+        self._seed, self._target = seed, target
         if seed is not None:  # the generators are those of the model's passes too
             self.prefetch = 0
         self._collate = default_collate if collate_fn is None else collate_fn
         self.shapes_vary = collate_fn not in (None, default_collate) if shapes_vary is None else shapes_vary
-        self._at_once = getattr(rows, "__getitems__", None) if seed is None else None
+        self._at_once = getattr(rows, "__getitems__", None)
 
     def __len__(self) -> int:
         return len(self.wrapped)
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Any]:
         numbers = ids.tolist()
-        if self._at_once is not None:
-            items = self._at_once(numbers)
-        elif self._seed is None:
-            items = [self.wrapped[number] for number in numbers]
+        if self._seed is not None:
+            batch = self._drawn(self._seed, epoch, numbers)
+        elif self._at_once is not None:
+            batch = self._collate(self._at_once(numbers))
         else:
-            with _generators_restored():
-                items = [self._drawn(self._seed, number, epoch) for number in numbers]
-        return self._divided(_plain(self._collate(items)))
+            batch = self._collate([self.wrapped[number] for number in numbers])
+        return self._divided(_plain(batch))
 
-    def _drawn(self, seed: int, number: int, epoch: int) -> Any:
-        key = seed_of(seed, "row", epoch, number)
-        torch.default_generator.manual_seed(key)
-        random.seed(key)
-        np.random.seed(key % 2**32)
-        return self.wrapped[number]
+    def _drawn(self, seed: int, epoch: int, numbers: list[int]) -> Any:
+        """A batch whose items, and what the collate function makes of them, draw under seeds of their own."""
+        with _generators_restored():
+            items = []
+            for number in numbers:
+                _seed_generators(seed_of(seed, "row", epoch, number))
+                items.append(self.wrapped[number])
+            _seed_generators(seed_of(seed, "collate", epoch, *numbers))
+            return self._collate(items)
 
     def _divided(self, batch: Any) -> tuple[Any, Any]:
         """Inputs and targets of a collated batch."""
@@ -130,7 +131,7 @@ class MapStyle(Dataset):
 
     def fingerprint(self) -> str:
         own = getattr(self.wrapped, "fingerprint", None)
-        return own() if callable(own) else f"{type(self.wrapped).__name__} {len(self)}"
+        return str(own()) if callable(own) else f"{type(self.wrapped).__name__} {len(self)}"
 
 
 def refuse_streams(rows: Any) -> None:
@@ -167,6 +168,12 @@ def _generators_restored() -> Iterator[None]:
             np.random.set_state(states[2])
 
 
+def _seed_generators(key: int) -> None:
+    torch.default_generator.manual_seed(key)
+    random.seed(key)
+    np.random.seed(key % 2**32)
+
+
 def _plain(value: Any) -> Any:
     """Mappings as dicts, arrays as tensors; all else as it is."""
     if isinstance(value, Tensor):
@@ -177,4 +184,7 @@ def _plain(value: Any) -> Any:
         return torch.from_numpy(np.ascontiguousarray(value))
     if nest.is_named_tuple(value):
         return type(value)(*map(_plain, value))
-    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        plain = [_plain(inside) for inside in value]
+        return plain if isinstance(value, list) else tuple(plain)
+    return value

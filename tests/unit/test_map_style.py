@@ -126,6 +126,9 @@ def test_a_seed_makes_random_items_a_function_of_seed_epoch_and_row() -> None:
     assert torch.equal(once, again) and not torch.equal(once, rows.fetch(IDS, 1)[0])
     assert not torch.equal(once, map_style(Items(draw), seed=6).fetch(IDS, 0)[0])
     assert len(set(once[:, :3].flatten().tolist())) == 6 and rows.prefetch == 0
+    masked = map_style(Items(draw), seed=5, collate_fn=lambda items: (torch.rand(len(items)), torch.zeros(len(items))))
+    assert torch.equal(masked.fetch(IDS, 0)[0], masked.fetch(IDS, 0)[0]) and masked.shapes_vary
+    assert not torch.equal(masked.fetch(IDS, 0)[0], masked.fetch(IDS, 1)[0])
     with pytest.raises(ConfigError, match="threads=2: with a seed, rows are read one after the other"):
         map_style(Items(draw), seed=5, threads=2)
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
