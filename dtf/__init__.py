@@ -67,6 +67,11 @@ if TYPE_CHECKING:
         event_from_json,
         event_to_json,
     )
+    from dtf.data.map_style import map_style
+    from dtf.data.parquet_rows import parquet_rows
+    from dtf.data.samples import decoded, folder_samples, tar_samples
+    from dtf.data.spooled import write_samples
+    from dtf.data.table_rows import table_rows
     from dtf.distributed.world import World
     from dtf.model.auc import AucEvaluator, auc, grouped_auc
     from dtf.model.init import cast, init_model, model_of
@@ -124,6 +129,7 @@ _PUBLIC = {
     "LeasedWork": "api.leased_work",
     "LocalUpdate": "optim.update",
     "log_folder": "api.launcher",
+    "map_style": "data.map_style",
     "Measured": "core.types",
     "Memory": "core.types",
     "model_of": "model.init",
@@ -176,6 +182,12 @@ _PUBLIC = {
     "with_default": "api.registry",
     "WORK": "api.launcher",
     "World": "distributed.world",
+    "tar_samples": "data.samples",
+    "folder_samples": "data.samples",
+    "decoded": "data.samples",
+    "write_samples": "data.spooled",
+    "parquet_rows": "data.parquet_rows",
+    "table_rows": "data.table_rows",
 }
 """Public name -> where it is defined: `module`, or `module:name` if it has another name there."""
 
@@ -261,23 +273,30 @@ __all__ = [
     "check_one_role",
     "check_tables",
     "cross_entropy",
+    "decoded",
     "draws",
     "event_from_json",
     "event_to_json",
+    "folder_samples",
     "full_params",
     "grouped_auc",
     "init_model",
     "log_folder",
+    "map_style",
     "model_of",
     "option",
+    "parquet_rows",
     "placing",
     "register",
     "report",
     "seed_of",
+    "table_rows",
     "tables_of",
+    "tar_samples",
     "target_rank",
     "weighted_sums",
     "with_default",
+    "write_samples",
 ]
 
 find_old_modules()

@@ -63,6 +63,12 @@ class Dataset(ABC):
     another augmentation.
     """
 
+    shapes_vary: bool = False
+    """Whether the shapes of rows depend on which rows are fetched together, as where the longest one of a batch decides
+    how far others are padded. Then each micro-batch is fetched by itself, so that its numbers are the same whichever
+    rank computes it.
+    """
+
     bad: Mapping[int, str] = MappingProxyType({})
     """Rows that could not be read so far -> the reason. `fetch` returns any values for them; they get weight 0."""
 
@@ -74,9 +80,9 @@ class Dataset(ABC):
         """The number of rows."""
 
     @abstractmethod
-    def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
-        """Inputs (a tensor, or a dict of tensors, with leading axis B) and targets (B, ...) of the rows `ids` (B,)
-        int64, on CPU.
+    def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Any]:
+        """Inputs and targets of the rows `ids` (B,) int64, on CPU: each a tensor (B, ...), or dicts, lists and tuples
+        of such, with leading axis B.
 
         A pure function. Augmentation draws from hash(seed, epoch, sample id), see `dtf.draws`, so that a row has the
         same values on every rank and after every restart. DataError when rows cannot be read.

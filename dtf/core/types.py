@@ -87,8 +87,8 @@ Ticket = Train | Log | Poll | Evaluate | Save | Stop
 class Batch(NamedTuple):
     """The rows that one rank works on. B: how many there are, with padding."""
 
-    inputs: Any  # Tensor (B, ...) or dict[str, Tensor], each with leading axis B
-    targets: Tensor  # (B, ...)
+    inputs: Any  # a tensor (B, ...), or dicts, lists and tuples of such, see `core.nest`
+    targets: Any  # the same; most often one tensor
     weight: Tensor  # (B,) 1 for a real row, 0 for padding
     ids: np.ndarray  # (B,) int64 sample ids, -1 for padding
 
@@ -351,5 +351,6 @@ class Batches(Protocol):
     def reading(self) -> dict[str, float]: ...  # how it went since the last call, where that is of interest
 
     def get(self, epoch: int, index: int) -> Batch | None: ...
+    def rows(self, ids: np.ndarray, epoch: int) -> Batch: ...  # any ones, in this order
     def batch_ids(self, epoch: int, index: int) -> np.ndarray: ...  # of all ranks
     def ahead(self, keys: list[tuple[int, int]]) -> None: ...

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dtf.api.recipe import Dataset, Recipe
+from dtf.core import nest
 from dtf.core.errors import ConfigError
+from dtf.data.map_style import MapStyle, refuse_streams
 
 
 def opened(recipe: Recipe, split: str, seed: int) -> Dataset:
     """What `Recipe.open_data` returns. ConfigError for what is no data set, or has no length."""
     rows = recipe.open_data(split, seed)
     if not isinstance(rows, Dataset):
+        remedy = ""
+        if isinstance(rows, torch.utils.data.Dataset):
+            refuse_streams(rows)
+            remedy = ": return dtf.map_style(it), with its collate_fn"
         raise ConfigError(
-            f"{type(recipe).__name__}.open_data({split!r}) returned {_kind(rows)}; it must return a dtf.Dataset"
+            f"{type(recipe).__name__}.open_data({split!r}) returned {_kind(rows)}; it must return a dtf.Dataset{remedy}"
         )
     try:
         len(rows)
@@ -29,32 +36,84 @@ def opened(recipe: Recipe, split: str, seed: int) -> Dataset:
 
 def check_fetched(dataset: Dataset, rows: int, answer: Any) -> None:
     """Raise ConfigError unless `answer` is what `Dataset.fetch` must return for so many rows."""
-    who = f"{type(getattr(dataset, 'wrapped', dataset)).__name__}.fetch()"
+    who = _source(dataset)
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         what = f"{len(answer)} values" if isinstance(answer, tuple | list) else _kind(answer)
         raise ConfigError(f"{who} returned {what}; it must return two values, inputs and targets")
-    inputs, targets = answer
-    parts = {"inputs": inputs}
-    if isinstance(inputs, dict):
-        parts = {f"inputs[{name!r}]": value for name, value in inputs.items()}
-        if not parts:
-            raise ConfigError(f"{who} returned an empty dict of inputs; it must hold a tensor for each input")
-    for name, value in (parts | {"targets": targets}).items():
-        if not isinstance(value, Tensor):
-            also = " or a dict of tensors" if name == "inputs" else ""
-            raise ConfigError(
-                f"{who} returned {_kind(value)} as {name}; they must be a tensor{also} (torch.from_numpy makes one of "
-                "an array)"
-            )
-        if value.layout is not torch.strided or value.is_nested:
-            form = "a nested tensor" if value.is_nested else f"of layout {value.layout}"
-            raise ConfigError(f"{who} returned {name} that are {form}; they must be dense (to_dense, pad_sequence)")
-        if not value.dim() or len(value) != rows:
-            raise ConfigError(
-                f"{who} returned {name} of shape {tuple(value.shape)} for {rows} ids; the first axis must be the rows"
-            )
-        if value.device.type != "cpu":
-            raise ConfigError(f"{who} returned {name} on {value.device}; they must be on CPU, the strategy moves them")
+    for part, value in zip(("inputs", "targets"), answer, strict=True):
+        _check_form(who, part, value)
+        for name, leaf in nest.named(value, part).items():
+            _check_tensor(who, name, leaf, rows)
+        nest.know_classes(value)
+
+
+def varying_error(dataset: Dataset, first: list[Any], other: list[Any]) -> ConfigError:
+    """The error for rows that have other shapes or formats in a later fetch, where nothing says so."""
+    first, other = ([(tuple(shape), dtype) for shape, dtype in formats] for formats in (first, other))
+    one, two = next(((a, b) for a, b in zip(first, other, strict=False) if a != b), (len(first), len(other)))
+    return ConfigError(
+        f"{_source(dataset)} returned rows of {one} and later of {two}; what a rank computes would depend on which "
+        "rows it fetches together. Set shapes_vary=True there: each micro-batch is then fetched by itself"
+    )
+
+
+def refuse_varying(rows: Dataset, recipe: str, tables: bool, compiles: str) -> None:
+    """Raise ConfigError for what rows of varying shapes cannot have: `tables`, or code that `compiles` for shapes."""
+    if not rows.shapes_vary or not (tables or compiles):
+        return
+    why = (
+        "the ids of sparse tables are looked up for several micro-batches at once"
+        if tables
+        else f"step.compile={compiles} makes code for shapes as they come, so that a run that goes on has other code"
+    )
+    raise ConfigError(
+        f"recipe={recipe}: the shapes of {_source(rows)} vary (shapes_vary), and {why}; pad all rows to one length and "
+        f"leave shapes_vary at False{'' if tables else ', or use step.compile=off'}"
+    )
+
+
+def _source(dataset: Dataset) -> str:
+    """What makes a batch, for people."""
+    while not isinstance(dataset, MapStyle) and hasattr(dataset, "wrapped"):
+        dataset = dataset.wrapped  # type: ignore[attr-defined]
+    if isinstance(dataset, MapStyle):
+        return f"the collate function of dtf.map_style({type(dataset.wrapped).__name__})"
+    return f"{type(dataset).__name__}.fetch()"
+
+
+def _check_form(who: str, name: str, value: Any) -> None:
+    """Raise ConfigError for what is no nest: something empty, keys that no message could tell, dicts of other kinds."""
+    if isinstance(value, Tensor) or not isinstance(value, dict | list | tuple):
+        return
+    if not value:
+        raise ConfigError(f"{who} returned an empty {type(value).__name__} as {name}; it must hold at least one tensor")
+    if isinstance(value, dict):
+        if type(value) not in (dict, OrderedDict):
+            raise ConfigError(f"{who} returned {_kind(value)} as {name}; make it a plain dict")
+        odd = next((key for key in value if not isinstance(key, str | int)), None)
+        if odd is not None:
+            raise ConfigError(f"{who} returned a dict with the key {odd!r} as {name}; keys must be texts or numbers")
+    elif type(value) not in (list, tuple) and not nest.is_named_tuple(value):
+        raise ConfigError(f"{who} returned {_kind(value)} as {name}; make it a plain list or tuple")
+    for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
+        _check_form(who, f"{name}[{key!r}]", inside)
+
+
+def _check_tensor(who: str, name: str, value: Any, rows: int) -> None:
+    if not isinstance(value, Tensor):
+        raise ConfigError(
+            f"{who} returned {_kind(value)} as {name}; they must be a tensor, or a dict, list or tuple of tensors "
+            "(torch.from_numpy makes one of an array)"
+        )
+    if value.layout is not torch.strided or value.is_nested:
+        form = "a nested tensor" if value.is_nested else f"of layout {value.layout}"
+        raise ConfigError(f"{who} returned {name} that are {form}; they must be dense (to_dense, pad_sequence)")
+    if not value.dim() or len(value) != rows:
+        raise ConfigError(
+            f"{who} returned {name} of shape {tuple(value.shape)} for {rows} ids; the first axis must be the rows"
+        )
+    if value.device.type != "cpu":
+        raise ConfigError(f"{who} returned {name} on {value.device}; they must be on CPU, the strategy moves them")
 
 
 def _kind(value: Any) -> str:

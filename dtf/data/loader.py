@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 
 from dtf.api.recipe import Dataset
+from dtf.core.nest import MicroBatches, formats, map_leaves
 from dtf.core.types import Batch, Shard
-from dtf.data.answers import check_fetched
+from dtf.data.answers import check_fetched, varying_error
 from dtf.data.batches import Epochs, micro_batch_bounds, micro_batches_of
 
 MOST_AHEAD = 64
@@ -81,7 +84,7 @@ class Loader:
         self._pending: dict[tuple[int, int], Future[Batch]] = {}
         self._unread: dict[int, set[int]] = {}  # epoch -> rows
         self.batches = epochs.batches
-        self._checked = False
+        self._formats: list[Any] | None = None  # of a row, as the first fetch gave them
         self._reading = Reading()
 
     def get(self, epoch: int, index: int) -> Batch | None:
@@ -92,17 +95,17 @@ class Loader:
             return None
         future = self._pending.pop((epoch, index), None)
         if not self._dataset.queue_rows:
-            return future.result() if future is not None else self._fetch(self._ids(epoch, index), epoch)
+            return future.result() if future is not None else self._fetch(self._cut(epoch, index), epoch)
         # of at most MOST_AHEAD
         ready = sum(other.done() for other in self._pending.values()) + (future is not None and future.done())
         started = time.perf_counter()
-        batch = future.result() if future is not None else self._fetch(self._ids(epoch, index), epoch)
+        batch = future.result() if future is not None else self._fetch(self._cut(epoch, index), epoch)
         self._reading.got(len(batch.ids), ready, time.perf_counter() - started)
         return batch
 
     def rows(self, ids: np.ndarray, epoch: int) -> Batch:
         """Any rows, in this order. DataError when they cannot be read."""
-        return self._fetch(ids, epoch)
+        return self._fetch([ids], epoch)
 
     def batch_ids(self, epoch: int, index: int) -> np.ndarray:
         """Sample ids of a global batch, of all ranks."""
@@ -124,7 +127,7 @@ class Loader:
         for key in keys:
             if key not in self._pending:
                 # The order of an epoch is drawn here, not in the thread: Epochs keeps one epoch at a time.
-                self._pending[key] = self._pool.submit(self._fetch, self._ids(*key), key[0])
+                self._pending[key] = self._pool.submit(self._fetch, self._cut(*key), key[0])
 
     def reading(self) -> dict[str, float]:
         """Statistics since the last call: see `Reading.close`.
@@ -155,23 +158,24 @@ class Loader:
         assert self._shard is not None
         return min(max(1, rows // -(-self._epochs.size(0) // self._shard.count) - 1), MOST_AHEAD)
 
-    def _ids(self, epoch: int, index: int) -> np.ndarray:
+    def _cut(self, epoch: int, index: int) -> list[np.ndarray]:
+        """The ids of each fetch for a batch: of all rows, or of each micro-batch where shapes vary."""
         assert self._shard is not None
         ids = self._epochs.ids(epoch, index)
         bounds = micro_batch_bounds(len(ids), self._micro_batch_rows, self._join)
         first, last = micro_batches_of(len(bounds) - 1, self._shard)
         if first == last:
-            return np.concatenate([ids[: min(2, len(ids))], [-1]])  # the marker makes it padding, see _fetch
-        return ids[bounds[first] : bounds[last]]
+            return [np.concatenate([ids[: min(2, len(ids))], [-1]])]  # the marker makes it padding, see _fetch
+        if self._dataset.shapes_vary:
+            return [ids[begin:end] for begin, end in pairwise(bounds[first : last + 1])]
+        return [ids[bounds[first] : bounds[last]]]
 
-    def _fetch(self, ids: np.ndarray, epoch: int) -> Batch:
-        padding = ids[-1] < 0
-        rows = ids[:-1] if padding else ids
-        fetched = self._dataset.fetch(rows, epoch)
-        if not self._checked:
-            check_fetched(self._dataset, len(rows), fetched)
-            self._checked = True
-        inputs, targets = fetched
+    def _fetch(self, cut: list[np.ndarray], epoch: int) -> Batch:
+        padding = cut[-1][-1] < 0
+        cut = [cut[0][:-1]] if padding else cut
+        rows = np.concatenate(cut) if len(cut) > 1 else cut[0]
+        parts = [self._checked(ids, self._dataset.fetch(ids, epoch)) for ids in cut]
+        inputs, targets = parts[0] if len(parts) == 1 else map(MicroBatches, zip(*parts, strict=True))
         weight = torch.zeros(len(rows)) if padding else torch.ones(len(rows))
         if self._dataset.bad and not padding:
             unread = [row in self._dataset.bad for row in (rows % len(self._dataset)).tolist()]
@@ -179,6 +183,17 @@ class Loader:
             weight[unread] = 0
             self._unread.setdefault(epoch, set()).update(unreadable)
         if self._pin:
-            inputs = {k: v.pin_memory() for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.pin_memory()
-            targets, weight = targets.pin_memory(), weight.pin_memory()
+            inputs, targets, weight = map_leaves(torch.Tensor.pin_memory, (inputs, targets, weight))
         return Batch(inputs, targets, weight, np.full_like(rows, -1) if padding else rows)
+
+    def _checked(self, ids: np.ndarray, fetched: Any) -> Any:
+        """What was fetched. ConfigError for what is no answer, and for shapes that change where nothing says so."""
+        if self._dataset.shapes_vary or self._formats is None:
+            check_fetched(self._dataset, len(ids), fetched)
+        if not self._dataset.shapes_vary:
+            found = formats(fetched)
+            if self._formats is None:
+                self._formats = found
+            elif found != self._formats:
+                raise varying_error(self._dataset, self._formats, found)
+        return fetched

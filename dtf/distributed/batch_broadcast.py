@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtf.core.errors import ConfigError
+from dtf.core import nest
 from dtf.core.types import Batch
 from dtf.distributed.strides import axes, dense, empty, message
 
 HEADER_BYTES = 8192
-"""Room for names, shapes and formats of a batch's tensors, as JSON."""
+"""Of the first message: forms, shapes and formats of a batch's tensors, as JSON. More than fits takes a second one."""
 
-_INPUT = "inputs"
+_INPUT, _IDS = "inputs", "ids"
 
 
 class BatchBroadcast:
@@ -32,52 +31,56 @@ class BatchBroadcast:
 
     def __call__(self, batch: Batch | None, source: int = 0) -> Batch:
         """The batch of the rank `source` of the group, on the device, with the same strides on every rank of the group.
-        Collective over the group.
-
-        `batch`: None on the other ranks. ConfigError for a batch with too many tensors to describe in a header.
+        Collective over the group. `batch`: None on the other ranks.
         """
-        tensors = _dense(batch) if batch is not None else {}
-        header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
         gives = dist.get_rank(self._group) == source
-        if gives:
-            text = json.dumps(
-                [[name, [*t.shape], axes(t), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
-            ).encode()
-            if len(text) > HEADER_BYTES:
-                raise ConfigError(
-                    f"a batch of {len(tensors)} tensors is described by {len(text)} bytes, more than {HEADER_BYTES}; "
-                    "put them into fewer tensors"
-                )
-            header[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        dist.broadcast(header, group=self._group, group_src=source)
+        tensors = _dense(batch) if batch is not None else []
+        described = self._describe(batch, tensors) if batch is not None else b""
+        forms, formats = json.loads(self._header(described, source))
         if not gives:
-            described = json.loads(bytes(header.numpy().tobytes()).rstrip(b"\0"))
-            tensors = {
-                name: empty(shape, order, getattr(torch, dtype), self._place(name))
-                for name, shape, order, dtype in described
-            }
-        for name, tensor in tensors.items():
-            if self._inputs or not name.startswith(_INPUT):
+            tensors = [
+                empty(shape, order, getattr(torch, dtype), self._place(kind)) for kind, shape, order, dtype in formats
+            ]
+        for (kind, *_), tensor in zip(formats, tensors, strict=True):
+            if self._inputs or kind != _INPUT:
                 dist.broadcast(message(tensor), group=self._group, group_src=source)
-        return _batch(tensors)
+        given = iter(tensors)
+        inputs, targets = (nest.from_form(form, given) for form in forms)
+        weight, ids = given
+        return Batch(inputs, targets, weight, ids.numpy())
 
-    def _place(self, name: str) -> torch.device | str:
-        if name.startswith(_INPUT) and not self._inputs:
+    @staticmethod
+    def _describe(batch: Batch, tensors: list[Tensor]) -> bytes:
+        """The forms of inputs and targets, and the format of each tensor, as JSON."""
+        inputs = len(nest.leaves(batch.inputs))
+        kinds = [_INPUT] * inputs + ["targets"] * (len(tensors) - inputs - 2) + ["weight", _IDS]
+        formats = [
+            [kind, [*t.shape], axes(t), str(t.dtype).removeprefix("torch.")]
+            for kind, t in zip(kinds, tensors, strict=True)
+        ]
+        return json.dumps([[nest.form(batch.inputs), nest.form(batch.targets)], formats]).encode()
+
+    def _header(self, text: bytes, source: int) -> bytes:
+        """The text of the rank `source`: its length and begin in one message, what does not fit in another one."""
+        first = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+        whole = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+        begin = whole[:HEADER_BYTES]
+        first[: len(begin)] = begin
+        dist.broadcast(first, group=self._group, group_src=source)
+        size = 8 + int.from_bytes(first[:8].numpy().tobytes(), "little")
+        if size > HEADER_BYTES:
+            rest = whole[HEADER_BYTES:] if len(whole) == size else torch.empty(size - HEADER_BYTES, dtype=torch.uint8)
+            dist.broadcast(rest, group=self._group, group_src=source)
+            first = torch.cat([first, rest])
+        return first[8:size].numpy().tobytes()
+
+    def _place(self, kind: str) -> torch.device | str:
+        if kind == _INPUT and not self._inputs:
             return "meta"
-        return "cpu" if name == "ids" else self._device
+        return "cpu" if kind == _IDS else self._device
 
 
-def _dense(batch: Batch) -> dict[str, Tensor]:
-    """The tensors of a batch by name, without gaps in memory."""
-    named = (
-        {f"{_INPUT}.{key}": value for key, value in batch.inputs.items()}
-        if isinstance(batch.inputs, dict)
-        else {_INPUT: batch.inputs}
-    )
-    named |= {"targets": batch.targets, "weight": batch.weight, "ids": torch.from_numpy(batch.ids)}
-    return {name: dense(tensor) for name, tensor in named.items()}
-
-
-def _batch(tensors: dict[str, Tensor]) -> Batch:
-    inputs: Any = {name.removeprefix(f"{_INPUT}."): t for name, t in tensors.items() if name.startswith(f"{_INPUT}.")}
-    return Batch(tensors.get(_INPUT, inputs), tensors["targets"], tensors["weight"], tensors["ids"].numpy())
+def _dense(batch: Batch) -> list[Tensor]:
+    """The tensors of a batch in order, without gaps in memory."""
+    tensors = *nest.leaves(batch.inputs), *nest.leaves(batch.targets), batch.weight, torch.from_numpy(batch.ids)
+    return [dense(tensor) for tensor in tensors]

@@ -26,6 +26,7 @@ from dtf.core.consistency import check_consistent, config_facts
 from dtf.core.errors import ConfigError, DataError, Preempted
 from dtf.core.types import Event, Note, Saved, Started
 from dtf.core.version import __version__
+from dtf.data.answers import refuse_varying
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.splits import Splits
@@ -194,6 +195,9 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
             turns.share(model)
         task.built.append(model)
     chosen, compiled = choose_parts(settings.step.compile, recipe, model)
+    compiles = settings.step.compile.value if chosen else ""
+    for split in (splits.train, splits.eval):
+        refuse_varying(split, rank.config["recipe"]["name"], bool(recipe.tables()), compiles)
     start = _recall_start_check(joined, task, model, facts["training data"])
     last, memory_format = _choose_memory_format(joined, task, model)
     task = replace(task, channels_last=last, compiled=chosen)

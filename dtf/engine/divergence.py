@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from dtf.api.recipe import Peers
 from dtf.api.strategy import Program
+from dtf.core import nest
 from dtf.core.errors import DivergedError
 from dtf.core.types import Batch, Batches
+from dtf.model.forward import rows_of
 
 _NAMED = 3
 """Parameters, and samples, that a message names."""
@@ -80,9 +83,10 @@ def _unusable(loop: SteppedRank, epoch: int, index: int) -> list[int]:
 
 
 def _finite_rows(batch: Batch) -> Tensor:
-    inputs = list(batch.inputs.values()) if isinstance(batch.inputs, dict) else [batch.inputs]
+    if isinstance(batch.inputs, nest.MicroBatches):
+        return torch.cat([_finite_rows(rows_of(batch, *ends)) for ends in pairwise(batch.inputs.bounds)])
     rows = torch.ones(len(batch.ids), dtype=torch.bool)
-    for tensor in (*inputs, batch.targets):
+    for tensor in (*nest.leaves(batch.inputs), *nest.leaves(batch.targets)):
         if tensor.is_floating_point():
             rows &= torch.isfinite(tensor).flatten(1).all(1) if tensor.dim() > 1 else torch.isfinite(tensor)
     return rows

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtf.core import nest
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
 from dtf.data.splits import Splits
@@ -44,7 +45,7 @@ def _refusal(recipe: str, split: str, everyone: list[Any]) -> str:
         return (
             f"recipe={recipe}: fetch() of the data of open_data({split!r}) gives other numbers for the same ids "
             "when it is called again, so no two runs would train on the same rows; draw "
-            "with dtf.draws(seed, epoch, ids, count)"
+            "with dtf.draws(seed, epoch, ids, count), or give the seed to dtf.map_style(rows, seed=seed)"
         )
     for rank, other in enumerate(others, 1):
         for name in sorted(first.keys() | other.keys()):
@@ -57,9 +58,7 @@ def _refusal(recipe: str, split: str, everyone: list[Any]) -> str:
 
 
 def _tensors(rows: Batch) -> dict[str, Tensor]:
-    inputs = rows.inputs if isinstance(rows.inputs, dict) else {"": rows.inputs}
-    named = {f"inputs[{name!r}]" if name else "inputs": tensor for name, tensor in inputs.items()}
-    return named | {"targets": rows.targets}
+    return nest.named(rows.inputs, "inputs") | nest.named(rows.targets, "targets")
 
 
 def _same(one: Tensor, two: Tensor) -> bool:

@@ -19,6 +19,7 @@ from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import lookup, name_of
 from dtf.api.task import Task
 from dtf.config.settings import Settings
+from dtf.core import nest
 from dtf.core.errors import ConfigError, DataError, DtfError, Preempted
 from dtf.core.types import Batch, Evaluated, Event, Measured, Place
 from dtf.data.splits import evaluation_loader
@@ -43,7 +44,7 @@ class Rest(Dataset):
         self.wrapped = rows
         self.prefetch, self.queue_rows, self.threads = rows.prefetch, rows.queue_rows, rows.threads
         # by numbers of all rows; `first` is 0 where bad rows are counted
-        self.bad, self.allowed = rows.bad, rows.allowed
+        self.bad, self.allowed, self.shapes_vary = rows.bad, rows.allowed, rows.shapes_vary
 
     def __len__(self) -> int:
         return len(self._rows) - self._first
@@ -85,7 +86,8 @@ class _Record:
             best, order = probabilities[:, None], torch.zeros_like(probabilities[:, None], dtype=torch.int64)
         else:
             best, order = probabilities.topk(min(self.top, probabilities.shape[1]), dim=1)
-        labels = batch.targets.tolist() if batch.targets.dim() == 1 else [None] * len(batch.ids)
+        single = isinstance(batch.targets, Tensor) and batch.targets.dim() == 1
+        labels = batch.targets.tolist() if single else [None] * len(batch.ids)
         width = probabilities.shape[1] if probabilities.dim() > 1 else 0
         for id, weight, label, classes, chance in zip(
             batch.ids.tolist(), batch.weight.tolist(), labels, order.tolist(), best.tolist(), strict=True
@@ -131,6 +133,8 @@ class Inference:
         )
         strategy = settings.strategy
         self.program = check_program(strategy.setup(task, self.world), name_of("strategy", strategy), self.world)
+        if self.program.shard is None:  # what it is sent is of the classes that the data have
+            nest.know_classes(self.rows.fetch(np.arange(1), 0))
 
     def batches(
         self, first: int, beat: Callable[[str, int], None], stop: Callable[[], bool]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from dtf.api.recipe import Dataset, Evaluator, Recipe
+from dtf.core import nest
 from dtf.core.author_line import DTF, RECIPES, author_line
 from dtf.core.errors import ConfigError, DataError, DtfError
 from dtf.core.types import Batch
@@ -102,11 +103,10 @@ def line_of(error: Exception) -> str:
 
 def _shapes(rows: Batch) -> str:
     """`inputs (8, 3) float32, targets (8,) int64`."""
-    inputs = rows.inputs if isinstance(rows.inputs, dict) else {"": rows.inputs}
-    named = [(f"inputs[{name!r}]" if name else "inputs", tensor) for name, tensor in inputs.items()]
+    named = nest.named(rows.inputs, "inputs") | nest.named(rows.targets, "targets")
     return ", ".join(
         f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        for name, tensor in (*named, ("targets", rows.targets))
+        for name, tensor in named.items()
         if isinstance(tensor, torch.Tensor)
     )
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from dtf.api.precision import Cast
 from dtf.api.sparse_table import Table
 from dtf.api.task import Task
+from dtf.core import nest
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
 from dtf.distributed.sharding import is_dtensor
@@ -103,8 +104,8 @@ def merge_evaluated(parts: Sequence[Evaluated], device: torch.device) -> Evaluat
 def rows_of(batch: Batch, first: int, last: int) -> Batch:
     """Rows [first, last) of a batch, in its memory. A model may write into them: that counts as no change of others."""
     return Batch(
-        rows_of_inputs(batch.inputs, first, last),
-        batch.targets.data[first:last],
+        nest.rows(batch.inputs, first, last),
+        nest.rows(batch.targets, first, last),
         batch.weight[first:last],
         batch.ids[first:last],
     )
@@ -112,9 +113,8 @@ def rows_of(batch: Batch, first: int, last: int) -> Batch:
 
 def copy_of(batch: Batch) -> Batch:
     """The same rows in memory of their own, for a pass after which others take them: a model may write into them."""
-    inputs = batch.inputs
-    inputs = {k: v.clone() for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.clone()
-    return Batch(inputs, batch.targets.clone(), batch.weight.clone(), batch.ids.copy())
+    inputs, targets = (nest.map_leaves(torch.clone, part) for part in (batch.inputs, batch.targets))
+    return Batch(inputs, targets, batch.weight.clone(), batch.ids.copy())
 
 
 def as_padding(batch: Batch) -> Batch:
@@ -126,13 +126,6 @@ def as_padding(batch: Batch) -> Batch:
 def few_rows(batch: Batch) -> Batch:
     """The first four rows, or all there are, in memory of their own."""
     return copy_of(rows_of(batch, 0, 4))
-
-
-def rows_of_inputs(inputs: Any, first: int, last: int) -> Any:
-    """Rows [first, last) of inputs, a tensor or a dict of tensors, in their memory; each counts its own changes."""
-    if isinstance(inputs, dict):
-        return {name: tensor.data[first:last] for name, tensor in inputs.items()}
-    return inputs.data[first:last]
 
 
 def with_leaves(batch: Batch, names: Iterable[str]) -> Batch:
@@ -178,17 +171,15 @@ def to_device(batch: Batch, device: torch.device, task: Task) -> Batch:
         return batch  # as loaders make it
     # converted there: the host would convert into memory that is not pinned
     weights = batch.weight.to(device, non_blocking=True).to(loss_dtype(task))
-    targets = batch.targets.to(device, non_blocking=True)
+    targets = on_device(batch.targets, device)
     if loss_dtype(task) is torch.float64:
-        targets = cast_floating(targets, torch.float64)
-    return Batch(inputs_to_device(batch.inputs, device), targets, weights, batch.ids)
+        targets = nest.map_leaves(lambda leaf: cast_floating(leaf, torch.float64), targets)
+    return Batch(on_device(batch.inputs, device), targets, weights, batch.ids)
 
 
-def inputs_to_device(inputs: Any, device: torch.device) -> Any:
-    """Inputs, a tensor or a dict of tensors, on the device."""
-    if isinstance(inputs, dict):
-        return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
-    return inputs.to(device, non_blocking=True)
+def on_device(tensors: Any, device: torch.device) -> Any:
+    """A nest of tensors on the device."""
+    return nest.map_leaves(lambda tensor: tensor.to(device, non_blocking=True), tensors)
 
 
 def loss_dtype(task: Task) -> torch.dtype:

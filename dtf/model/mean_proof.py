@@ -43,8 +43,12 @@ class _Rows(NamedTuple):
 
 
 @torch.no_grad()
-def proved(loss: Callable[[Any, Tensor], Tensor], outputs: Any, targets: Tensor) -> Mean | None:
-    """Of what `loss(outputs, targets)` is the mean. None: of neither rows nor labels. Waits for the device."""
+def proved(loss: Callable[[Any, Any], Tensor], outputs: Any, targets: Any) -> Mean | None:
+    """Of what `loss(outputs, targets)` is the mean. None: of neither rows nor labels, or there are several tensors of
+    targets, of which none is known to be the labels. Waits for the device.
+    """
+    if not isinstance(targets, Tensor):
+        return None
     if not len(targets):
         return None
     for device, dtype in (("cpu", torch.float64), ("cpu", None), (targets.device.type, None)):

@@ -13,6 +13,7 @@ import torch
 
 from dtf.api.recipe import Recipe
 from dtf.api.task import Task
+from dtf.core import nest
 from dtf.core.seeding import seed_of
 from dtf.core.types import Batch
 from dtf.model.forward import rows_of
@@ -52,9 +53,7 @@ class Receiver:
         if len(bounds) <= 2:
             return receive(batch, 0)
         parts = [receive(rows_of(batch, *ends), j).inputs for j, ends in enumerate(pairwise(bounds))]
-        if isinstance(parts[0], dict):
-            return batch._replace(inputs={name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-        return batch._replace(inputs=torch.cat(parts))
+        return batch._replace(inputs=nest.concatenate(parts))
 
     def _receive(self, batch: Batch, step: int, number: int) -> Batch:
         if not self._changes:

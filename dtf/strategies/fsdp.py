@@ -302,15 +302,15 @@ def _use(model: nn.Module, task: Task) -> ParamUse | None:
     import torch
     from torch.distributed.fsdp import FSDPModule
 
+    from dtf.core import nest
     from dtf.model.draw_by_name import draws_by_name
-    from dtf.model.forward import rows_of_inputs
     from dtf.strategies.param_use import ParamUse
 
     if task.sample is None or draws_by_name(task.recipe):
         return None
     use = ParamUse(model)
     rows = task.sample(2 * TRIALS)
-    use.watch_passes(model, [rows_of_inputs(rows, 2 * i, 2 * i + 2) for i in range(TRIALS)])
+    use.watch_passes(model, [nest.rows(rows, 2 * i, 2 * i + 2) for i in range(TRIALS)])
     if use.uneven and not hasattr(FSDPModule, SUMS_UNUSED):
         raise ConfigError(
             f"strategy=fsdp: some rows use {min(use.uneven)} and others do not, and torch "

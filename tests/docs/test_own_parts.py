@@ -173,7 +173,7 @@ def test_the_short_answers_of_the_documentation_run(unpack: Callable[[Page], Non
     )
 
     images, ids = torch.arange(32.0).reshape(4, 1, 2, 4), np.arange(4)
-    rows = adapter.MapStyle([(image, index) for index, image in enumerate(images)])
+    rows = adapter.rows_of([(image, index) for index, image in enumerate(images)])
     inputs, targets = rows.fetch(np.array([3, 1]), 0)
     assert torch.equal(inputs, images[[3, 1]]) and targets.tolist() == [3, 1] and len(rows) == 4
 

@@ -136,6 +136,8 @@ def test_dependencies_are_declared_and_explained() -> None:
         "dtf.checkpoint.places": {"obstore"},
         "dtf.checkpoint.store_errors": {"obstore"},
         "dtf.cli.optuna_search": {"optuna"},
+        "dtf.data.parquet_rows": {"pyarrow"},
+        "dtf.data.table_rows": {"pyarrow"},
         "dtf.sparse.id_kernels": {"numba", "llvmlite"},
         "dtf.sparse.row_kernels": {"numba"},
         "dtf.pserver.net.rpc": {"grpc"},

@@ -24,6 +24,7 @@ from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer
 from dtf.checkpoint.options import Every
 from dtf.config.settings import load_parts
+from dtf.core import nest
 from dtf.core.types import Measured, Place, Shard
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
@@ -53,6 +54,7 @@ from tests.support.saves import Halt, saves
 from tests.support.shapes_toy import ShapesToy  # noqa: F401 (registers itself)
 from tests.support.sparse_toy import Tabled  # noqa: F401 (registers itself)
 from tests.support.toy import Toy  # noqa: F401
+from tests.support.varying_toy import Varying  # noqa: F401
 
 BATCH, ROWS = 19, 42
 """Two batches of three micro-batches of five rows and one of four, and a last batch of four rows: three steps."""
@@ -201,6 +203,7 @@ class _Run:
     def _first_rows(self) -> Any:
         last = self.epochs.batches - 1  # the same on all ranks
         if self.program.shard is None:
+            nest.know_classes(self.training.fetch(np.arange(1), 0))  # as the check of first rows does
             return None
         ids = self.epochs.ids(0, last if self.epochs.size(last) == 1 else 0)
         return self._rows("train", Shard(0, 1), self.case.batch_size).rows(ids[:8], 0)

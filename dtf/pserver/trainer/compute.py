@@ -257,8 +257,7 @@ class TrainerModel:
 
         Of several threads that compute, none draws.
         """
-        receiver = self.replica.receiver
-        return receiver.lock if receiver.early and self._threads == 1 else nullcontext()
+        return self.replica.receiver.lock if self._threads == 1 else nullcontext()
 
     def statistics_added(self) -> np.ndarray:
         """What the last pass adds to running averages, see `BatchNormStatistics.added`."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtf.core import nest
 from dtf.core.types import Batch
 from dtf.distributed.batch_broadcast import BatchBroadcast
 
@@ -38,13 +39,12 @@ def copy_in_place(rows: Batch) -> Batch:
 def placed(batch: Batch, places: list[int]) -> Batch:
     """A copy of a batch whose tensors begin so many bytes after a cache line."""
     moved = [_copy(tensor, place) for tensor, place in zip(_tensors(batch), places, strict=True)]
-    inputs = dict(zip(batch.inputs, moved, strict=False)) if isinstance(batch.inputs, dict) else moved[0]
-    return Batch(inputs, moved[-2], moved[-1], batch.ids.copy())
+    inputs, targets = nest.rebuild((batch.inputs, batch.targets), moved)
+    return Batch(inputs, targets, moved[-1], batch.ids.copy())
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    inputs = [*batch.inputs.values()] if isinstance(batch.inputs, dict) else [batch.inputs]
-    return [*inputs, batch.targets, batch.weight]
+    return [*nest.leaves(batch.inputs), *nest.leaves(batch.targets), batch.weight]
 
 
 def _place(tensor: Tensor) -> int:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dtf.core import nest
 from dtf.core.types import Batch
 from dtf.distributed.p2p import P2PChannel, PendingRecv, TensorMeta
 from dtf.distributed.strides import axes, dense
@@ -148,5 +149,4 @@ def _entering(what: str, channel: P2PChannel, stage: int, micro_batch: int) -> O
 
 def _shapes(inputs: Any) -> Any:
     """Names, shapes and formats of a micro-batch's inputs: they decide the shapes of all messages that follow."""
-    named = inputs if isinstance(inputs, dict) else {"": inputs}
-    return tuple((name, tuple(t.shape), str(t.dtype)) for name, t in named.items())
+    return tuple((name, tuple(t.shape), str(t.dtype)) for name, t in nest.named(inputs).items())

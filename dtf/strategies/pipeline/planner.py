@@ -15,7 +15,7 @@ from dtf.api.task import Task
 from dtf.core.errors import ConfigError, LayoutError
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
-from dtf.model.forward import batch_norm_error, cast_floating, inputs_to_device
+from dtf.model.forward import batch_norm_error, cast_floating, on_device
 from dtf.model.init import DTYPES, layout_of
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import state_bytes, trial_update
@@ -115,7 +115,7 @@ def _autocast(task: Task) -> torch.dtype | None:
 def _sample(spec: PipelineSpec, task: Task, world: World) -> Any:
     """The inputs of one micro-batch, as the model takes them."""
     assert task.sample is not None
-    inputs = inputs_to_device(task.sample(spec.rows), world.device)
+    inputs = on_device(task.sample(spec.rows), world.device)
     return inputs if _autocast(task) else cast_floating(inputs, DTYPES[task.precision.compute])
 
 
