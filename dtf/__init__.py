@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dtf.api.sparse_table import Placement, Table
     from dtf.api.strategy import Program, Strategy, check_divides, check_layout, check_tables
     from dtf.api.task import Source, Task, Weights
+    from dtf.config.compose import compose
     from dtf.core.errors import (
         AuthError,
         BudgetError,
@@ -68,6 +69,8 @@ if TYPE_CHECKING:
         event_to_json,
     )
     from dtf.distributed.world import World
+    from dtf.jobs.calls import evaluate, load_model, predict, train
+    from dtf.jobs.outcome import Best, Evaluation, Predictions, Result
     from dtf.model.auc import AucEvaluator, auc, grouped_auc
     from dtf.model.init import cast, init_model, model_of
     from dtf.model.losses import cross_entropy, target_rank
@@ -80,6 +83,15 @@ if TYPE_CHECKING:
     from dtf.strategies.spmd import Spmd
 
 _PUBLIC = {
+    "Best": "jobs.outcome",
+    "Predictions": "jobs.outcome",
+    "Evaluation": "jobs.outcome",
+    "Result": "jobs.outcome",
+    "load_model": "jobs.calls",
+    "train": "jobs.calls",
+    "predict": "jobs.calls",
+    "evaluate": "jobs.calls",
+    "compose": "config.compose",
     "auc": "model.auc",
     "AucEvaluator": "model.auc",
     "AuthError": "core.errors",
@@ -185,6 +197,7 @@ __all__ = [
     "AucEvaluator",
     "AuthError",
     "Batch",
+    "Best",
     "Box",
     "BudgetError",
     "BufferUpdate",
@@ -198,6 +211,7 @@ __all__ = [
     "DtfError",
     "Ended",
     "Evaluated",
+    "Evaluation",
     "Evaluator",
     "Event",
     "Exit",
@@ -224,6 +238,7 @@ __all__ = [
     "Place",
     "Placement",
     "Precision",
+    "Predictions",
     "Preempted",
     "Probe",
     "Probes",
@@ -231,6 +246,7 @@ __all__ = [
     "Recipe",
     "RendezvousContext",
     "Replica",
+    "Result",
     "RoleContext",
     "RowOptimizer",
     "RowTrait",
@@ -260,22 +276,27 @@ __all__ = [
     "check_layout",
     "check_one_role",
     "check_tables",
+    "compose",
     "cross_entropy",
     "draws",
+    "evaluate",
     "event_from_json",
     "event_to_json",
     "full_params",
     "grouped_auc",
     "init_model",
+    "load_model",
     "log_folder",
     "model_of",
     "option",
     "placing",
+    "predict",
     "register",
     "report",
     "seed_of",
     "tables_of",
     "target_rank",
+    "train",
     "weighted_sums",
     "with_default",
 ]
