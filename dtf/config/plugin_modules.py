@@ -14,7 +14,7 @@ from dtf.api.registry import brings, groups, registered
 from dtf.api.schema import show
 from dtf.core.author_line import author_line
 from dtf.core.errors import ConfigError
-from dtf.core.main_module import is_main, loaded_module
+from dtf.core.main_module import is_loaded, loaded_module
 
 _ENTRY_POINTS = "dtf.plugins"
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -22,7 +22,7 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 def load_plugin(name: str) -> None:
     """Import a module that is not dtf's, from the current directory too. ConfigError when it cannot be imported."""
-    if name in sys.modules or is_main(name):
+    if is_loaded(name):
         return
     if not _MODULE.fullmatch(name):
         raise ConfigError(f"plugins=[{show(name)}] is no module name; give plugins=[package.module]")

@@ -41,6 +41,11 @@ def is_main(name: str) -> bool:
     return name == MAIN or (name not in sys.modules and name == main_module_name())
 
 
+def is_loaded(name: str) -> bool:
+    """Whether this process has a module already, as `__main__` too."""
+    return name in sys.modules or is_main(name)
+
+
 def loaded_module(name: str) -> ModuleType:
     """A module that was imported, or `__main__` where `name` is its name for other processes."""
     return sys.modules[name] if name in sys.modules else sys.modules[MAIN]

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from dtf.api.launcher import failures_told
-from dtf.api.registry import name_of
+from dtf.api.registry import lookup
 from dtf.config.advice import print_notes
 from dtf.config.compose import Composed, compose
 from dtf.config.python_overrides import Overrides, as_texts, in_words_of_python
 from dtf.core.errors import ConfigError, DtfError, Exit
-from dtf.core.main_module import main_module_name
 from dtf.core.types import Event, Failed
 from dtf.jobs.callbacks import Callback, Callbacks
 from dtf.jobs.evaluate import EvaluateJob
@@ -173,20 +173,20 @@ def _current(config: Composed, kind: type) -> Composed:
         raise ConfigError(f"{config!r:.100} is no config; give dtf.compose([...])")
     if rank_process.is_rank():
         raise ConfigError(
-            f"a run was started while a rank imported {main_module_name() or 'a plugin'}; put what starts runs under "
+            "a rank that imported this module was told to start a run; put what starts runs under "
             "if __name__ == '__main__':"
         )
     with in_words_of_python():
         composed = config.with_([]) if config.is_outdated else config
+        launcher = lookup("launcher", composed.config["launcher"]["name"])
+        if not launcher.hears_all:  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"launcher={composed.config['launcher']['name']} does not tell this process of the whole run; use "
+                "launcher=local or launcher=inline here, or the command line"
+            )
         if not isinstance(composed.job, kind):
             name = composed.config["job"]["name"]
             raise ConfigError(f"job={name} is none of this function; leave job out, or use python -m dtf job={name}")
-        launcher = composed.settings.launcher
-        if not launcher.hears_all:
-            raise ConfigError(
-                f"launcher={name_of('launcher', launcher)} does not tell this process of the whole run; use "
-                "launcher=local or launcher=inline here, or the command line"
-            )
     print_notes(composed.notes)
     return composed
 
@@ -219,6 +219,9 @@ def _error(exit: Exit, failures: list[tuple[Failed, BaseException | None]]) -> t
     if not failures:
         return error_class(exit)(f"the run ended with exit code {int(exit)}"), None
     failure, raised = failures[0]
+    if not failure.by_author and failure.exit != Exit.BUG:
+        raised = None  # its frames hold the model and the data, and tell a user nothing
+        failure = replace(failure, traceback="")
     if isinstance(raised, DtfError) and str(raised) == failure.message:
         return raised, raised.__cause__
     error = error_class(failure.exit, failure.error)(failure.message)

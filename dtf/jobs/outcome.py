@@ -71,10 +71,8 @@ class Result:
         """(step, value) of one metric. ConfigError for one that was never measured."""
         found = [(row["step"], row[metric]) for row in self.history if row["split"] == split and metric in row]
         if not found:
-            known = sorted({f"{row['split']} {name}" for row in self.history for name in row} - {"split", "step"})
-            raise ConfigError(
-                f"no {metric} of {split} was measured; there are: {', '.join(known) or 'no measurements'}"
-            )
+            known = dict.fromkeys(f"{row['split']} {name}" for row in self.history for name in row if name not in _HEAD)
+            raise ConfigError(f"{split} {metric} was not measured; choices: {', '.join(known) or 'none'}")
         return found
 
     @cached_property
@@ -98,7 +96,7 @@ class Result:
             raise ConfigError(f"{which!r} is no choice; use 'best' or 'newest'")
         found = (self.best_checkpoint if which == "best" else None) or self.newest_checkpoint
         if found is None:
-            raise DataError(f"{self.folder} holds no checkpoint, as checkpoint=off or a run of 0 steps saves none")
+            raise DataError(f"{self.folder} holds no checkpoint; train with checkpoint=every to keep some")
         return found
 
     def load_model(self, which: Literal["best", "newest"] = "best") -> nn.Module:

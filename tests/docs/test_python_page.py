@@ -1,0 +1,53 @@
+"""The cells that docs/python.md shows run, one after the other, as in a notebook."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import dtf
+from dtf.api import registry
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "python.md").read_text()
+CELLS = re.findall(r"^```py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    dtf.compose()
+    monkeypatch.setattr(registry, "_CLASSES", {group: dict(known) for group, known in registry._CLASSES.items()})
+    monkeypatch.chdir(tmp_path)
+    notebook = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    assert len(CELLS) > 6
+    for number, cell in enumerate(CELLS):
+        exec(compile(cell, f"<cell {number}>", "exec"), vars(notebook))
+    said = capsys.readouterr().out
+    assert "lr.peek=0.1 is no known key; did you mean peak?" in said and "width: 16" in said
+    assert notebook.result.best.value > 0.9 and [step for step, _ in notebook.losses] == [32, 64]
+    assert notebook.prediction["row"] == 3 and notebook.evaluation.rows == 4096 and not notebook.model.training
+
+
+@pytest.mark.slow
+def test_the_script_runs(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    files = (("train", PAGE), ("my_recipe", readme))
+    script, recipe = (re.search(rf"^```python\n(# {name}\.py\n.*?)^```", text, re.S | re.M) for name, text in files)
+    assert script and recipe
+    (tmp_path / "train.py").write_text(script[1])
+    (tmp_path / "my_recipe.py").write_text(recipe[1])
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and "Best(metric='top1'" in done.stdout, done.stderr
