@@ -12,6 +12,7 @@ import pytest
 
 import dtf
 from dtf.api import registry
+from dtf.host import devices
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "python.md").read_text()
@@ -22,6 +23,7 @@ def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     dtf.compose()
     monkeypatch.setattr(registry, "_CLASSES", {group: dict(known) for group, known in registry._CLASSES.items()})
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(devices, "cores", lambda: 1)
     notebook = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", notebook)
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import random
 import signal
@@ -109,23 +108,33 @@ def test_two_runs_in_a_row_are_alike_and_leave_the_process_as_it_was(odd_process
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_result_says_what_the_run_folder_says() -> None:
-    result = dtf.train(composed())
-    lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
-    assert result.history == lines and len(lines) == 10
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dtf.Result:
+    """A run whose best evaluation is not its last."""
+    dtf.compose(plugins=[toy])
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    result = dtf.train(composed(precision="fp64", train__eval_every=1, lr__peak=5.0, run__dir=folder))
+    assert result.best is not None and result.best.step < 8
+    return result
+
+
+def test_a_result_says_what_the_run_folder_says(trained: dtf.Result) -> None:
+    lines = [json.loads(line) for line in (trained.folder / "metrics.jsonl").read_text().splitlines()]
+    assert trained.history == lines and len(lines) == 16
     evaluated = {row["step"]: row for row in lines if row["split"] == "eval"}
-    assert result.curve("top1") == [(step, row["top1"]) for step, row in evaluated.items()]
-    assert result.last == {name: pytest.approx(evaluated[8][name]) for name in ("loss", "top1")}
-    assert result.best is not None and result.best.metric == "top1"
-    assert result.best.value == max(row["top1"] for row in evaluated.values()) == evaluated[result.best.step]["top1"]
-    assert result.best_checkpoint == result.folder / "checkpoints" / f"step_{result.best.step:06}"
-    assert result.newest_checkpoint == result.folder / "checkpoints" / "step_000008"
-    assert (result.step, result.cause) == (8, "finished")
-    assert json.loads((result.folder / "run.json").read_text())["exit"] == 0
+    assert trained.curve("top1") == [(step, row["top1"]) for step, row in evaluated.items()]
+    assert trained.last == {name: evaluated[8][name] for name in ("loss", "top1")}
+    assert trained.best is not None and trained.best.metric == "top1"
+    assert trained.best.value == max(row["top1"] for row in evaluated.values())
+    assert trained.best.value == evaluated[trained.best.step]["top1"]
+    assert trained.best_checkpoint == trained.folder / "checkpoints" / f"step_{trained.best.step:06}"
+    assert trained.newest_checkpoint == trained.folder / "checkpoints" / "step_000008"
+    assert (trained.step, trained.cause) == (8, "finished")
+    assert json.loads((trained.folder / "run.json").read_text())["exit"] == 0
     with pytest.raises(dtf.ConfigError, match="eval top5 was not measured; choices: .*eval top1"):
-        result.curve("top5")
-    silent = dtf.train(composed(observer=[]))
-    assert plain(silent.history) == plain(result.history), "without metrics.jsonl they are what was heard"
+        trained.curve("top5")
+    silent = dtf.train(trained.config.with_({"observer": [], "run.dir": ""}))
+    assert plain(silent.history) == plain(trained.history), "without metrics.jsonl they are what was heard"
 
 
 def test_without_checkpoints_there_is_no_model_to_load() -> None:
@@ -136,37 +145,33 @@ def test_without_checkpoints_there_is_no_model_to_load() -> None:
 
 
 @pytest.mark.parametrize("which", ["best", "newest"])
-def test_a_loaded_model_is_the_one_that_was_measured(which: Any) -> None:
-    result = dtf.train(composed(precision="fp64", train__eval_every=1, lr__peak=5.0))
-    model, settings = result.load_model(which), result.config.settings
+def test_a_loaded_model_is_the_one_that_was_measured(which: Any, trained: dtf.Result) -> None:
+    model, settings = trained.load_model(which), trained.config.settings
     assert not model.training and {p.dtype for p in model.parameters()} == {torch.float64}
     rows = settings.recipe.open_data("eval", settings.seed)
     inputs, targets = rows.fetch(np.arange(len(rows)), 0)
-    step = result.best.step if which == "best" and result.best else result.step
-    assert step == 8 or which == "best"
     with torch.no_grad():
         top1 = (model(inputs.double()).argmax(1) == targets).double().mean().item()
-    assert dict(result.curve("top1"))[step] == pytest.approx(top1)
-    folder = result.checkpoint(which)
-    again = dtf.load_model(folder)
-    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
-    assert dtf.evaluate(folder, ["launcher=inline"]).metrics["top1"] == pytest.approx(top1)
+    step = trained.best.step if which == "best" and trained.best else trained.step
+    assert dict(trained.curve("top1"))[step] == pytest.approx(top1)
+    again = dtf.load_model(trained.checkpoint(which)).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+    assert dtf.evaluate(trained.checkpoint(which), ["launcher=inline"]).metrics["top1"] == pytest.approx(top1)
 
 
 def test_evaluations_and_predictions_of_a_result_are_those_of_its_best_weights(
-    capsys: pytest.CaptureFixture[str],
+    trained: dtf.Result, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = dtf.train(composed(train__eval_every=1, lr__peak=5.0))
-    assert result.best is not None
-    found = dtf.evaluate(result)
-    assert found.metrics["top1"] == pytest.approx(result.best.value) and found.rows == toy.EVAL_ROWS
-    assert sum(row["rows"] for row in found.classes) == found.rows and f"top1={result.best.value:.4f}" in str(found)
-    predictions = dtf.predict(result, {"job.top": 1})
+    assert trained.best is not None
+    found = dtf.evaluate(trained)
+    assert found.metrics["top1"] == pytest.approx(trained.best.value) and found.rows == toy.EVAL_ROWS
+    assert sum(row["rows"] for row in found.classes) == found.rows and f"top1={trained.best.value:.4f}" in str(found)
+    predictions = dtf.predict(trained, {"job.top": 1})
     assert [row["row"] for row in predictions] == list(range(toy.EVAL_ROWS)) == [row["row"] for row in predictions]
     with pytest.raises(dtf.ConfigError, match="job.format=csv is for programs"):
-        dtf.predict(result, {"job.format": "csv"})
-    with pytest.raises(dtf.ConfigError, match="use one|strategy=pserver"):
-        dtf.evaluate(result, ["strategy=pserver", "launcher=local"])
+        dtf.predict(trained, {"job.format": "csv"})
+    with pytest.raises(dtf.ConfigError, match="strategy=pserver has"):
+        dtf.evaluate(trained, ["strategy=pserver", "launcher=local"])
     assert capsys.readouterr().out == "", "what is returned is not printed"
 
 
@@ -311,14 +316,12 @@ def test_a_rank_that_imports_a_script_starts_no_run(monkeypatch: pytest.MonkeyPa
 
 
 def test_ranks_import_the_modules_of_chosen_classes() -> None:
-    """This test's `recipe=toy` is known here, and no plugin was named for its own run."""
-    config = dtf.compose(["recipe=toy", {"train.steps": 2, "launcher.processes": 2, "observer": []}])
-    assert config.config["plugins"] == ["tests.support.toy"]
-    config = config.with_(
-        {"train.eval_every": 0, "launcher.threads": 1, "step.batch_size": 16, "launcher.devices": "cpu"}
-    )
-    result = dtf.train(config)
-    assert result.step == 2 and math.isfinite(result.history[-1]["loss"])
+    """`recipe=toy` is known here, and no plugin was named."""
+    config = dtf.compose(["recipe=toy", "lr=constant"])
+    assert config.config["plugins"] == ["tests.support.toy"] == config.with_("seed=3").config["plugins"]
+    assert "plugins=[tests.support.toy]" in config.command
+    assert dtf.compose(["recipe=toy"], plugins=["tests.support.toy"]).config["plugins"] == ["tests.support.toy"]
+    assert dtf.compose().config["plugins"] == []
 
 
 def test_an_authors_error_in_another_process_has_its_traceback_in_a_note(capsys: pytest.CaptureFixture[str]) -> None:

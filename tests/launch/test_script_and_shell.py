@@ -61,6 +61,7 @@ if __name__ == "__main__":
         os.close(server)
 
 
+@pytest.mark.slow
 def test_what_is_typed_trains_here_and_is_replaced_when_it_is_typed_again(tmp_path: Path) -> None:
     cells = f"""
 {RECIPE}
