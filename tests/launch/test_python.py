@@ -21,7 +21,7 @@ import dtf
 from dtf.api import registry
 from dtf.api.registry import register
 from dtf.config.compose import Composed
-from dtf.core.types import Ended, Event, Measured, Saved, Started
+from dtf.core.types import Ended, Event, Measured, Note, Saved, Started
 from dtf.launch import rank_process
 from tests.support import mistakes, toy
 from tests.support.toy import Toy
@@ -322,6 +322,19 @@ def test_ranks_import_the_modules_of_chosen_classes() -> None:
     assert "plugins=[tests.support.toy]" in config.command
     assert dtf.compose(["recipe=toy"], plugins=["tests.support.toy"]).config["plugins"] == ["tests.support.toy"]
     assert dtf.compose().config["plugins"] == []
+
+
+@pytest.mark.slow
+def test_each_run_may_have_a_thread_of_its_own() -> None:
+    """The fork server dies with the thread that started it: the next run starts another one, and loses no rank."""
+    spread = {"launcher": "local", "launcher.processes": 1, "launcher.devices": "cpu", "train.eval_every": 0}
+    events: list[Event] = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: dtf.train(composed(**spread), callbacks=[events.append]))
+        thread.start()
+        thread.join()
+    assert sum(isinstance(event, Ended) for event in events) == 2
+    assert not [event for event in events if isinstance(event, Note) and event.level == "warning"]
 
 
 def test_an_authors_error_in_another_process_has_its_traceback_in_a_note(capsys: pytest.CaptureFixture[str]) -> None:
