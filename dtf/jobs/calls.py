@@ -5,6 +5,8 @@ Torch-free, but where a run or a model is in this process.
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +21,7 @@ from dtf.config.compose import Composed, compose
 from dtf.config.python_overrides import Overrides, as_texts, in_words_of_python
 from dtf.core.errors import ConfigError, DtfError, Exit
 from dtf.core.types import Event, Failed
+from dtf.host.allocator import give_freed_memory_back
 from dtf.jobs.callbacks import Callback, Callbacks
 from dtf.jobs.evaluate import EvaluateJob
 from dtf.jobs.outcome import Evaluation, History, Predictions, Result, error_class
@@ -64,9 +67,10 @@ def train(config: Composed, callbacks: Sequence[Callback] = ()) -> Result:
             heard.see(event)
 
         job.watch = watch
-        if exit := job.train(composed):
-            raise RanksEnded(Exit(exit))
-    assert job.folder is not None
+        exit = job.train(composed)
+        assert job.folder is not None
+        if exit:
+            raise RanksEnded(Exit(exit), job.folder)
     return history.result(job.folder, composed, heard.errors)
 
 
@@ -197,6 +201,9 @@ def _raising(folder: Callable[[], Path | None] = lambda: None) -> Iterator[None]
     failures: list[tuple[Failed, BaseException | None]] = []
 
     def hear(failure: Failed, raised: BaseException | None) -> bool:
+        if not failure.by_author and failure.exit != Exit.BUG:
+            # its frames would hold the model and the data, and tell a user nothing
+            failure, raised = replace(failure, traceback=""), None
         failures.append((failure, raised))
         return True
 
@@ -206,12 +213,26 @@ def _raising(folder: Callable[[], Path | None] = lambda: None) -> Iterator[None]
         return
     except RanksEnded as ended:
         error, cause = _error(ended.exit, failures)
+        error.folder = ended.folder
     except DtfError as raised:
         error, cause = raised, raised.__cause__
-    error.folder = folder()
+    finally:
+        _free_memory()
+    error.folder = error.folder or folder()
     if error.folder is not None:
         error.add_note(f"run folder: {error.folder}")
     raise error from cause
+
+
+def _free_memory() -> None:
+    """Give back what a run in this process has left: its models hold themselves, so they wait to be collected."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    gc.collect()
+    give_freed_memory_back()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _error(exit: Exit, failures: list[tuple[Failed, BaseException | None]]) -> tuple[DtfError, BaseException | None]:
@@ -219,9 +240,6 @@ def _error(exit: Exit, failures: list[tuple[Failed, BaseException | None]]) -> t
     if not failures:
         return error_class(exit)(f"the run ended with exit code {int(exit)}"), None
     failure, raised = failures[0]
-    if not failure.by_author and failure.exit != Exit.BUG:
-        raised = None  # its frames hold the model and the data, and tell a user nothing
-        failure = replace(failure, traceback="")
     if isinstance(raised, DtfError) and str(raised) == failure.message:
         return raised, raised.__cause__
     error = error_class(failure.exit, failure.error)(failure.message)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from dtf.core.errors import ConfigError
-from dtf.host.allocator import give_freed_memory_back
 from dtf.model.compiled_forward import CACHE_VARIABLE, compiler_options_kept
 
 
@@ -24,7 +23,6 @@ from dtf.model.compiled_forward import CACHE_VARIABLE, compiler_options_kept
 def process_state_kept() -> Iterator[None]:
     """A context for one run, at whose end the state of torch, Python and numpy is what it was at its beginning: number
     of threads, number formats and switches, default device, modes of this thread, generators, options of the compiler.
-    Memory that was freed goes back to the system.
 
     Inside, number formats, default device and modes are those of a new process. ConfigError within
     `with torch.device(...)`.
@@ -32,7 +30,6 @@ def process_state_kept() -> Iterator[None]:
     with ExitStack() as stack:
         for keep in (_cache_variable, _threads, _switches, _defaults, _generators, compiler_options_kept):
             stack.enter_context(keep())
-        stack.callback(give_freed_memory_back)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):

@@ -37,19 +37,15 @@ def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 @pytest.mark.slow
-def test_the_script_runs(tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text()
-    files = (("train", PAGE), ("my_recipe", readme))
-    script, recipe = (re.search(rf"^```python\n(# {name}\.py\n.*?)^```", text, re.S | re.M) for name, text in files)
-    assert script and recipe
-    (tmp_path / "train.py").write_text(script[1])
+@pytest.mark.parametrize(("page", "name"), [("docs/python.md", r"python\n# train\.py"), ("README.md", "py")])
+def test_the_scripts_run(page: str, name: str, tmp_path: Path) -> None:
+    blocks = re.compile(rf"^```{name}\n(.*?)^```", re.S | re.M)
+    recipe = re.search(r"^```python\n(# my_recipe\.py\n.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+    (script,) = blocks.findall((ROOT / page).read_text())
+    assert recipe
+    (tmp_path / "train.py").write_text(script)
     (tmp_path / "my_recipe.py").write_text(recipe[1])
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0 and "Best(metric='top1'" in done.stdout, done.stderr
+    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "best_top1=" in done.stdout, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -9,6 +10,7 @@ import random
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -293,6 +295,25 @@ def test_a_class_that_is_registered_anew_is_the_one_that_trains(monkeypatch: pyt
     monkeypatch.delattr(sys, "ps1")
     with pytest.raises(dtf.ConfigError, match="registered twice"):
         cell("pass", "Third")
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_model_of_a_run_stays_in_memory(stopped: bool) -> None:
+    """Neither by itself nor by the exception that a notebook keeps."""
+    models: list[weakref.ref[Any]] = []
+
+    @register("recipe", "counted")
+    class Counted(Toy):
+        def build_model(self) -> Any:
+            model = super().build_model()
+            models.append(weakref.ref(model))
+            return model
+
+    register("observer", "interrupting")(Interrupting)
+    config = composed(recipe="counted").with_("observer=[interrupting]" if stopped else "observer=[]")
+    with pytest.raises(dtf.Preempted) if stopped else contextlib.nullcontext() as kept:
+        dtf.train(config)
+    assert models and not [model for model in models if model() is not None], kept
 
 
 def test_one_run_at_a_time_is_in_a_process() -> None:
