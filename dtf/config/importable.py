@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from dtf.api.registry import name_of, registered
+from dtf.config.plugin_modules import entry_point_modules
+from dtf.config.settings import GROUPS, Settings
 from dtf.core.errors import ConfigError
 from dtf.core.main_module import MAIN, main_module_name
-
-if TYPE_CHECKING:
-    from dtf.config.settings import Settings
 
 
 class Chosen(NamedTuple):
@@ -36,8 +35,8 @@ def plugins_of(config: dict[str, Any]) -> list[str]:
     """
     homes = {chosen.cls.__module__ for chosen in chosen_classes(config)}
     homes = {main_module_name() if home == MAIN else home for home in homes}
-    named = [name for name in config.get("plugins", []) if isinstance(name, str)]
-    return sorted(home for home in homes if home and not _brought(home, named))
+    known = {"", *map(str, config.get("plugins", [])), *entry_point_modules()}
+    return sorted(home for home in homes - known if not f"{home}.".startswith("dtf."))
 
 
 def check_importable(settings: Settings) -> None:
@@ -46,9 +45,8 @@ def check_importable(settings: Settings) -> None:
     """
     if settings.launcher.in_this_process or main_module_name():
         return
-    parts = {group: getattr(settings, group) for group in ("recipe", "strategy", "precision", "optimizer", "sparse")}
-    parts |= {group: getattr(settings, group) for group in ("lr", "sampler", "checkpoint")}
-    found = [*parts.items(), *(("observer", part) for part in settings.observer.values())]
+    found = [(group, getattr(settings, group)) for group in GROUPS if group != "observer"]
+    found += [("observer", part) for part in settings.observer.values()]
     for group, part in found:
         if type(part).__module__ == MAIN:
             name, launcher = name_of(group, part), name_of("launcher", settings.launcher)
@@ -57,8 +55,3 @@ def check_importable(settings: Settings) -> None:
                 f"launcher={launcher} starts other processes, which cannot import it; use launcher=inline, or write "
                 "the class into a file, such as my_parts.py, and import it here"
             )
-
-
-def _brought(home: str, plugins: Iterable[str]) -> bool:
-    """Whether importing these plugins, or dtf, imports the module."""
-    return any(f"{home}.".startswith(f"{name}.") for name in ("dtf", *plugins))
