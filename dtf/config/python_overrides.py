@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from dtf.config.messages import without_place
+from dtf.config.settings import GROUPS
 from dtf.core.errors import ConfigError
 from dtf.core.text import quoted
 
@@ -61,7 +62,8 @@ def in_words_of_python() -> Iterator[None]:
 def summary(choices: Mapping[str, Any], overrides: Sequence[str]) -> str:
     """What was chosen of each group, and the keys that were given, a line for each."""
     names = {group: ", ".join(map(str, name)) if isinstance(name, list) else name for group, name in choices.items()}
-    lines = [f"{group:<12}{name}" for group, name in names.items() if name is not None]
+    shown = [group for group in (*GROUPS, *(choices.keys() - GROUPS)) if names.get(group) is not None]
+    lines = [f"{group:<12}{names[group]}" for group in shown]
     return "\n".join([*lines, *(text for text in overrides if text.partition("=")[0] not in choices)])
 
 
@@ -83,16 +85,17 @@ def _written(value: Any, key: str = "") -> str:
         return str(value) if _is_word(str(value)) else quoted(value)
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, int | float):
-        return repr(value)
+    if isinstance(value, int | float):  # also numpy's, which is one
+        return repr(int(value) if isinstance(value, int) else float(value))
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return _written(value.item(), key)
     if isinstance(value, Mapping) and all(_NAME.fullmatch(str(name)) for name in value):
         return "{" + ",".join(f"{name}:{_written(item, key)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(_written(item, key) for item in value) + "]"
+    shown = repr(value)[:100]
     raise ConfigError(
-        f"{key}={value!r} is a {type(value).__name__}, and configs hold numbers, texts, true, false, null, lists and "
+        f"{key}={shown} is a {type(value).__name__}, and configs hold numbers, texts, true, false, null, lists and "
         "mappings; objects are made by classes that are registered and chosen by name"
     )
 

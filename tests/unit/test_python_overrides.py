@@ -40,6 +40,7 @@ def test_objects_that_stand_for_plain_values() -> None:
 
     values = {"a": Path("/x y"), "b": Choice.one, "c": np.float32(0.5), "d": np.int64(3), "e": (1, 2), "f": np.bool_(1)}
     assert as_texts(values) == ["a='/x y'", "b=auto", "c=0.5", "d=3", "e=[1,2]", "f=true"]
+    assert as_texts({"a": np.float64(0.1), "b": [np.float64(1e-5)]}) == ["a=0.1", "b=[1e-05]"]
     assert as_texts({"a": {"b": {"c": 1, "d": []}}, "e": {}}) == ["a.b.c=1", "a.b.d=[]", "e={}"]
     assert as_texts("lr.peak=0.1") == ["lr.peak=0.1"] == as_texts([{"lr.peak": 0.1}])
     assert plugin_override([sys.modules[__name__], "os.path"]) == [f"plugins=[{__name__},os.path]"]
