@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dtf.api.sparse_table import Placement, Table
     from dtf.api.strategy import Program, Strategy, check_divides, check_layout, check_tables
     from dtf.api.task import Source, Task, Weights
-    from dtf.config.compose import compose
+    from dtf.config.python_compose import compose
     from dtf.core.errors import (
         AuthError,
         BudgetError,
@@ -97,7 +97,7 @@ _PUBLIC = {
     "check_layout": "api.strategy",
     "check_one_role": "api.launcher",
     "check_tables": "api.strategy",
-    "compose": "config.compose",
+    "compose": "config.python_compose",
     "ComposedConfig": "api.job",
     "ConfigError": "core.errors",
     "cross_entropy": "model.losses",

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydra import version
@@ -27,6 +25,7 @@ from dtf.api.row_optimizer import DEFAULT
 from dtf.api.schema import UNSET, KeyProblem, build_option, unset
 from dtf.config.advice import CommandLine, drop_advice
 from dtf.config.as_written import is_as_in_file
+from dtf.config.command_line import parse_arguments
 from dtf.config.defaults_lists import ROOT, YamlFile, require_base
 from dtf.config.environment import refuse_variables
 from dtf.config.from_host import fill_from_host
@@ -61,33 +60,13 @@ T = TypeVar("T")
 Resolve = Callable[[DictConfig], dict[Any, Any]]
 
 
-def compose(
-    overrides: Overrides = (),
-    *,
-    config_dir: str | Path | None = None,
-    config_name: str | None = None,
-    plugins: Sequence[str | ModuleType] = (),
-) -> Composed:
-    """The config of a run, composed, checked key by key and resolved, as `python -m dtf` composes it.
-
-    `overrides`: `"lr.peak=0.1"` as on the command line, `{"lr.peak": 0.1}` with any value that a config can hold, or a
-    list of these; later ones win. `config_dir` and `config_name`: as the flags. `plugins`: modules of yours, or their
-    names, whose registered classes become options. Classes that this process has registered already are options too:
-    modules that define those chosen join `plugins`, so that other processes import them.
+def compose(argv: Sequence[str]) -> Composed:
+    """The config that a command line asks for.
 
     ConfigError for anything in it, or in the files it names, that fits no class.
     """
-    with in_words_of_python():
-        composer = Composer(str(config_dir) if config_dir is not None else None, config_name)
-        return _with_homes(composer.compose([*plugin_override(plugins), *as_texts(overrides)]))
-
-
-def _with_homes(composed: Composed) -> Composed:
-    """The same config with the modules of chosen classes among its plugins."""
-    if composed.config["plugins"] == UNSET or not (homes := plugins_of(composed.config)):
-        return composed
-    texts = [text for text in composed.overrides if not text.startswith("plugins=")]
-    return composed.composer.compose([*plugin_override([*composed.config["plugins"], *homes]), *texts])
+    flags = parse_arguments(argv)
+    return Composer(flags.config_dir, flags.config_name, flags.overrides).compose(flags.overrides)
 
 
 @dataclass(frozen=True, repr=False)
@@ -155,7 +134,16 @@ class Composed:
     def with_(self, overrides: Overrides) -> Composed:
         """The config with more overrides, in the forms that `dtf.compose` takes; see `recompose`."""
         with in_words_of_python():
-            return _with_homes(self.recompose(as_texts(overrides)))
+            return self.recompose(as_texts(overrides)).with_homes()
+
+    def with_homes(self) -> Composed:
+        """The same config with the modules that define its classes among its plugins, so that other processes import
+        them.
+        """
+        if self.config["plugins"] == UNSET or not (homes := plugins_of(self.config)):
+            return self
+        texts = [text for text in self.overrides if not text.startswith("plugins=")]
+        return self.composer.compose([*plugin_override([*self.config["plugins"], *homes]), *texts])
 
     @property
     def is_outdated(self) -> bool:

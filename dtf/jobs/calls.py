@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from dtf.api.launcher import failures_told
 from dtf.api.registry import lookup
 from dtf.config.advice import print_notes
-from dtf.config.compose import Composed, compose
+from dtf.config.compose import Composed
+from dtf.config.python_compose import compose
 from dtf.config.python_overrides import Overrides, as_texts, in_words_of_python
 from dtf.core.errors import ConfigError, DtfError, Exit
 from dtf.core.types import Event, Failed

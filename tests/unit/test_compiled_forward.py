@@ -251,10 +251,11 @@ def test_the_options_of_the_compiler_are_afterwards_as_before() -> None:
         chosen = [dynamo.recompile_limit, dynamo.skip_nnmodule_hook_guards, functorch.enable_autograd_cache]
         return [*chosen, inductor.fallback_random, inductor.deterministic, inductor.cpp.threads]
 
+    with compiled_forward.compiler_options_kept():
+        pass  # other tests have set some
     before = options()
     with compiled_forward.compiler_options_kept():
-        with compiled_forward.compiler_options_kept():
-            compiled_forward.configure("cpu", 3, 2)
-            assert options()[0] == 2 * compiled_forward.MOST_SHAPES and options()[-1] == 3
-        assert options() == before
+        compiled_forward.configure("cpu", 3, 2)
+        compiled_forward.configure("cpu", 3, 4)
+        assert options()[0] == 4 * compiled_forward.MOST_SHAPES and options()[-1] == 3
     assert options() == before

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtf.config.compose import compose
 from dtf.config.messages import parse
+from dtf.config.python_compose import compose
 from dtf.config.python_overrides import as_texts, plugin_override
 from dtf.core.errors import ConfigError
 from dtf.core.main_module import main_module_name
