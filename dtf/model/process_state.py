@@ -78,7 +78,8 @@ def _switches() -> Iterator[None]:
 @contextmanager
 def _defaults() -> Iterator[None]:
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    set_device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None
+    own = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)  # of set_default_device, in each thread
+    set_device = getattr(own, "device_context", None) is not None
     try:
         torch.set_default_dtype(torch.float32)
         if set_device:
