@@ -110,6 +110,11 @@ def test_two_runs_in_a_row_are_alike_and_leave_the_process_as_it_was(odd_process
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_a_run_within_a_block_of_a_device_is_refused() -> None:
+    with torch.device("meta"), pytest.raises(dtf.ConfigError, match=r"within `with torch.device\('meta'\)`.* outside"):
+        dtf.train(composed())
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dtf.Result:
     """A run whose best evaluation is not its last."""
