@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dtf.api.sparse_table import Placement, Table
     from dtf.api.strategy import Program, Strategy, check_divides, check_layout, check_tables
     from dtf.api.task import Source, Task, Weights
+    from dtf.config.python_compose import compose
     from dtf.core.errors import (
         AuthError,
         BudgetError,
@@ -73,6 +74,8 @@ if TYPE_CHECKING:
     from dtf.data.spooled import write_samples
     from dtf.data.table_rows import table_rows
     from dtf.distributed.world import World
+    from dtf.jobs.calls import evaluate, load_model, predict, train
+    from dtf.jobs.outcome import Best, Evaluation, Predictions, Result
     from dtf.model.auc import AucEvaluator, auc, grouped_auc
     from dtf.model.init import cast, init_model, model_of
     from dtf.model.losses import cross_entropy, target_rank
@@ -89,6 +92,7 @@ _PUBLIC = {
     "AucEvaluator": "model.auc",
     "AuthError": "core.errors",
     "Batch": "core.types",
+    "Best": "jobs.outcome",
     "Box": "core.types",
     "BudgetError": "core.errors",
     "BusyError": "core.errors",
@@ -98,6 +102,7 @@ _PUBLIC = {
     "check_layout": "api.strategy",
     "check_one_role": "api.launcher",
     "check_tables": "api.strategy",
+    "compose": "config.python_compose",
     "ComposedConfig": "api.job",
     "ConfigError": "core.errors",
     "cross_entropy": "model.losses",
@@ -108,7 +113,9 @@ _PUBLIC = {
     "draws": "core.seeding",
     "DtfError": "core.errors",
     "Ended": "core.types",
+    "evaluate": "jobs.calls",
     "Evaluated": "core.types",
+    "Evaluation": "jobs.outcome",
     "Evaluator": "api.recipe",
     "Event": "core.types",
     "event_from_json": "core.types",
@@ -127,6 +134,7 @@ _PUBLIC = {
     "BufferUpdate": "api.layout",
     "Layout": "api.layout",
     "LeasedWork": "api.leased_work",
+    "load_model": "jobs.calls",
     "LocalUpdate": "optim.update",
     "log_folder": "api.launcher",
     "map_style": "data.map_style",
@@ -146,6 +154,8 @@ _PUBLIC = {
     "Placement": "api.sparse_table",
     "placing": "pserver.placement",
     "Precision": "api.precision",
+    "predict": "jobs.calls",
+    "Predictions": "jobs.outcome",
     "Preempted": "core.errors",
     "Probe": "api.observer",
     "Probes": "api.observer",
@@ -155,6 +165,7 @@ _PUBLIC = {
     "RendezvousContext": "api.helper_roles",
     "Replica": "strategies.replica",
     "report": "api.launcher",
+    "Result": "jobs.outcome",
     "RoleContext": "api.helper_roles",
     "RowOptimizer": "api.row_optimizer",
     "RowTrait": "api.sampler",
@@ -177,6 +188,7 @@ _PUBLIC = {
     "target_rank": "model.losses",
     "Task": "api.task",
     "Train": "core.types",
+    "train": "jobs.calls",
     "weighted_sums": "model.metrics",
     "Weights": "api.task",
     "with_default": "api.registry",
@@ -197,6 +209,7 @@ __all__ = [
     "AucEvaluator",
     "AuthError",
     "Batch",
+    "Best",
     "Box",
     "BudgetError",
     "BufferUpdate",
@@ -210,6 +223,7 @@ __all__ = [
     "DtfError",
     "Ended",
     "Evaluated",
+    "Evaluation",
     "Evaluator",
     "Event",
     "Exit",
@@ -236,6 +250,7 @@ __all__ = [
     "Place",
     "Placement",
     "Precision",
+    "Predictions",
     "Preempted",
     "Probe",
     "Probes",
@@ -243,6 +258,7 @@ __all__ = [
     "Recipe",
     "RendezvousContext",
     "Replica",
+    "Result",
     "RoleContext",
     "RowOptimizer",
     "RowTrait",
@@ -272,21 +288,25 @@ __all__ = [
     "check_layout",
     "check_one_role",
     "check_tables",
+    "compose",
     "cross_entropy",
     "decoded",
     "draws",
+    "evaluate",
     "event_from_json",
     "event_to_json",
     "folder_samples",
     "full_params",
     "grouped_auc",
     "init_model",
+    "load_model",
     "log_folder",
     "map_style",
     "model_of",
     "option",
     "parquet_rows",
     "placing",
+    "predict",
     "register",
     "report",
     "seed_of",
@@ -294,6 +314,7 @@ __all__ = [
     "tables_of",
     "tar_samples",
     "target_rank",
+    "train",
     "weighted_sums",
     "with_default",
     "write_samples",

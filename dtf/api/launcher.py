@@ -52,6 +52,12 @@ class Launcher(ABC):
     their one run.
     """
 
+    hears_all = True
+    """Whether the process that launches hears all events of the run, which `dtf.train` returns."""
+
+    in_this_process = False
+    """Whether the process that launches becomes a rank itself, so that ranks have what it has imported and defined."""
+
     @abstractmethod
     def devices_kind(self) -> str:
         """`cuda` or `cpu`: what the ranks will run on. Torch-free (it reads CUDA_VISIBLE_DEVICES and asks NVML).
@@ -146,25 +152,35 @@ def author_traceback(failure: Failed) -> str:
     return first.rstrip() if chained and failure.by_author else ""
 
 
-_refusals_are_told: ContextVar[bool] = ContextVar("refusals_are_told", default=False)
+Hear = Callable[[Failed, BaseException | None], bool]
+"""Takes a failure of a run, and what was raised where that was in this process. Returns whether people hear of it in
+another way than by `report`.
+"""
+
+_hear: ContextVar[Hear] = ContextVar("hear", default=lambda failure, raised: False)
 
 
 @contextmanager
-def refusals_told() -> Iterator[None]:
-    """A context in which the caller tells of runs that are refused: `report` prints nothing of them."""
-    token = _refusals_are_told.set(True)
+def failures_told(hear: Hear) -> Iterator[None]:
+    """A context in which `report` asks `hear` first, and prints nothing of what that takes upon itself."""
+    token = _hear.set(hear)
     try:
         yield
     finally:
-        _refusals_are_told.reset(token)
+        _hear.reset(token)
 
 
-def report(failure: Failed) -> None:
+def report(failure: Failed, raised: BaseException | None = None) -> None:
     """Print the failure of a rank on standard error as one line, after its traceback unless the message says all there
     is to know.
+
+    `raised`: the exception, where the rank is this process and has no log: then the traceback of an error by a
+    recipe's author is printed too.
     """
-    if failure.exit == Exit.CONFIG and _refusals_are_told.get():
+    if _hear.get()(failure, raised):
         return
+    if raised is not None and (text := author_traceback(failure)):
+        print(text, file=sys.stderr)
     if failure.traceback and failure.exit in (Exit.BUG, Exit.PEER, Exit.NO_PROGRESS):
         print(failure.traceback.rstrip(), file=sys.stderr)
     print(error_line(Exit(failure.exit), failure.message, failure.rank, failure.step), file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ from types import FunctionType
 from typing import Any, TypeVar, dataclass_transform
 
 from dtf.core.errors import ConfigError
+from dtf.core.main_module import MAIN, is_interactive
 from dtf.core.text import suggest
 
 T = TypeVar("T", bound=type)
@@ -117,7 +118,7 @@ def register(group: str, name: str, *, variant_of: str = "") -> Callable[[T], T]
         _check_kinds(f"{group}={name}", made)
         known = _CLASSES.setdefault(group, {})
         other = known.get(name)
-        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+        if other is not None and not _replaces(cls, other):
             raise ConfigError(
                 f"{group}={name} is registered twice, by {other.__module__} and {cls.__module__}; rename one"
             )
@@ -127,6 +128,13 @@ def register(group: str, name: str, *, variant_of: str = "") -> Callable[[T], T]
         return made
 
     return decorate
+
+
+def _replaces(cls: type, other: type) -> bool:
+    """Whether a class is what an edited cell, or a module that was loaded again, makes of another one."""
+    if cls.__module__ != other.__module__:
+        return False
+    return cls.__qualname__ == other.__qualname__ or (cls.__module__ == MAIN and is_interactive())
 
 
 def _check_defaults(place: str, cls: type) -> None:

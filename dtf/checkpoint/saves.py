@@ -154,6 +154,10 @@ class Saves:
         if self._work is not None:
             wait([self._work])
 
+    def close(self) -> None:
+        """Let the thread end, once it has done what it was given."""
+        self._worker = None
+
     def _begin(self, work: Callable[[], None]) -> Future[None]:
         self._worker = self._worker or _Worker()
         return self._worker.do(work)

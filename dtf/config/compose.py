@@ -5,7 +5,6 @@ What comes out holds plain values only: no DictConfig, no interpolation, no key 
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,28 +20,26 @@ from omegaconf import DictConfig, OmegaConf, flag_override, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from dtf.api.job import Job
-from dtf.api.recipe import Recipe
 from dtf.api.registry import registered
 from dtf.api.row_optimizer import DEFAULT
 from dtf.api.schema import UNSET, KeyProblem, build_option, unset
-from dtf.api.strategy import check_guard, check_roles
-from dtf.api.task import Task
-from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.advice import CommandLine, drop_advice
 from dtf.config.as_written import is_as_in_file
 from dtf.config.command_line import parse_arguments
-from dtf.config.compile_check import check_compile
 from dtf.config.defaults_lists import ROOT, YamlFile, require_base
 from dtf.config.environment import refuse_variables
 from dtf.config.from_host import fill_from_host
 from dtf.config.hydra_errors import translated
 from dtf.config.hydra_sources import make_loader, read_option, record_files
+from dtf.config.importable import Chosen, chosen_classes, plugins_of
 from dtf.config.limits import resolve_interpolations
-from dtf.config.messages import COMMAND_LINE, is_set_by, located, parse, with_suggestions
+from dtf.config.messages import COMMAND_LINE, Located, is_set_by, parse, with_suggestions
 from dtf.config.node_names import check_nodes, set_true_names
 from dtf.config.override_checks import check_override, node_at, refuse_address, refuse_shadows, refuse_targets
+from dtf.config.part_checks import check_parts
 from dtf.config.plugin_names import plugins_in, plugins_in_overrides
 from dtf.config.provenance import NO_EFFECT, Source, check_texts, check_unset, origin, sources
+from dtf.config.python_overrides import Overrides, as_texts, in_words_of_python, plugin_override, summary
 from dtf.config.settings import (
     EXPERIMENT,
     GROUPS,
@@ -53,8 +50,8 @@ from dtf.config.settings import (
     load_parts,
     reset_to_default,
 )
-from dtf.core.author_line import author_line
-from dtf.core.errors import ConfigError, DataError, DtfError
+from dtf.core.errors import ConfigError
+from dtf.core.redaction import redact
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -72,7 +69,7 @@ def compose(argv: Sequence[str]) -> Composed:
     return Composer(flags.config_dir, flags.config_name, flags.overrides).compose(flags.overrides)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Composed:
     """A composed, resolved and validated config."""
 
@@ -85,6 +82,7 @@ class Composed:
     reads: dict[str, YamlFile] = field(repr=False, compare=False)
     notes: tuple[str, ...] = ()  # lines on values that the chosen options have no key for, see `drop_advice`
     inactive: tuple[str, ...] = ()  # keys without effect, which have their defaults
+    classes: tuple[Chosen, ...] = field(default=(), repr=False, compare=False)  # that the config was checked against
 
     @cached_property
     def settings(self) -> Settings:
@@ -113,25 +111,8 @@ class Composed:
         """
         settings = self.settings
         with self._located():
-            settings.check()
-            if data:
-                _check_recipe(settings.recipe)
-            check_weights_path(settings.recipe.fine_tuning.weights, "recipe.model.weights")
-            for part in (settings.optimizer, settings.sparse, settings.lr):
-                part.check()
             sparse = self.composer.read("sparse", DEFAULT)
-            settings.check_tables(is_as_in_file(self.tree["sparse"], "sparse", DEFAULT, sparse))
-            settings.checkpoint.check()
-            for observer in settings.observer.values():
-                observer.check()
-            devices, processes = settings.launcher.devices_kind(), settings.launcher.count()
-            settings.precision.check(devices)
-            parts = settings.recipe, settings.optimizer, settings.precision, settings.step, settings.seed
-            task = Task(*parts, rows=settings.sparse)
-            check_roles(settings.strategy, processes)
-            settings.strategy.check(task, processes, devices)
-            check_compile(settings, devices, processes)
-            check_guard(settings.strategy, settings.recipe, settings.train.guard_every * settings.job.trains, processes)
+            check_parts(settings, data, is_as_in_file(self.tree["sparse"], "sparse", DEFAULT, sparse))
         return settings
 
     def recompose(self, overrides: Sequence[str]) -> Composed:
@@ -149,6 +130,38 @@ class Composed:
             if override.key_or_group not in chosen and not is_other_option:
                 remaining.append(text)
         return self.composer.compose([*remaining, *overrides])
+
+    def with_(self, overrides: Overrides) -> Composed:
+        """The config with more overrides, in the forms that `dtf.compose` takes; see `recompose`."""
+        with in_words_of_python():
+            return self.recompose(as_texts(overrides)).with_homes()
+
+    def with_homes(self) -> Composed:
+        """The same config with the modules that define its classes among its plugins, so that other processes import
+        them.
+        """
+        if self.config["plugins"] == UNSET or not (homes := plugins_of(self.config)):
+            return self
+        texts = [text for text in self.overrides if not text.startswith("plugins=")]
+        return self.composer.compose([*plugin_override([*self.config["plugins"], *homes]), *texts])
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a class that it chooses was registered anew since it was composed, as by a cell that runs again."""
+        return any(registered(chosen.group).get(chosen.name) is not chosen.cls for chosen in self.classes)
+
+    def __str__(self) -> str:
+        """What was chosen of each group, and the keys that were given."""
+        return summary(self.choices, self.overrides)
+
+    def __repr__(self) -> str:
+        return f"<dtf config\n{self}>"
+
+    def to_yaml(self) -> str:
+        """Every key with its value, as `config.yaml` of a run has them: secrets are starred out."""
+        import yaml
+
+        return yaml.safe_dump(redact(self.config), sort_keys=False)
 
     def chosen(self) -> dict[str, list[str]]:
         """The options that the command line itself chooses, by group."""
@@ -170,8 +183,8 @@ class Composed:
         found = sources(key, composer.config_name, self.overrides, composer.loader, self.reads)
         return [*found, NO_EFFECT] if any(f"{key}.".startswith(f"{name}.") for name in self.inactive) else found
 
-    def _located(self) -> _Located:
-        return _Located(self.origin)
+    def _located(self) -> Located:
+        return Located(self.origin)
 
 
 class Composer:
@@ -184,7 +197,7 @@ class Composer:
         setup_globals()
         JobRuntime.instance().set("name", "dtf")
         load_parts([])
-        self.config_name = config_name or ROOT
+        self.config_dir, self.config_name = config_dir, config_name or ROOT
         self.flags = [
             f"--{key}={value}" for key, value in (("config-dir", config_dir), ("config-name", config_name)) if value
         ]
@@ -194,7 +207,7 @@ class Composer:
     def compose(self, overrides: Sequence[str], resolve: Resolve = resolve_interpolations) -> Composed:
         """See `compose`; `overrides` are those of one run, not of a sweep. `resolve`: how a config becomes plain."""
         given = list(overrides)
-        with _Located(lambda key: COMMAND_LINE):
+        with Located(lambda key: COMMAND_LINE):
             for override in parse(given, self.loader):
                 check_override(override, self.loader)
         config, reads = self.load(given)
@@ -275,7 +288,7 @@ class Composer:
         state = HydraConfig.instance()
         before, state.cfg = state.cfg, None
         given = CommandLine(self.config_name, overrides, self.loader, reads)
-        with _Located(lambda key: self.origin(key, overrides, reads)):
+        with Located(lambda key: self.origin(key, overrides, reads)):
             try:
                 state.set_config(composed)  # for ${hydra:...}
                 plain = resolve(composed)
@@ -302,7 +315,10 @@ class Composer:
         if config["plugins"] != UNSET:
             config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
         options: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(choices))  # type: ignore[assignment]
-        return Composed(config, options, tuple(overrides), composed, self, reads, tuple(notes), tuple(inactive))
+        classes = tuple(chosen_classes(config))
+        return Composed(
+            config, options, tuple(overrides), composed, self, reads, tuple(notes), tuple(inactive), classes
+        )
 
     def _reset_inactive_keys(
         self, composed: DictConfig, config: dict[str, Any], overrides: Sequence[str]
@@ -360,37 +376,9 @@ class Composer:
         return not marked and not override.is_hydra_override() and not self.chooses(override)
 
 
-class _Located:
-    """A block in which a KeyProblem becomes a ConfigError that says where the key was set."""
-
-    def __init__(self, where: Callable[[str], str]) -> None:
-        self._where = where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, KeyProblem):
-            lacks_name = str(error).startswith(f"{error.key}=null names no registered class")
-            key = error.key.removesuffix(".name") if lacks_name else error.key
-            raise ConfigError(located(str(error), key, self._where(error.key))) from error
-
-
 def _uses_model(job: Any) -> bool:
     known = registered("job").get(str(job))
     return known is not None and known.uses_model  # type: ignore[attr-defined]
-
-
-def _check_recipe(recipe: Recipe) -> None:
-    """Have the recipe check itself. ConfigError, or DataError for a file, also where it raises another exception."""
-    try:
-        recipe.check()
-    except DtfError:
-        raise
-    except Exception as error:
-        line = author_line(list(traceback.walk_tb(error.__traceback__)))
-        text = f"{type(recipe).__name__}.check() raised {type(error).__name__}: {error}{f', at {line}' if line else ''}"
-        raise (DataError if isinstance(error, OSError) else ConfigError)(text) from error
 
 
 def _fit(plain: dict[Any, Any]) -> dict[str, Any]:

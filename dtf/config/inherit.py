@@ -16,6 +16,7 @@ from dtf.config.limits import read_checked
 from dtf.config.node_names import true_name
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import flat
+from dtf.core.main_module import is_loaded
 from dtf.core.renamed import upgraded_config
 
 KEYS = ("seed", "recipe", "precision", "step")
@@ -51,7 +52,7 @@ def overrides_from_run(model: str, chosen: Mapping[str, str], plugins: Collectio
 def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, Any]:
     """The config of a run from its file, with the keys and names of today.
 
-    DataError when it is none, ConfigError when it needs plugins that are not among those trusted.
+    DataError when it is none, ConfigError when it needs plugins that are neither among those trusted nor imported.
     """
     if not file.exists():
         raise DataError(
@@ -67,7 +68,7 @@ def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, 
             f"{file} is no config; give the checkpoint with a recipe on the command line, away from this folder"
         )
     saved = upgraded_config(saved)
-    other = [name for name in saved.get("plugins") or [] if name not in plugins]
+    other = [name for name in saved.get("plugins") or [] if name not in plugins and not is_loaded(str(name))]
     if other:  # a folder from elsewhere must not make this process import what it names
         raise ConfigError(
             f"the run of {given} used plugins=[{','.join(map(str, other))}]; give them on the command line if you "

@@ -21,7 +21,7 @@ from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hydra.core.override_parser.types import Override
 
@@ -45,6 +45,22 @@ def located(text: str, key: str, where: str) -> str:
     `where`: `on the command line`, `in FILE`; empty: it is a default, and nothing is said.
     """
     return f"{text} ({show(key)} was set {where})" if where else text
+
+
+class Located:
+    """A block in which a KeyProblem becomes a ConfigError that says where the key was set: `where(key)`."""
+
+    def __init__(self, where: Callable[[str], str]) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KeyProblem):
+            lacks_name = str(error).startswith(f"{error.key}=null names no registered class")
+            key = error.key.removesuffix(".name") if lacks_name else error.key
+            raise ConfigError(located(str(error), key, self._where(error.key))) from error
 
 
 def typed(text: str, override: str) -> str:

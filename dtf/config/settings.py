@@ -7,26 +7,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import pkgutil
 import re
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dtf.api.lr import Schedule
 from dtf.api.options import BudgetOptions, Remat, RunOptions, StepOptions, TrainOptions
 from dtf.api.recipe import Recipe
-from dtf.api.registry import brings, groups, lookup, name_of, option, registered
+from dtf.api.registry import groups, lookup, name_of, option, registered
 from dtf.api.row_optimizer import DEFAULT
 from dtf.api.sampler import Tail
 from dtf.api.schema import KeyProblem, build, build_option, coerce, coerce_option, option_node, show, unset
 from dtf.api.sparse_table import NO_NUMBA
-from dtf.core.author_line import author_line
+from dtf.config.plugin_modules import brings_parts, entry_point_modules, load_plugin
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 
@@ -73,8 +69,6 @@ _PARTS = {
 }
 """Package -> its modules that register classes."""
 
-_ENTRY_POINTS = "dtf.plugins"
-_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _FOLDER = re.compile(r"[A-Za-z0-9._-]{0,128}")
 
 
@@ -234,11 +228,11 @@ def load_parts(plugins: list[str]) -> None:
         modules += [f"dtf.recipes.{family.name}.{module}" for module in sorted(files)]
     for name in modules:
         importlib.import_module(name)
-    for name in _entry_point_modules():
+    for name in entry_point_modules():
         load_plugin(name)
     for name in plugins:
         load_plugin(name)
-        if not _brings(name):
+        if not brings_parts(name):
             raise ConfigError(
                 f"plugins=[{name}] names a module that registers nothing; name one whose classes carry @register"
             )
@@ -249,47 +243,6 @@ def load_parts(plugins: list[str]) -> None:
                 f"{cls.__module__}: @register({group!r}, {part!r}): {group} is no config group; "
                 f"{suggest(group, GROUPS)}"
             )
-
-
-def _brings(plugin: str) -> bool:
-    """Whether a loaded module defines registered classes, or imports some."""
-    members = vars(sys.modules[plugin]).values()
-    sources = {plugin, *(value.__name__ for value in members if isinstance(value, ModuleType))}
-    classes = [cls for group in groups() for cls in registered(group).values()]
-    known = any(
-        cls in members or cls.__module__ in sources or cls.__module__.startswith(f"{plugin}.") for cls in classes
-    )
-    return known or any(brings(home) for home in sources)
-
-
-def load_plugin(name: str) -> None:
-    """Import a module that is not dtf's, from the current directory too. ConfigError when it cannot be imported."""
-    if name in sys.modules:
-        return
-    if not _MODULE.fullmatch(name):
-        raise ConfigError(f"plugins=[{show(name)}] is no module name; give plugins=[package.module]")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # `python -m dtf` has it already, the console script does not
-    try:
-        importlib.import_module(name)
-    except ConfigError:
-        raise
-    except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}.")
-        raise ConfigError(
-            f"plugins=[{name}] cannot be imported: {type(error).__name__}: {error}"
-            + _import_hint(name, error, bool(missing))
-        ) from error
-
-
-def _import_hint(name: str, error: Exception, missing: bool) -> str:
-    if missing:
-        return "; install it, or run where it can be found"
-    line = author_line(list(traceback.walk_tb(error.__traceback__)))
-    place = f", at {line}" if line else ""
-    if "attempted relative import" in str(error):
-        return f"{place}; {name} is in no package: import by the full name, or give plugins=[package.{name}]"
-    return place
 
 
 def _fit_observers(value: Any) -> dict[str, Any]:
@@ -377,24 +330,3 @@ def _check_run(settings: Settings) -> None:
             settings.recipe.direction(run.objective)
         except ConfigError as error:
             raise KeyProblem("run.objective", str(error)) from error
-
-
-def _entry_point_modules() -> list[str]:
-    """Plugin modules of installed packages.
-
-    importlib.metadata takes 25 ms to import, so it is imported only when a package has an entry point of dtf.
-    """
-    marker = f"[{_ENTRY_POINTS}]".encode()
-    for folder in sys.path:
-        try:
-            entries = os.listdir(folder or ".")
-        except OSError:
-            continue
-        for entry in entries:
-            if entry.endswith((".dist-info", ".egg-info")):
-                listing = Path(folder, entry, "entry_points.txt")
-                if listing.is_file() and marker in listing.read_bytes():
-                    from importlib.metadata import entry_points
-
-                    return sorted({point.module for point in entry_points(group=_ENTRY_POINTS)})
-    return []

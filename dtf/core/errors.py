@@ -54,6 +54,8 @@ class DtfError(Exception):
     """Whether all ranks raise it alike, so that the one that is heard first is not to blame."""
     blames: int | None = None
     """Of one that all ranks raise: the rank that is wrong. None: no single one is known to be."""
+    folder: Path | None = None
+    """The run folder, of an error that `dtf.train` raises. None: the run had none yet."""
 
 
 Raised = TypeVar("Raised", bound=DtfError)

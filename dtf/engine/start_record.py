@@ -31,6 +31,7 @@ from dtf.api.task import StartCheck
 from dtf.checkpoint.resolve_path import run_folder_of
 from dtf.core.author_line import DTF
 from dtf.core.consistency import keys_of_all_commands
+from dtf.core.main_module import is_interactive
 from dtf.core.version import __version__
 from dtf.host.user_cache import user_cache
 from dtf.model.attributes import digests
@@ -139,8 +140,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _code(recipe: Recipe, model: nn.Module) -> dict[str, str] | None:
     """What tells source files from others: dtf's own; those loaded from outside of Python's folders for libraries; of
     libraries that define the recipe or a part of the model those that are loaded, of others those that own files use.
-    None where a class has no file, or its code is none of Python's.
+    None where a class has no file, or its code is none of Python's; and where somebody types what runs here, whose
+    files may have changed since they were imported.
     """
+    if is_interactive():
+        return None
     classes = {cls for part in (recipe, *model.modules()) for cls in type(part).__mro__}
     own = {cls.__module__ for cls in classes} - {"builtins", "__builtin__"}
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):

@@ -199,6 +199,7 @@ def _run(
         raise
     finally:
         probes.close()
+        saves.close()
         for loader in (setup.train, setup.evaluation):
             loader.close()
 

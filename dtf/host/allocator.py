@@ -4,6 +4,7 @@ by page: activations are as large in each step. Says whether torch also asks for
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -14,6 +15,7 @@ _MMAP_BYTES = 1 << 28, 1 << 25
 does not take the first.
 """
 _KEPT_BYTES = (1 << 31) - 1  # the largest that mallopt takes
+_DEFAULT_BYTES = 1 << 17  # glibc's own of both
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 _TUNABLES = ("glibc.malloc.trim_threshold", "glibc.malloc.mmap_threshold", "glibc.malloc.top_pad")
@@ -44,6 +46,17 @@ def keep_freed_memory() -> str:
     if not (any(mallopt(_MMAP_THRESHOLD, size) for size in _MMAP_BYTES) and mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)):
         return "the system's"
     return "keeps freed memory (MALLOC_TRIM_THRESHOLD_=131072 gives it back)"
+
+
+def give_freed_memory_back() -> None:
+    """Undo `keep_freed_memory`: give the system what is free, and again what is freed from now on."""
+    with contextlib.suppress(AttributeError):  # no glibc
+        library = ctypes.CDLL(None)
+        trim, mallopt = library.malloc_trim, library.mallopt
+        if not any(os.environ.get(name) for name in _VARIABLES):
+            mallopt(_TRIM_THRESHOLD, _DEFAULT_BYTES)
+            mallopt(_MMAP_THRESHOLD, _DEFAULT_BYTES)
+        trim(0)
 
 
 def huge_pages() -> str:

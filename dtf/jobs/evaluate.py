@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtf.api.job import Job
 from dtf.api.recipe import Split
 from dtf.api.registry import option, register
 from dtf.core.errors import Exit
-from dtf.core.text import number_text, plain_text
+from dtf.core.text import plain_text
+from dtf.jobs.outcome import FILE, Evaluation
+from dtf.jobs.use_model import RanksEnded, check_split, launch
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -46,28 +47,29 @@ class EvaluateJob(Job):
     format: Output = option(default=Output.text, doc="what is printed: `text` to read, `json` for programs")
 
     def run(self, composed: Composed) -> int:
-        from dtf.jobs.use_model import RanksEnded, check_split, launch
-
-        check_split(composed.settings.recipe, self.split)
         try:
-            folder = launch(composed, "dtf.jobs.rank_evaluate:work")
+            evaluation = self.evaluate(composed)
         except RanksEnded as ended:
             return ended.exit
-        if folder is None:
-            return Exit.OK
-        file = folder / "evaluation.json"
-        print(file.read_text(), end="") if self.format is Output.json else print(
-            _text(json.loads(file.read_text())), file, sep="\n"
-        )
+        if evaluation is not None:
+            file = evaluation.folder / FILE
+            print(
+                *([file.read_text().rstrip("\n")] if self.format is Output.json else [_text(evaluation), file]),
+                sep="\n",
+            )
         return Exit.OK
 
+    def evaluate(self, composed: Composed) -> Evaluation | None:
+        """Evaluate on new ranks; None in a process for which another one reports. As `use_model.launch`."""
+        check_split(composed.settings.recipe, self.split)
+        folder = launch(composed, "dtf.jobs.rank_evaluate:work")
+        return None if folder is None else Evaluation.read(folder)
 
-def _text(result: dict[str, Any]) -> str:
+
+def _text(evaluation: Evaluation) -> str:
     """For people."""
-    values = " ".join(f"{name}={number_text(value)}" for name, value in result["metrics"].items())
-    unread = f" of which {result['unread']:,} cannot be read" if result["unread"] else ""
-    lines = [result["model"], f"{result['split']} split, {result['rows']:,} rows{unread}: {values}"]
-    classes = result["classes"]
+    lines = [evaluation.model, str(evaluation)]
+    classes = evaluation.classes
     if classes:
         worst = (
             sorted(classes, key=lambda row: (row["recall"] is None, row["recall"]))[:SHOWN]

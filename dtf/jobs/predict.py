@@ -10,6 +10,7 @@ from dtf.api.job import Job
 from dtf.api.recipe import Split
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, DataError, Exit
+from dtf.jobs.use_model import RanksEnded, check_split, launch
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -47,8 +48,18 @@ class PredictJob(Job):
     format: Form = option(default=Form.jsonl, doc="`jsonl`: a JSON object a line; `csv`: a table with a line of names")
 
     def run(self, composed: Composed) -> int:
-        from dtf.jobs.use_model import RanksEnded, check_split, launch
+        try:
+            path = self.predict(composed)
+        except RanksEnded as ended:
+            return ended.exit
+        if path is not None:
+            print(path)
+        return Exit.OK
 
+    def predict(self, composed: Composed) -> Path | None:
+        """Predict on new ranks, and return the file; None in a process for which another one reports. As
+        `use_model.launch`.
+        """
         check_split(composed.settings.recipe, self.split)
         if self.input and self.split is not Split.eval:
             raise ConfigError(
@@ -57,10 +68,5 @@ class PredictJob(Job):
             )
         if self.input and not Path(self.input).expanduser().exists():
             raise DataError(f"job.input={self.input} does not exist")
-        try:
-            folder = launch(composed, "dtf.jobs.rank_predict:work", data=not self.input)
-        except RanksEnded as ended:
-            return ended.exit
-        if folder is not None:
-            print(folder / f"predictions.{self.format.value}")
-        return Exit.OK
+        folder = launch(composed, "dtf.jobs.rank_predict:work", data=not self.input)
+        return None if folder is None else folder / f"predictions.{self.format.value}"

@@ -18,21 +18,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
-from dtf.api.sparse_table import Placement
-from dtf.api.task import Task
 from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError, DataError, DtfError
 from dtf.core.files import replace_text
 from dtf.core.types import Event, Place
 from dtf.core.version import __version__
-from dtf.distributed.world import World
 from dtf.engine.inference import names_of, weights_of
 from dtf.engine.rank import Rank, run_rank
+from dtf.engine.trained_model import trained_model
 from dtf.model.class_probabilities import class_probabilities
 from dtf.model.forward import cast_floating
-from dtf.model.init import cast, init_model
+from dtf.model.init import init_model
 from dtf.model.pretrained import Weights
-from dtf.sparse.make_tables import tables_of
 
 if TYPE_CHECKING:
     from dtf.jobs.export import ExportJob
@@ -66,7 +63,7 @@ def _export(rank: Rank) -> None:
     set_switches(settings.precision)
     rows = _trial_rows(settings, job)
     weights = weights_of(settings, job.model)
-    model = _load_model(settings, weights, rank.place)
+    model = trained_model(settings, weights)
     inputs, targets = _trial_batch(settings.recipe, rows, model)
     with torch.no_grad():
         expected = model(inputs)
@@ -103,22 +100,6 @@ def _trial_rows(settings: Settings, job: ExportJob) -> Dataset:
     if not len(rows):
         raise DataError("there are no rows to try the exported model on")
     return rows
-
-
-def _load_model(settings: Settings, weights: Weights, place: Place) -> nn.Module:
-    """The trained model on the CPU, in evaluation mode, with its sparse tables inside."""
-    recipe = settings.recipe
-    model = init_model(recipe, settings.seed, weights)
-    cast(model, settings.precision, torch.device("cpu"))
-    task = Task(
-        recipe, settings.optimizer, settings.precision, settings.step, settings.seed, None, weights, settings.sparse
-    )
-    tables = tables_of(task, World(place), Placement.replicated)
-    if tables is not None:
-        from dtf.sparse.inference_module import InferenceModule
-
-        model = InferenceModule.of(model, tables)
-    return model.eval()
 
 
 def _trial_batch(recipe: Recipe, rows: Dataset, model: nn.Module) -> tuple[Any, Tensor]:

@@ -59,7 +59,7 @@ def launch(composed: Composed, entry: str, data: bool = True, one_rank: bool = F
     finally:
         run.end(exit, cause)
     if exit:
-        raise RanksEnded(exit)
+        raise RanksEnded(exit, run.folder)
     return run.folder if run.leader else None
 
 
@@ -102,6 +102,6 @@ def check_split(recipe: Recipe, split: Split) -> None:
 class RanksEnded(Exception):
     """The ranks ended with an exit code other than 0; the launcher has printed why."""
 
-    def __init__(self, exit: Exit) -> None:
+    def __init__(self, exit: Exit, folder: Path) -> None:
         super().__init__(exit)
-        self.exit = exit
+        self.exit, self.folder = exit, folder

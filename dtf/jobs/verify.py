@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf.api.job import Job, Watchable
-from dtf.api.launcher import refusals_told
+from dtf.api.launcher import failures_told
 from dtf.api.registry import option, register
 from dtf.config.inherit import saved_config
 from dtf.config.strategy_spec import read_entry
@@ -252,7 +252,7 @@ class Verify(Job):
         job = again.job
         if isinstance(job, Watchable):
             job.watch = lambda event: _tell(who, event)
-        with refusals_told():
+        with failures_told(lambda failure, raised: failure.exit == Exit.CONFIG):
             code = 0 if self._stop.count else job.run(again)
         if self._stop.count or code == Exit.PREEMPTED:  # however the run ended that was cut
             raise Preempted("asked to stop while comparing; nothing is said of the runs that are left")

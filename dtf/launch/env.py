@@ -46,6 +46,8 @@ class Env(Launcher):
     """Take part as the rank that the environment says; every rank runs the same command line."""
 
     starts_ranks = False
+    hears_all = False
+    in_this_process = True
 
     devices: str = option(
         default="auto",

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -41,6 +42,7 @@ class ForkServer:
         """Start it; `environment` comes on top of this process's."""
         self.environment = environment
         self.used = False  # a rank was asked for
+        self._starter = threading.current_thread()
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         order = json.dumps(
             {
@@ -62,7 +64,8 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        """False also where the thread has ended that started it: the kernel kills it with that one."""
+        return self._starter.is_alive() and self._process.poll() is None
 
     @property
     def pid(self) -> int:

@@ -6,12 +6,13 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
-from dtf.api.launcher import WORK, Launcher, author_traceback, check_one_role, report
+from dtf.api.launcher import WORK, Launcher, check_one_role, report
 from dtf.api.registry import option, register
-from dtf.core.errors import ConfigError
+from dtf.core.errors import BusyError, ConfigError
 from dtf.core.types import Event, Failed, Place
 from dtf.host import devices
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
@@ -21,9 +22,18 @@ if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
 
 
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Has torch ask whether there is a GPU without starting CUDA."""
+
+_one_run = threading.Lock()
+"""Runs in one process would share torch's threads, formats and signals."""
+
+
 @register("launcher", "inline")
 class Inline(Launcher):
     """Train in this process: breakpoints, print and Ctrl-C work; nothing is watched or restarted."""
+
+    in_this_process = True
 
     processes: int | Literal["auto"] = option(
         default=1,
@@ -55,13 +65,27 @@ class Inline(Launcher):
             )
 
     def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
+        if not _one_run.acquire(blocking=False):
+            raise BusyError("another run goes on in this process; wait for it, or use launcher=local")
+        given = os.environ.get(_NVML_CHECK)
+        os.environ.setdefault(_NVML_CHECK, "1")
+        try:
+            from dtf.model.process_state import process_state_kept
+
+            with process_state_kept():
+                return self._become_rank(run, see, entry)
+        finally:
+            if given is None:
+                os.environ.pop(_NVML_CHECK, None)
+            _one_run.release()
+
+    def _become_rank(self, run: LaunchedRun, see: Callable[[Event], None], entry: str) -> int:
         slots, chosen = self.count(), devices.choose(self.devices)
-        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        failed: list[Failed] = []
+        failed: list[tuple[Failed, BaseException | None]] = []
 
         def observe(event: Event) -> None:
             if isinstance(event, Failed):
-                failed.append(event)
+                failed.append((event, sys.exception()))  # it is told while it is handled
             see(event)
 
         from dtf.launch.rank_process import entry as function
@@ -82,7 +106,5 @@ class Inline(Launcher):
                 with contextlib.suppress(ValueError):  # not the main thread, where `work` sets none
                     signal.signal(number, handler)
         if failed:
-            if text := author_traceback(failed[0]):
-                print(text, file=sys.stderr)
-            report(failed[0])
+            report(*failed[0])
         return exit

@@ -127,6 +127,7 @@ class Manual(SupervisedLauncher):
     )
 
     starts_ranks = False
+    hears_all = False
 
     def count(self) -> int:
         self.check_host()

@@ -31,6 +31,14 @@ Entry = Callable[[dict[str, Any], str, str, Place, Callable[[Event], None]], int
 """`entry(config, folder, run_id, place, send) -> exit code`, as `dtf.engine.train.work`."""
 
 
+_ranks: list[int] = []
+
+
+def is_rank() -> bool:
+    """Whether this process was started as a rank."""
+    return bool(_ranks)
+
+
 def begin(order: dict[str, Any], fds: list[int]) -> int:
     """Set this freshly forked process up as a rank and run its entry; returns the exit code.
 
@@ -40,6 +48,7 @@ def begin(order: dict[str, Any], fds: list[int]) -> int:
     """
     events, log, board, orders, *store = fds
     place = Place.from_json(order["place"])
+    _ranks.append(place.rank)
     hosts_store = bool(store and place.store)
     if store and not hosts_store:
         place = replace(place, store=f"/proc/self/fd/{store[0]}")

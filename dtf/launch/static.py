@@ -37,6 +37,8 @@ class Static(SupervisedLauncher):
     One process on each host watches its ranks; all are restarted together. These processes meet at `address`.
     """
 
+    hears_all = False
+
     nodes: int = option(least=1, most=1024, doc="hosts that take part")
     node_rank: int = option(least=0, doc="which of them this is, 0 to nodes - 1; 0 makes the run folder and reports")
     address: str = option(

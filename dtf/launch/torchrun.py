@@ -41,6 +41,8 @@ class Torchrun(Launcher):
     run goes on.
     """
 
+    hears_all = False
+
     rendezvous: str = option(doc="HOST:PORT where the agents meet; the one on HOST serves it, and the run ends with it")
     nodes: str = option(default="1:1", doc="fewest and most hosts, as in 2:4; or one number for both")
     processes: int | Literal["auto"] = option(

@@ -40,6 +40,7 @@ _functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _making = threading.Lock()
 _traced_only = False
 _chosen: dict[str, Any] = {}  # by `configure`
+_before: dict[tuple[Any, str], Any] = {}  # options of torch's compiler, and their values before they were set
 _thread = threading.local()
 
 
@@ -218,21 +219,49 @@ def _set_options() -> None:
     import torch._functorch.config
     import torch._inductor.config as inductor
 
-    dynamo = torch._dynamo.config
-    dynamo.skip_nnmodule_hook_guards = False  # a hook that comes later is seen
-    dynamo.optimize_ddp = False  # it would cut blocks at the ends of buckets
-    # equal modules may keep numbers of their own, for each of which torch compiles
-    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _most()
-    inductor.fallback_random = True  # functional dropout draws what it draws uncompiled
-    inductor.layout_optimization = False  # `step.memory_format` says how images lie, and draws follow that
-    inductor.deterministic = True  # on GPUs, kernels are not chosen by how fast they were
-    inductor.fx_graph_cache = True
-    torch._functorch.config.enable_autograd_cache = True
-    torch._functorch.config.force_non_lazy_backward_lowering = True  # all is compiled where `compiling` says so
+    _set(
+        torch._dynamo.config,
+        skip_nnmodule_hook_guards=False,  # a hook that comes later is seen
+        optimize_ddp=False,  # it would cut blocks at the ends of buckets
+        # equal modules may keep numbers of their own, for each of which torch compiles
+        recompile_limit=_most(),
+        accumulated_recompile_limit=_most(),
+    )
+    _set(
+        inductor,
+        fallback_random=True,  # functional dropout draws what it draws uncompiled
+        layout_optimization=False,  # `step.memory_format` says how images lie, and draws follow that
+        deterministic=True,  # on GPUs, kernels are not chosen by how fast they were
+        fx_graph_cache=True,
+    )
+    _set(
+        torch._functorch.config,
+        enable_autograd_cache=True,
+        force_non_lazy_backward_lowering=True,  # all is compiled where `compiling` says so
+    )
     if _chosen.get("device") == "cpu":
-        inductor.cpp.threads = _chosen["threads"]
-        inductor.compile_threads = 1  # ranks share the cores
+        _set(inductor.cpp, threads=_chosen["threads"])
+        _set(inductor, compile_threads=1)  # ranks share the cores
     _thread.configured = True
+
+
+def _set(options: Any, **values: Any) -> None:
+    for name, value in values.items():
+        _before.setdefault((options, name), getattr(options, name))
+        setattr(options, name, value)
+
+
+@contextmanager
+def compiler_options_kept() -> Iterator[None]:
+    """A context for one run, after which torch's compiler has the options that it had before."""
+    try:
+        yield
+    finally:
+        for (options, name), value in _before.items():
+            setattr(options, name, value)
+        _before.clear()
+        _chosen.clear()
+        _thread.configured = False
 
 
 def _most() -> int:

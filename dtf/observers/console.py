@@ -1,4 +1,4 @@
-"""Prints a run on standard output: live progress on a terminal, lines for grep elsewhere.
+"""Prints a run on standard output: live progress on a terminal, lines for grep elsewhere, both in a notebook.
 
 The launcher prints failures.
 """
@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -31,11 +32,13 @@ class Console(Observer):
 
     shows_notes = True
 
-    live: bool = option(default=True, doc="draw progress on a terminal; false: plain lines there too")
+    live: bool = option(default=True, doc="draw progress on a terminal, or in a notebook; false: plain lines there too")
 
     def open(self, folder: Path, config: dict) -> None:
         self._view: TerminalView | Lines | None = None
-        if self.live and _draws(sys.stdout):
+        if self.live and _is_cell(sys.stdout):
+            self._view = CellLines(sys.stdout)
+        elif self.live and _draws(sys.stdout):
             from dtf.observers.terminal import TerminalView
 
             self._view = TerminalView(folder, config)
@@ -115,9 +118,47 @@ class Lines:
         self._write(" ".join([*filter(None, [head]), *words, *filter(None, [tail])]))
 
     def _write(self, line: str) -> None:
+        self._put(line + "\n")
+
+    def _put(self, text: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         self._stream.flush()
+
+
+class CellLines(Lines):
+    """Lines for the output of a notebook's cell: the start-up table has a line for each of its rows, and what is
+    measured in training takes the place of what was measured before.
+    """
+
+    _passes = False  # whether the next line may be replaced
+    _passing = 0  # characters of the line that the next one replaces
+
+    def see(self, event: Event) -> None:
+        if isinstance(event, Started) and not event.attempt:
+            width = max(map(len, event.table), default=0)
+            for name, value in event.table.items():
+                first, *rest = str(value).splitlines() or [""]
+                self._write(plain_text(f"{name:<{width}}  {first}"))
+                for line in rest:
+                    self._write(plain_text(f"{'':<{width}}  {line}"))
+            event = replace(event, table={})
+        self._passes = isinstance(event, Measured) and event.split == "train"
+        super().see(event)
+
+    def close(self) -> None:
+        """Keep the line that would have been replaced."""
+        if self._passing:
+            self._passing = 0
+            self._put("\n")
+
+    def _write(self, line: str) -> None:
+        if self._passes:
+            self._put(f"\r{line:<{self._passing}}")
+            self._passing = len(line)
+        else:
+            self._put((f"\r{line:<{self._passing}}" if self._passing else line) + "\n")
+            self._passing = 0
 
 
 def _train_values(values: dict[str, float]) -> dict[str, str]:
@@ -146,6 +187,11 @@ def _draws(stream: TextIO) -> bool:
     if not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
         return False
     return codecs.lookup(stream.encoding or "ascii").name == "utf-8"
+
+
+def _is_cell(stream: TextIO) -> bool:
+    """Whether this is the output of a notebook's cell."""
+    return type(stream).__module__.partition(".")[0] == "ipykernel"
 
 
 def _hang_up() -> None:

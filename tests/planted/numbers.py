@@ -321,8 +321,8 @@ FAULTS = [
     Fault(
         "a compiled module skips hooks that come later",
         "dtf/model/compiled_forward.py",
-        "    dynamo.skip_nnmodule_hook_guards = False",
-        "    dynamo.skip_nnmodule_hook_guards = True",
+        "        skip_nnmodule_hook_guards=False,",
+        "        skip_nnmodule_hook_guards=True,",
         ("tests/unit/test_compiled_forward.py::test_hooks_within_a_block_are_not_skipped",),
     ),
     Fault(

@@ -240,3 +240,22 @@ def test_machine_code_draws_in_the_order_in_which_images_lie(
     compile_modules(model, ["0"], "step.compile=blocks")
     torch.manual_seed(0)
     assert torch.allclose(model(x), plain, atol=1e-5)
+
+
+def test_the_options_of_the_compiler_are_afterwards_as_before() -> None:
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    def options() -> list[Any]:
+        dynamo = torch._dynamo.config
+        chosen = [dynamo.recompile_limit, dynamo.skip_nnmodule_hook_guards, functorch.enable_autograd_cache]
+        return [*chosen, inductor.fallback_random, inductor.deterministic, inductor.cpp.threads]
+
+    with compiled_forward.compiler_options_kept():
+        pass  # other tests have set some
+    before = options()
+    with compiled_forward.compiler_options_kept():
+        compiled_forward.configure("cpu", 3, 2)
+        compiled_forward.configure("cpu", 3, 4)
+        assert options()[0] == 4 * compiled_forward.MOST_SHAPES and options()[-1] == 3
+    assert options() == before

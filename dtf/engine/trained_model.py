@@ -1,0 +1,42 @@
+"""A trained model as its recipe's module, for whoever uses it in a program of their own. Not collective."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dtf.api.sparse_table import Placement
+from dtf.api.task import Task
+from dtf.config.settings import Settings
+from dtf.core.types import Place
+from dtf.distributed.world import World
+from dtf.engine.inference import weights_of
+from dtf.model.init import cast, init_model
+from dtf.model.pretrained import Weights
+from dtf.sparse.make_tables import tables_of
+
+
+def load_trained(settings: Settings, model: str) -> nn.Module:
+    """`trained_model` with the weights at the place that `job.model` names, else recipe.model.weights.
+
+    DataError where there are none, ConfigError where they do not fit.
+    """
+    return trained_model(settings, weights_of(settings, model))
+
+
+def trained_model(settings: Settings, weights: Weights) -> nn.Module:
+    """The recipe's model with these weights, on the CPU, in the format of precision.param and in evaluation mode, with
+    its sparse tables inside.
+    """
+    recipe = settings.recipe
+    model = init_model(recipe, settings.seed, weights)
+    cast(model, settings.precision, torch.device("cpu"))
+    task = Task(
+        recipe, settings.optimizer, settings.precision, settings.step, settings.seed, None, weights, settings.sparse
+    )
+    tables = tables_of(task, World(Place()), Placement.replicated)
+    if tables is not None:
+        from dtf.sparse.inference_module import InferenceModule
+
+        model = InferenceModule.of(model, tables)
+    return model.eval()
