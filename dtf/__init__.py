@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from dtf.model.losses import cross_entropy, target_rank
     from dtf.model.metrics import weighted_sums
     from dtf.optim.sharding import ParamShard, Sharding, full_params
+    from dtf.optim.torch_class import TorchOptimizer, torch_optimizer
     from dtf.optim.update import LocalUpdate
     from dtf.pserver.placement import placing
     from dtf.sparse.make_tables import tables_of
@@ -170,6 +171,8 @@ _PUBLIC = {
     "tables_of": "sparse.make_tables",
     "target_rank": "model.losses",
     "Task": "api.task",
+    "torch_optimizer": "optim.torch_class",
+    "TorchOptimizer": "optim.torch_class",
     "Train": "core.types",
     "weighted_sums": "model.metrics",
     "Weights": "api.task",
@@ -249,6 +252,7 @@ __all__ = [
     "Table",
     "Tail",
     "Task",
+    "TorchOptimizer",
     "Train",
     "Weights",
     "World",
@@ -276,6 +280,7 @@ __all__ = [
     "seed_of",
     "tables_of",
     "target_rank",
+    "torch_optimizer",
     "weighted_sums",
     "with_default",
 ]

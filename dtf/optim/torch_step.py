@@ -1,0 +1,290 @@
+"""Steps a group of parameters by a class in the form of torch.optim's. Its state lies in dtf's tensors, by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtf.api.optimizer import Group
+from dtf.core.errors import ConfigError
+from dtf.host import devices
+
+if TYPE_CHECKING:
+    from dtf.optim.torch_class import TorchOptimizer
+
+STARTED = "started"
+"""Key of a state: 1 when the class has made its own, in the first step that was not skipped. Before that the class
+finds none, as in torch: it may begin with that step's gradient, or learning rate.
+"""
+
+_CHUNK_BYTES = 1 << 26
+"""Parameters that are stepped at once: what a step needs besides, such as copies for a step that may be skipped, is in
+proportion.
+"""
+
+
+class Slot(NamedTuple):
+    """What a class keeps of a parameter under one key of its state."""
+
+    key: str
+    kind: str  # `parameter`, of its shape; `scalar`, a tensor of one number; `number`, of Python; `none`
+    shape: tuple[int, ...]  # of a scalar
+    dtype: torch.dtype
+    number: type  # of Python
+
+
+Slots = tuple[Slot, ...]
+
+
+def empty_state(slots: Slots, parameter: Tensor) -> dict[str, Tensor]:
+    """State that the class has not begun: zeros."""
+    state = {}
+    for slot in slots:
+        if slot.kind == "parameter":
+            state[slot.key] = torch.zeros_like(parameter, dtype=slot.dtype, requires_grad=False)
+        elif slot.kind != "none":
+            state[slot.key] = torch.zeros((), dtype=slot.dtype, device=parameter.device)
+    if state:
+        state[STARTED] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return state
+
+
+def load_class(optimizer: TorchOptimizer) -> type[torch.optim.Optimizer]:
+    """The class itself. ConfigError where it is not there."""
+    target = optimizer.torch_class
+    if not isinstance(target, str):
+        return target
+    module, _, name = target.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{optimizer.said}: {error}; install its package, or correct the name") from error
+
+
+@cache
+def _takes(cls: type) -> frozenset[str]:
+    return frozenset(inspect.signature(cls).parameters)
+
+
+def construct(
+    optimizer: TorchOptimizer, parameters: Sequence[Tensor], weight_decay: float, **more: Any
+) -> torch.optim.Optimizer:
+    """The class over some parameters. ConfigError where it refuses them or its options."""
+    cls, arguments = load_class(optimizer), optimizer.arguments | more
+    if optimizer.takes_weight_decay:
+        arguments["weight_decay"] = weight_decay
+    taken = _takes(cls)
+    if "lr" not in more and inspect.signature(cls).parameters["lr"].default is inspect.Parameter.empty:
+        arguments["lr"] = 1e-3
+    if "capturable" in taken and parameters[0].device.type == "cuda":
+        # counters lie on the device then, and no step waits for it
+        arguments.setdefault("capturable", True)
+    try:
+        return cls(list(parameters), **arguments)
+    except (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"{optimizer.said} refuses its options or parameters: {error}") from error
+
+
+class ClassStep:
+    """Steps a group. As `dtf.api.optimizer.Step`."""
+
+    def __init__(self, optimizer: TorchOptimizer, group: Group, slots: Sequence[Slots]) -> None:
+        self._chunks: list[_Chunk] = []
+        self._cuts: list[slice] = []
+        first = size = 0
+        for last, parameter in enumerate(group.parameters, 1):
+            size += parameter.numel() * parameter.element_size()
+            if size >= _CHUNK_BYTES or last == len(group.parameters):
+                cut = slice(first, last)
+                own = {key: tensors[cut] for key, tensors in group.slots.items()}
+                self._cuts.append(cut)
+                self._chunks.append(
+                    _Chunk(optimizer, group.parameters[cut], own, slots[first], group.weight_decay)
+                )
+                first, size = last, 0
+
+    def __call__(self, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
+        if skip is not None and devices.host_reads(skip.device.type):
+            if skip.item():
+                return
+            skip = None
+        for cut, chunk in zip(self._cuts, self._chunks, strict=True):
+            chunk.step(gradients[cut], lr, skip)
+
+
+class _Chunk:
+    """Parameters that are stepped at once, with an object of the class, whose state refers to dtf's tensors."""
+
+    def __init__(
+        self,
+        optimizer: TorchOptimizer,
+        parameters: list[Tensor],
+        own: dict[str, list[Tensor]],
+        slots: Slots,
+        weight_decay: float,
+    ) -> None:
+        self._optimizer, self._parameters, self._slots = optimizer, parameters, slots
+        self._class = construct(optimizer, parameters, weight_decay)
+        kept = [slot for slot in slots if slot.kind != "none"]
+        self._touched = [*parameters, *(tensor for slot in kept for tensor in own[slot.key])]
+        self._flags = _Flags(own[STARTED]) if kept else None
+        if self._flags is not None:
+            self._touched += self._flags.tensors
+        self._views = [
+            {slot.key: _view(own[slot.key][index], slot) for slot in kept} for index in range(len(parameters))
+        ]
+        self._numbers = [(slot, own[slot.key]) for slot in kept if slot.kind == "number"]
+        self._on_host = False  # whether it keeps numbers on the host that belong to parameters on a device
+
+    def step(self, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
+        before = None if skip is None else [tensor.clone() for tensor in self._touched]
+        started = self._flags.read() if self._flags is not None else None
+        if started is not None:
+            self._give(started)
+        for group in self._class.param_groups:
+            group["lr"] = lr
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._class.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._take()
+        if self._flags is not None and not (started and all(started)):
+            torch._foreach_zero_(self._flags.tensors)
+            torch._foreach_add_(self._flags.tensors, 1.0)
+        if before is not None and skip is not None:
+            restore(self._touched, before, skip)
+        if self._flags is not None:
+            self._flags.written(bool(started and all(started)))
+
+    def _give(self, started: list[bool]) -> None:
+        """Let the class find the state that it has begun, and none where it has not."""
+        state = self._class.state
+        for parameter, views, known in zip(self._parameters, self._views, started, strict=True):
+            if not known:
+                state.pop(parameter, None)
+            elif parameter not in state:
+                state[parameter] = {
+                    slot.key: views[slot.key] if slot.kind != "none" else None for slot in self._slots
+                }
+        for slot, tensors in self._numbers:
+            for parameter, number, known in zip(
+                self._parameters, torch.stack(tensors).tolist(), started, strict=True
+            ):
+                if known:
+                    state[parameter][slot.key] = number if slot.number is float else slot.number(round(number))
+        if self._on_host:  # waits for the device
+            for parameter, views, known in zip(self._parameters, self._views, started, strict=True):
+                for slot in self._slots if known else ():
+                    if slot.kind == "scalar" and state[parameter][slot.key] is not views[slot.key]:
+                        state[parameter][slot.key] = views[slot.key].to("cpu", copy=True)
+
+    def _take(self) -> None:
+        """Bring what the class has made anew, or keeps elsewhere, into dtf's tensors."""
+        for parameter, views in zip(self._parameters, self._views, strict=True):
+            state = self._class.state.get(parameter, {})
+            if len(state) != len(self._slots):
+                raise self._grown(state)
+            for slot in self._slots:
+                if slot.key not in state:
+                    raise self._grown(state)
+                value, view = state[slot.key], views.get(slot.key)
+                if value is view:
+                    continue
+                if view is None or not _fits(value, view, slot):
+                    raise ConfigError(
+                        f"{self._optimizer.said} keeps {_said(value)} as `{slot.key}` of a parameter of shape "
+                        f"{tuple(parameter.shape)}; dtf keeps tensors of the parameter's shape, and numbers"
+                    )
+                if slot.kind == "number":
+                    view.fill_(value)
+                    continue
+                view.copy_(value)
+                if value.device != parameter.device:
+                    self._on_host = True
+                else:
+                    state[slot.key] = view
+
+    def _grown(self, state: Any) -> ConfigError:
+        keys, known = sorted(map(str, state)), [slot.key for slot in self._slots]
+        return ConfigError(
+            f"{self._optimizer.said} keeps {keys} of a parameter, where a trial of its first steps found {known}; "
+            "dtf cannot say before a run what its checkpoints hold"
+        )
+
+
+def _view(tensor: Tensor, slot: Slot) -> Tensor:
+    return tensor.view(slot.shape) if slot.kind == "scalar" and slot.shape else tensor
+
+
+def _fits(value: Any, view: Tensor, slot: Slot) -> bool:
+    if slot.kind == "number":
+        return type(value) in (bool, int, float)
+    return isinstance(value, Tensor) and value.shape == view.shape and value.dtype is view.dtype
+
+
+def _said(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+class _Flags:
+    """Which parameters have a state: tensors () of 0 or 1, read without waiting for a device that is at work."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self._known: list[bool] | None = None
+        self._versions: list[int] = []
+        self._coming: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def read(self) -> list[bool]:
+        """Waits for the device where others have written the tensors, as when a checkpoint is loaded."""
+        if self._versions != [tensor._version for tensor in self.tensors]:
+            self._known = None
+        elif self._coming is not None:
+            host, event = self._coming
+            event.synchronize()  # of the last step, not of what came after it
+            self._known = [number > 0 for number in host.tolist()]
+        if self._known is None:
+            self._known = [number > 0 for number in torch.stack(self.tensors).tolist()]
+        self._coming = None
+        return self._known
+
+    def written(self, as_before: bool) -> None:
+        """A step has been made. `as_before`: all had a state."""
+        self._versions = [tensor._version for tensor in self.tensors]
+        if as_before:
+            return
+        if not self.tensors[0].is_cuda:
+            self._known = [number > 0 for number in torch.stack(self.tensors).tolist()]
+            return
+        host = torch.empty(len(self.tensors), dtype=torch.float32, pin_memory=True)
+        host.copy_(torch.stack(self.tensors), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.tensors[0].device))
+        self._coming = host, event
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def restore(tensors: list[Tensor], before: list[Tensor], skip: Tensor) -> None:
+    """Give tensors their numbers `before` back where `skip` () is 1, bit for bit, NaN or not. Nothing waits.
+
+    In whole numbers a product with 0 or 1 chooses bits. `before` is overwritten.
+    """
+    by_size: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+    for tensor, old in zip(tensors, before, strict=True):
+        now, then = by_size.setdefault(tensor.element_size(), ([], []))
+        now.append(tensor.detach().view(_BITS[tensor.element_size()]))
+        then.append(old.view(_BITS[tensor.element_size()]))
+    for size, (now, then) in by_size.items():
+        back = skip.to(_BITS[size])
+        torch._foreach_mul_(now, 1 - back)
+        torch._foreach_mul_(then, back)
+        torch._foreach_add_(now, then)
