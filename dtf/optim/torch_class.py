@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from inspect import Parameter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from dtf.api.optimizer import Group, Optimizer, Step
 from dtf.api.registry import name_of, option, register
@@ -21,6 +21,8 @@ from dtf.core.text import suggest
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from dtf.optim.torch_step import ChosenClass
 
 HOW_IT_RUNS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Arguments that change no number, or that dtf sets: the class's own choice holds."""
@@ -74,6 +76,13 @@ class TorchOptimizer(Optimizer):
         chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
         return {**chosen, **self.pinned}
 
+    @property
+    def chosen(self) -> ChosenClass:
+        """What its steps are made from."""
+        from dtf.optim.torch_step import ChosenClass
+
+        return ChosenClass(self.said, self.torch_class, self.arguments, self.takes_weight_decay, self.weight_decay)
+
     def check(self) -> None:
         if not self.takes_weight_decay and (self.weight_decay or any(self.weight_decays.values())):
             key = "weight_decay" if self.weight_decay else "weight_decays"
@@ -95,13 +104,13 @@ class TorchOptimizer(Optimizer):
         """Whether a step of a part of a tensor is not that part of a step of the tensor; tried once."""
         from dtf.optim.torch_trial import try_out
 
-        return not try_out(self).by_element
+        return not try_out(self.chosen).by_element
 
     def init(self, parameter: Tensor) -> dict[str, Tensor]:
         from dtf.optim.torch_step import empty_state
         from dtf.optim.torch_trial import slots_of
 
-        return empty_state(slots_of(self, parameter), parameter)
+        return empty_state(slots_of(self.chosen, parameter), parameter)
 
     def stepper(self, group: Group) -> Step:
         from dtf.optim.torch_step import ClassStep
@@ -112,7 +121,7 @@ class TorchOptimizer(Optimizer):
                 f"{self.said}: its step of a part of a tensor is not that part of its step of the tensor, as a trial "
                 "shows, and this strategy divides tensors; use strategy=ddp, zero1, dp, pipeline or pserver"
             )
-        return ClassStep(self, group, [slots_of(self, parameter) for parameter in group.parameters])
+        return ClassStep(self.chosen, group, [slots_of(self.chosen, parameter) for parameter in group.parameters])
 
     def step(self, group: Group, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
         self.stepper(group)(gradients, lr, skip)
@@ -142,7 +151,7 @@ def torch_optimizer(name: str, torch_class: str | type, /, **defaults: Any) -> t
     for key, argument in arguments.items():
         value = defaults.get(key, argument.default)
         hint = config_type(argument.replace(default=value))
-        if key in _SET_BY_DTF and key != "weight_decay" or key == next(iter(arguments)):
+        if (key in _SET_BY_DTF and key != "weight_decay") or key == next(iter(arguments)):
             continue
         if key in HOW_IT_RUNS or hint is None or value is UNKNOWN:
             if key in defaults:
@@ -151,7 +160,7 @@ def torch_optimizer(name: str, torch_class: str | type, /, **defaults: Any) -> t
                 raise ConfigError(f"{said}: no config key can be {key}; give its value in the line: {key}=...")
             continue
         hints[key] = float if key == "weight_decay" else hint
-        fields[key] = _field(key, value)
+        fields[key] = _field(key, _as(hints[key], value))
     target = torch_class if isinstance(torch_class, str) else f"{torch_class.__module__}:{torch_class.__qualname__}"
     made = type(
         target.rpartition(":")[2].rpartition(".")[2],
@@ -169,10 +178,17 @@ def torch_optimizer(name: str, torch_class: str | type, /, **defaults: Any) -> t
     return register("optimizer", name)(made)
 
 
+def _as(hint: Any, value: Any) -> Any:
+    """A default as the number that its key's type says: 0 of a float is 0.0."""
+    if isinstance(value, tuple | list) and get_args(hint):
+        return type(value)(_as(get_args(hint)[0], item) for item in value)
+    return float(value) if hint is float and type(value) is int else value
+
+
 def _field(key: str, value: Any) -> Any:
     if key == "weight_decay":
         text = TorchOptimizer.__dataclass_fields__[key].metadata["doc"]
-        return option(default=float(value), least=0, doc=text)
+        return option(default=value, least=0, doc=text)
     text = f"the constructor's `{key}`"
     if value is Parameter.empty:
         return option(doc=text)

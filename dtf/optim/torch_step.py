@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +15,6 @@ from torch import Tensor
 from dtf.api.optimizer import Group
 from dtf.core.errors import ConfigError
 from dtf.host import devices
-
-if TYPE_CHECKING:
-    from dtf.optim.torch_class import TorchOptimizer
 
 STARTED = "started"
 """Key of a state: 1 when the class has made its own, in the first step that was not skipped. Before that the class
@@ -29,6 +27,17 @@ proportion.
 """
 
 
+@dataclass(frozen=True)
+class ChosenClass:
+    """A class and what its constructor gets beside parameters and learning rate."""
+
+    said: str  # as messages begin
+    target: str | type  # "module:Class", or the class
+    arguments: Mapping[str, Any]
+    takes_weight_decay: bool
+    weight_decay: float
+
+
 class Slot(NamedTuple):
     """What a class keeps of a parameter under one key of its state."""
 
@@ -36,7 +45,11 @@ class Slot(NamedTuple):
     kind: str  # `parameter`, of its shape; `scalar`, a tensor of one number; `number`, of Python; `none`
     shape: tuple[int, ...]  # of a scalar
     dtype: torch.dtype
-    number: type  # of Python
+    number: type = float  # of Python
+
+    def python(self, value: float) -> float:
+        """A number as the class keeps it; averages over ranks may have moved whole ones."""
+        return value if self.number is float else self.number(round(value))
 
 
 Slots = tuple[Slot, ...]
@@ -55,16 +68,16 @@ def empty_state(slots: Slots, parameter: Tensor) -> dict[str, Tensor]:
     return state
 
 
-def load_class(optimizer: TorchOptimizer) -> type[torch.optim.Optimizer]:
+def load_class(chosen: ChosenClass) -> type[torch.optim.Optimizer]:
     """The class itself. ConfigError where it is not there."""
-    target = optimizer.torch_class
+    target = chosen.target
     if not isinstance(target, str):
         return target
     module, _, name = target.partition(":")
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{optimizer.said}: {error}; install its package, or correct the name") from error
+        raise ConfigError(f"{chosen.said}: {error}; install its package, or correct the name") from error
 
 
 @cache
@@ -73,11 +86,11 @@ def _takes(cls: type) -> frozenset[str]:
 
 
 def construct(
-    optimizer: TorchOptimizer, parameters: Sequence[Tensor], weight_decay: float, **more: Any
+    chosen: ChosenClass, parameters: Sequence[Tensor], weight_decay: float, **more: Any
 ) -> torch.optim.Optimizer:
     """The class over some parameters. ConfigError where it refuses them or its options."""
-    cls, arguments = load_class(optimizer), optimizer.arguments | more
-    if optimizer.takes_weight_decay:
+    cls, arguments = load_class(chosen), {**chosen.arguments, **more}
+    if chosen.takes_weight_decay:
         arguments["weight_decay"] = weight_decay
     taken = _takes(cls)
     if "lr" not in more and inspect.signature(cls).parameters["lr"].default is inspect.Parameter.empty:
@@ -88,26 +101,25 @@ def construct(
     try:
         return cls(list(parameters), **arguments)
     except (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"{optimizer.said} refuses its options or parameters: {error}") from error
+        raise ConfigError(f"{chosen.said} refuses its options or parameters: {error}") from error
 
 
 class ClassStep:
     """Steps a group. As `dtf.api.optimizer.Step`."""
 
-    def __init__(self, optimizer: TorchOptimizer, group: Group, slots: Sequence[Slots]) -> None:
+    def __init__(self, chosen: ChosenClass, group: Group, slots: Sequence[Slots]) -> None:
         self._chunks: list[_Chunk] = []
         self._cuts: list[slice] = []
         first = size = 0
         for last, parameter in enumerate(group.parameters, 1):
             size += parameter.numel() * parameter.element_size()
-            if size >= _CHUNK_BYTES or last == len(group.parameters):
-                cut = slice(first, last)
-                own = {key: tensors[cut] for key, tensors in group.slots.items()}
-                self._cuts.append(cut)
-                self._chunks.append(
-                    _Chunk(optimizer, group.parameters[cut], own, slots[first], group.weight_decay)
-                )
-                first, size = last, 0
+            if size < _CHUNK_BYTES and last < len(group.parameters) and slots[last] == slots[first]:
+                continue
+            cut = slice(first, last)
+            own = {key: tensors[cut] for key, tensors in group.slots.items()}
+            self._cuts.append(cut)
+            self._chunks.append(_Chunk(chosen, group.parameters[cut], own, slots[first], group.weight_decay))
+            first, size = last, 0
 
     def __call__(self, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
         if skip is not None and devices.host_reads(skip.device.type):
@@ -123,14 +135,15 @@ class _Chunk:
 
     def __init__(
         self,
-        optimizer: TorchOptimizer,
+        chosen: ChosenClass,
         parameters: list[Tensor],
         own: dict[str, list[Tensor]],
         slots: Slots,
         weight_decay: float,
     ) -> None:
-        self._optimizer, self._parameters, self._slots = optimizer, parameters, slots
-        self._class = construct(optimizer, parameters, weight_decay)
+        self._chosen, self._parameters, self._slots = chosen, parameters, slots
+        self._weight_decay = weight_decay
+        self._class, self._is_new = construct(chosen, parameters, weight_decay), True
         kept = [slot for slot in slots if slot.kind != "none"]
         self._touched = [*parameters, *(tensor for slot in kept for tensor in own[slot.key])]
         self._flags = _Flags(own[STARTED]) if kept else None
@@ -139,7 +152,7 @@ class _Chunk:
         self._views = [
             {slot.key: _view(own[slot.key][index], slot) for slot in kept} for index in range(len(parameters))
         ]
-        self._numbers = [(slot, own[slot.key]) for slot in kept if slot.kind == "number"]
+        self._scalars = [(slot, own[slot.key]) for slot in kept if slot.kind != "parameter"]
         self._on_host = False  # whether it keeps numbers on the host that belong to parameters on a device
 
     def step(self, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
@@ -152,6 +165,7 @@ class _Chunk:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         self._class.step()
+        self._is_new = False
         for parameter in self._parameters:
             parameter.grad = None
         self._take()
@@ -164,26 +178,22 @@ class _Chunk:
             self._flags.written(bool(started and all(started)))
 
     def _give(self, started: list[bool]) -> None:
-        """Let the class find the state that it has begun, and none where it has not."""
+        """Let the class find the state that it has begun, and where it has not what its constructor makes."""
+        if not all(started) and not self._is_new:  # its first step was skipped
+            self._class, self._is_new = construct(self._chosen, self._parameters, self._weight_decay), True
         state = self._class.state
-        for parameter, views, known in zip(self._parameters, self._views, started, strict=True):
-            if not known:
-                state.pop(parameter, None)
-            elif parameter not in state:
-                state[parameter] = {
-                    slot.key: views[slot.key] if slot.kind != "none" else None for slot in self._slots
-                }
-        for slot, tensors in self._numbers:
-            for parameter, number, known in zip(
-                self._parameters, torch.stack(tensors).tolist(), started, strict=True
-            ):
-                if known:
-                    state[parameter][slot.key] = number if slot.number is float else slot.number(round(number))
-        if self._on_host:  # waits for the device
+        if self._is_new:
             for parameter, views, known in zip(self._parameters, self._views, started, strict=True):
-                for slot in self._slots if known else ():
-                    if slot.kind == "scalar" and state[parameter][slot.key] is not views[slot.key]:
-                        state[parameter][slot.key] = views[slot.key].to("cpu", copy=True)
+                if known:
+                    state[parameter] = {slot.key: views.get(slot.key) for slot in self._slots}
+        for slot, tensors in self._scalars:
+            if slot.kind == "scalar" and not self._on_host:
+                continue
+            read = torch.stack(tensors).cpu()  # waits for a device
+            values = read.view(-1, *slot.shape) if slot.kind == "scalar" else map(slot.python, read.tolist())
+            for parameter, value, known in zip(self._parameters, values, started, strict=True):
+                if known:
+                    state[parameter][slot.key] = value
 
     def _take(self) -> None:
         """Bring what the class has made anew, or keeps elsewhere, into dtf's tensors."""
@@ -199,7 +209,7 @@ class _Chunk:
                     continue
                 if view is None or not _fits(value, view, slot):
                     raise ConfigError(
-                        f"{self._optimizer.said} keeps {_said(value)} as `{slot.key}` of a parameter of shape "
+                        f"{self._chosen.said} keeps {_said(value)} as `{slot.key}` of a parameter of shape "
                         f"{tuple(parameter.shape)}; dtf keeps tensors of the parameter's shape, and numbers"
                     )
                 if slot.kind == "number":
@@ -214,7 +224,7 @@ class _Chunk:
     def _grown(self, state: Any) -> ConfigError:
         keys, known = sorted(map(str, state)), [slot.key for slot in self._slots]
         return ConfigError(
-            f"{self._optimizer.said} keeps {keys} of a parameter, where a trial of its first steps found {known}; "
+            f"{self._chosen.said} keeps {keys} of a parameter, where a trial of its first steps found {known}; "
             "dtf cannot say before a run what its checkpoints hold"
         )
 

@@ -11,13 +11,12 @@ from torch import Tensor
 from dtf.api.optimizer import Optimizer
 from dtf.api.registry import registered
 from dtf.api.schema import build_option, coerce_option
-from dtf.config.settings import load_parts
 from dtf.core.errors import ConfigError
 from dtf.optim.optimizers import Lars
+from dtf.optim.torch_optimizers import Rprop
 
-load_parts([])
 NAMES = list(registered("optimizer"))
-DECAYING = [name for name in NAMES if name != "rprop"]
+DECAYING = [name for name, cls in registered("optimizer").items() if cls is not Rprop]
 SHAPES = {"conv.weight": (4, 3, 3, 3), "norm.weight": (4,), "norm.bias": (4,), "fc.weight": (5, 4), "temperature": ()}
 LRS = [0.1, 0.2, 0.05, 0.1, 0.3, 0.1, 0.1, 0.02, 0.5, 0.1]
 
