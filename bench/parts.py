@@ -49,4 +49,5 @@ PARTS = {
     "pipeline": Part("A pipeline of two ranks", "pipeline"),
     "logs": Part("Reading click logs", "logs"),
     "rpc": Part("Requests of parameter servers", "rpc"),
+    "optimizers": Part("Steps of classes of torch.optim", "optimizers"),
 }
