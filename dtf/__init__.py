@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from dtf.model.losses import cross_entropy, target_rank
     from dtf.model.metrics import weighted_sums
     from dtf.optim.sharding import ParamShard, Sharding, full_params
-    from dtf.optim.torch_class import TorchOptimizer, torch_optimizer
+    from dtf.optim.torch_class import torch_optimizer
     from dtf.optim.update import LocalUpdate
     from dtf.pserver.placement import placing
     from dtf.sparse.make_tables import tables_of
@@ -172,7 +172,6 @@ _PUBLIC = {
     "target_rank": "model.losses",
     "Task": "api.task",
     "torch_optimizer": "optim.torch_class",
-    "TorchOptimizer": "optim.torch_class",
     "Train": "core.types",
     "weighted_sums": "model.metrics",
     "Weights": "api.task",
@@ -252,7 +251,6 @@ __all__ = [
     "Table",
     "Tail",
     "Task",
-    "TorchOptimizer",
     "Train",
     "Weights",
     "World",

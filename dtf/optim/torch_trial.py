@@ -187,18 +187,18 @@ def _try_out(chosen: ChosenClass) -> Findings:
 def _check_kept(chosen: ChosenClass, start: Tensor, gradients: Sequence[Tensor]) -> None:
     """Raise ConfigError unless the class itself, steps of dtf, and steps that go on from their state are alike."""
     plain, ours, first, after = (start.clone() for _ in range(4))
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     instance = construct(chosen, [plain], chosen.weight_decay, lr=_LR)
     _steps(chosen, [ours], [[gradient] for gradient in gradients])
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     for gradient in gradients:
         plain.grad = gradient.clone()
         _step(chosen, instance)
     if not torch.equal(plain, ours):
         again = start.clone()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         _steps(chosen, [again], [[gradient] for gradient in gradients])
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         _steps(chosen, [first], [[gradient] for gradient in gradients])
         if not torch.equal(again, first):
             raise ConfigError(f"{chosen.said} draws random numbers in its steps, and ranks would draw different ones")

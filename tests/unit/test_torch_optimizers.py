@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtf.api.optimizer import Bound
 from dtf.api.registry import registered
@@ -325,3 +326,27 @@ def test_large_groups_are_stepped_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
     bound_run(make("nadam").bind(whole), torch.float32)
     assert same(parts, whole)
+
+
+def test_on_a_device_no_step_waits_once_the_class_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU stands in for the device, and is taken for one whose counters may lie on it."""
+    monkeypatch.setattr(devices, "host_reads", lambda kind: False)
+    monkeypatch.setattr(sys.modules[torch.optim.NAdam.__module__], "_get_capturable_supported_devices", lambda: ["cpu"])
+    option = f"foreign-{next(_numbers)}"
+    torch_optimizer(option, "torch.optim:NAdam", capturable=True)
+    read: list[str] = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            read.extend([str(func)] if "_local_scalar_dense" in str(func) else [])
+            return func(*args, **(kwargs or {}))
+
+    parameters = draw(0, torch.float32)
+    bound, skip = make(option).bind(parameters), torch.zeros(())
+    for step, lr in enumerate(LRS):
+        gradients = list(draw(1 + step, torch.float32).values())
+        with Reads():
+            bound.apply(gradients, lr, skip)
+        assert step == 0 or not read
+        read.clear()
+    assert all(int(state["started"]) == 1 for state in bound.states.values())
