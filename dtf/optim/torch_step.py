@@ -39,10 +39,12 @@ class ChosenClass:
 
 
 class Slot(NamedTuple):
-    """What a class keeps of a parameter under one key of its state."""
+    """What a class keeps of a parameter under one key of its state; of `group`: under one of its `param_groups`, as a
+    number of Python.
+    """
 
-    key: str
-    kind: str  # `parameter`, of its shape; `scalar`, a tensor of one number; `number`, of Python; `none`
+    key: str  # of checkpoints
+    kind: str  # `parameter`, of its shape; `scalar`, a tensor of one number; `number`, of Python; `none`; `group`
     shape: tuple[int, ...]  # of a scalar
     dtype: torch.dtype
     number: type = float  # of Python
@@ -53,6 +55,9 @@ class Slot(NamedTuple):
 
 
 Slots = tuple[Slot, ...]
+
+GROUP = "group."
+"""What the keys of such slots begin with."""
 
 
 def empty_state(slots: Slots, parameter: Tensor) -> dict[str, Tensor]:
@@ -93,14 +98,14 @@ def construct(
     if chosen.takes_weight_decay:
         arguments["weight_decay"] = weight_decay
     taken = _takes(cls)
-    if "lr" not in more and inspect.signature(cls).parameters["lr"].default is inspect.Parameter.empty:
-        arguments["lr"] = 1e-3
+    if not isinstance(inspect.signature(cls).parameters["lr"].default, float):
+        arguments.setdefault("lr", 1e-3)
     if "capturable" in taken and parameters[0].device.type == "cuda":
         # counters lie on the device then, and no step waits for it
         arguments.setdefault("capturable", True)
     try:
         return cls(list(parameters), **arguments)
-    except (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
+    except Exception as error:  # whatever its author raises
         raise ConfigError(f"{chosen.said} refuses its options or parameters: {error}") from error
 
 
@@ -145,6 +150,7 @@ class _Chunk:
         self._weight_decay = weight_decay
         self._class, self._is_new = construct(chosen, parameters, weight_decay), True
         kept = [slot for slot in slots if slot.kind != "none"]
+        self._of_state = [slot for slot in slots if slot.kind != "group"]
         self._touched = [*parameters, *(tensor for slot in kept for tensor in own[slot.key])]
         self._flags = _Flags(own[STARTED]) if kept else None
         if self._flags is not None:
@@ -152,7 +158,8 @@ class _Chunk:
         self._views = [
             {slot.key: _view(own[slot.key][index], slot) for slot in kept} for index in range(len(parameters))
         ]
-        self._scalars = [(slot, own[slot.key]) for slot in kept if slot.kind != "parameter"]
+        self._scalars = [(slot, own[slot.key]) for slot in kept if slot.kind in ("scalar", "number")]
+        self._of_group = [(slot, own[slot.key]) for slot in kept if slot.kind == "group"]
         self._on_host = False  # whether it keeps numbers on the host that belong to parameters on a device
 
     def step(self, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
@@ -185,7 +192,10 @@ class _Chunk:
         if self._is_new:
             for parameter, views, known in zip(self._parameters, self._views, started, strict=True):
                 if known:
-                    state[parameter] = {slot.key: views.get(slot.key) for slot in self._slots}
+                    state[parameter] = {slot.key: views.get(slot.key) for slot in self._of_state}
+        for slot, tensors in self._of_group if any(started) else ():
+            number = slot.python(tensors[started.index(True)].item())
+            self._class.param_groups[0][slot.key.removeprefix(GROUP)] = number
         for slot, tensors in self._scalars:
             if slot.kind == "scalar" and not self._on_host:
                 continue
@@ -199,9 +209,9 @@ class _Chunk:
         """Bring what the class has made anew, or keeps elsewhere, into dtf's tensors."""
         for parameter, views in zip(self._parameters, self._views, strict=True):
             state = self._class.state.get(parameter, {})
-            if len(state) != len(self._slots):
+            if len(state) != len(self._of_state):
                 raise self._grown(state)
-            for slot in self._slots:
+            for slot in self._of_state:
                 if slot.key not in state:
                     raise self._grown(state)
                 value, view = state[slot.key], views.get(slot.key)
@@ -221,8 +231,12 @@ class _Chunk:
                 else:
                     state[slot.key] = view
 
+        for slot, tensors in self._of_group:
+            torch._foreach_zero_(tensors)
+            torch._foreach_add_(tensors, float(self._class.param_groups[0][slot.key.removeprefix(GROUP)]))
+
     def _grown(self, state: Any) -> ConfigError:
-        keys, known = sorted(map(str, state)), [slot.key for slot in self._slots]
+        keys, known = sorted(map(str, state)), [slot.key for slot in self._of_state]
         return ConfigError(
             f"{self._chosen.said} keeps {keys} of a parameter, where a trial of its first steps found {known}; "
             "dtf cannot say before a run what its checkpoints hold"

@@ -15,7 +15,7 @@ from torch import Tensor
 from dtf.api.optimizer import Group
 from dtf.core.constructor import UNKNOWN, constructor_arguments, named
 from dtf.core.errors import ConfigError
-from dtf.optim.torch_step import STARTED, ChosenClass, ClassStep, Slot, Slots, construct, empty_state, load_class
+from dtf.optim.torch_step import GROUP, STARTED, ChosenClass, ClassStep, Slot, Slots, construct, empty_state, load_class
 
 _STEPS = 12
 """Some classes do something else every fifth or tenth step."""
@@ -66,7 +66,7 @@ def _aside() -> Iterator[None]:
         yield
 
 
-def _numbers(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def _numbers(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Numbers of many sizes, in an order that says nothing."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
@@ -78,7 +78,11 @@ def _step(chosen: ChosenClass, instance: torch.optim.Optimizer) -> None:
     try:
         instance.step()
     except Exception as error:  # whatever its author raises
-        raise ConfigError(f"{chosen.said}: a trial of its step() fails: {type(error).__name__}: {error}") from error
+        raise _failed(chosen, error) from error
+
+
+def _failed(chosen: ChosenClass, error: Exception) -> ConfigError:
+    return ConfigError(f"{chosen.said}: a trial of its step() fails: {type(error).__name__}: {error}")
 
 
 def _try_slots(chosen: ChosenClass, shape: tuple[int, ...], dtype: torch.dtype) -> Slots:
@@ -86,6 +90,7 @@ def _try_slots(chosen: ChosenClass, shape: tuple[int, ...], dtype: torch.dtype) 
     parameter = _numbers(shape, 0, dtype)
     instance = construct(chosen, [parameter], chosen.weight_decay)
     found: list[Slots] = []
+    before = dict(instance.param_groups[0])
     for step in range(_STEPS):
         parameter.grad = _numbers(shape, 1 + step, dtype)
         _step(chosen, instance)
@@ -101,11 +106,26 @@ def _try_slots(chosen: ChosenClass, shape: tuple[int, ...], dtype: torch.dtype) 
     changing = [key for key, kind in kinds[0].items() if any(other.get(key) != kind for other in kinds)]
     if changing:
         raise ConfigError(f"{chosen.said} keeps as {changing[0]} now one thing, now another; dtf cannot keep both")
-    return found[-1]
+    return (*found[-1], *_group_slots(chosen, before, instance.param_groups[0]))
+
+
+def _group_slots(chosen: ChosenClass, before: dict[str, Any], after: dict[str, Any]) -> Iterator[Slot]:
+    """The numbers in `param_groups` that steps have changed, such as one that counts them."""
+    for key, value in after.items():
+        if key in ("params", "lr") or (key in before and before[key] is value):
+            continue
+        if type(value) not in (bool, int, float):
+            if key not in before or repr(before[key]) != repr(value):
+                raise ConfigError(
+                    f"{chosen.said} changes param_groups[...][{key!r}], a {type(value).__name__}; dtf keeps tensors of "
+                    "the shape of parameters, and numbers"
+                )
+        elif key not in before or before[key] != value:
+            yield Slot(f"{GROUP}{key}", "group", (), torch.float64, type(value))
 
 
 def _slot(chosen: ChosenClass, key: Any, value: Any, parameter: Tensor) -> Slot:
-    if not isinstance(key, str) or key in (STARTED, "") or "/" in key:
+    if not isinstance(key, str) or key in (STARTED, "") or key.startswith(GROUP) or "/" in key:
         raise ConfigError(f"{chosen.said} keeps state under the key {key!r}, which is no name of a checkpoint")
     if isinstance(value, Tensor):
         if value.shape == parameter.shape and parameter.dim():
@@ -147,24 +167,36 @@ def _check_form(chosen: ChosenClass) -> None:
             )
 
 
-def _bound(chosen: ChosenClass, parameters: Sequence[Tensor]) -> tuple[ClassStep, dict[str, list[Tensor]]]:
-    slots = [slots_of(chosen, parameter) for parameter in parameters]
-    states = [empty_state(own, parameter) for own, parameter in zip(slots, parameters, strict=True)]
-    shared = {key: [state[key] for state in states] for key in states[0]}
-    group = Group(list(parameters), shared, True, chosen.weight_decay, None)
-    return ClassStep(chosen, group, slots), shared
+class _Run:
+    """Steps of dtf on copies of some parameters."""
 
+    def __init__(self, chosen: ChosenClass, parameters: Sequence[Tensor], state: dict[str, list[Tensor]] | None = None):
+        self.parameters = [parameter.clone() for parameter in parameters]
+        slots = [slots_of(chosen, parameter) for parameter in self.parameters]
+        states = [empty_state(own, parameter) for own, parameter in zip(slots, self.parameters, strict=True)]
+        self.state = {key: [each[key] for each in states] for key in states[0]}
+        for key, tensors in (state or {}).items():
+            for own, given in zip(self.state[key], tensors, strict=True):
+                own.copy_(given)
+        group = Group(self.parameters, self.state, True, chosen.weight_decay, None)
+        self._chosen, self._step = chosen, ClassStep(chosen, group, slots)
 
-def _steps(chosen: ChosenClass, parameters: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> None:
-    """Steps of dtf, in place."""
-    try:
-        step, _ = _bound(chosen, parameters)
-        for those in gradients:
-            step([gradient.clone() for gradient in those], _LR, None)
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever its author raises
-        raise ConfigError(f"{chosen.said}: a trial of its step() fails: {type(error).__name__}: {error}") from error
+    def steps(self, gradients: Sequence[Sequence[Tensor]]) -> _Run:
+        try:
+            for those in gradients:
+                self._step([gradient.clone() for gradient in those], _LR, None)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever its author raises
+            raise _failed(self._chosen, error) from error
+        return self
+
+    def tensors(self, index: int = 0) -> list[Tensor]:
+        """A parameter and its state."""
+        return [self.parameters[index], *(tensors[index] for tensors in self.state.values())]
+
+    def equals(self, other: _Run, index: int = 0, other_index: int = 0) -> bool:
+        return all(map(torch.equal, self.tensors(index), other.tensors(other_index)))
 
 
 def _try_out(chosen: ChosenClass) -> Findings:
@@ -175,94 +207,82 @@ def _try_out(chosen: ChosenClass) -> Findings:
         except ConfigError as error:  # it may take matrices alone, and says so again where a model has other parameters
             refused = refused or error
             continue
-        start, gradients = _numbers(shape, 0), [_numbers(shape, 1 + step) for step in range(_STEPS)]
-        _check_kept(chosen, start, gradients)
+        start, gradients = _numbers(shape, 0), [[_numbers(shape, 1 + step)] for step in range(_STEPS)]
         _check_alone(chosen, start, gradients)
+        _check_kept(chosen, start, gradients)
         found.append(all(_divides(chosen, start, gradients, axis) for axis in {0, len(shape) - 1}))
     if not found and refused is not None:
         raise refused
     return Findings(all(found))
 
 
-def _check_kept(chosen: ChosenClass, start: Tensor, gradients: Sequence[Tensor]) -> None:
-    """Raise ConfigError unless the class itself, steps of dtf, and steps that go on from their state are alike."""
-    plain, ours, first, after = (start.clone() for _ in range(4))
+Gradients = Sequence[Sequence[Tensor]]
+"""Of each step, of each parameter."""
+
+
+def _check_alone(chosen: ChosenClass, start: Tensor, gradients: Gradients) -> None:
+    """Raise ConfigError unless a parameter moves beside another one as it does alone, and always in the same way."""
     torch.default_generator.manual_seed(0)
-    instance = construct(chosen, [plain], chosen.weight_decay, lr=_LR)
-    _steps(chosen, [ours], [[gradient] for gradient in gradients])
+    alone = _Run(chosen, [start]).steps(gradients)
     torch.default_generator.manual_seed(1)
-    for gradient in gradients:
-        plain.grad = gradient.clone()
-        _step(chosen, instance)
-    if not torch.equal(plain, ours):
-        again = start.clone()
-        torch.default_generator.manual_seed(0)
-        _steps(chosen, [again], [[gradient] for gradient in gradients])
-        torch.default_generator.manual_seed(1)
-        _steps(chosen, [first], [[gradient] for gradient in gradients])
-        if not torch.equal(again, first):
-            raise ConfigError(f"{chosen.said} draws random numbers in its steps, and ranks would draw different ones")
-        raise ConfigError(
-            f"{chosen.said}: its steps are others when their learning rate comes from param_groups, where "
-            "schedules of torch set it"
-        )
-    cut = len(gradients) // 2
-    step, state = _bound(chosen, [first])
-    for gradient in gradients[:cut]:
-        step([gradient.clone()], _LR, None)
-    after.copy_(first)
-    going_on, fresh = _bound(chosen, [after])
-    for key, tensors in fresh.items():
-        tensors[0].copy_(state[key][0])
-    for gradient in gradients[cut:]:
-        going_on([gradient.clone()], _LR, None)
-    if not torch.equal(after, ours):
-        kept = _changed(chosen, start, gradients)
-        raise ConfigError(
-            f"{chosen.said} keeps more than the state of its parameters{kept}, so that a run could not go on from "
-            "a checkpoint"
-        )
-
-
-def _changed(chosen: ChosenClass, start: Tensor, gradients: Sequence[Tensor]) -> str:
-    """For a message: what else a step changes."""
-    parameter = start.clone()
-    instance = construct(chosen, [parameter], chosen.weight_decay)
-    before = (
-        repr(dict(instance.param_groups[0], params=[])),
-        {key: repr(value) for key, value in vars(instance).items()},
-    )
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
-        instance.step()
-    group = instance.param_groups[0]
-    keys = [f"param_groups[...][{key!r}]" for key in group if key != "params" and repr(group[key]) not in before[0]]
-    keys += [
-        key
-        for key, value in vars(instance).items()
-        if key not in ("state", "param_groups") and repr(value) != before[1].get(key)
-    ]
-    return f" ({', '.join(keys)})" if keys else ""
-
-
-def _check_alone(chosen: ChosenClass, start: Tensor, gradients: Sequence[Tensor]) -> None:
-    """Raise ConfigError unless a parameter moves beside another one as it does alone."""
-    other = start.flip(0) * 3
-    together, alone, beside = [start.clone(), other.clone()], start.clone(), other.clone()
-    _steps(chosen, together, [[gradient, gradient.flip(0) * 5] for gradient in gradients])
-    _steps(chosen, [alone], [[gradient] for gradient in gradients])
-    _steps(chosen, [beside], [[gradient.flip(0) * 5] for gradient in gradients])
-    if not (torch.equal(together[0], alone) and torch.equal(together[1], beside)):
+    if not _Run(chosen, [start]).steps(gradients).equals(alone):
+        raise ConfigError(f"{chosen.said} draws random numbers in its steps, and ranks would draw different ones")
+    other, theirs = start.flip(0) * 3, [[gradient.flip(0) * 5] for (gradient,) in gradients]
+    together = _Run(chosen, [start, other])
+    together.steps([[one, another] for (one,), (another,) in zip(gradients, theirs, strict=True)])
+    if not (together.equals(alone) and together.equals(_Run(chosen, [other]).steps(theirs), 1)):
         raise ConfigError(
             f"{chosen.said}: the step of a parameter depends on the other parameters, which strategies and weight "
             "decay put into several groups; take an optimizer that steps each parameter by itself"
         )
 
 
-def _divides(chosen: ChosenClass, start: Tensor, gradients: Sequence[Tensor], axis: int) -> bool:
-    """Whether steps of two halves of a tensor are, bit for bit, the halves of its steps."""
-    whole, halves = start.clone(), [half.contiguous() for half in start.clone().chunk(2, axis)]
-    _steps(chosen, [whole], [[gradient] for gradient in gradients])
-    for number, half in enumerate(halves):
-        _steps(chosen, [half], [[gradient.chunk(2, axis)[number].contiguous()] for gradient in gradients])
-    return torch.equal(torch.cat(halves, axis), whole)
+def _check_kept(chosen: ChosenClass, start: Tensor, gradients: Gradients) -> None:
+    """Raise ConfigError unless the class itself, steps of dtf, and steps that go on from their state are alike."""
+    whole, cut = _Run(chosen, [start]).steps(gradients), len(gradients) // 2
+    first = _Run(chosen, [start]).steps(gradients[:cut])
+    more = _changed_attributes(chosen, start, gradients)
+    if more or not _Run(chosen, first.parameters, first.state).steps(gradients[cut:]).equals(whole):
+        raise ConfigError(
+            f"{chosen.said} keeps more than the state of its parameters{f' ({more})' if more else ''}, so that a run "
+            "could not go on from a checkpoint"
+        )
+    plain = start.clone()
+    instance = construct(chosen, [plain], chosen.weight_decay, lr=_LR)
+    for (gradient,) in gradients:
+        plain.grad = gradient.clone()
+        _step(chosen, instance)
+    if not torch.equal(plain, whole.parameters[0]):
+        raise ConfigError(
+            f"{chosen.said}: its steps are others when their learning rate comes from param_groups, where schedules of "
+            "torch set it"
+        )
+
+
+def _changed_attributes(chosen: ChosenClass, start: Tensor, gradients: Gradients) -> str:
+    """Names of what steps change in the object itself; a checkpoint holds none of it, even if it shows later only."""
+    parameter = start.clone()
+    instance = construct(chosen, [parameter], chosen.weight_decay)
+    before = {key: repr(value) for key, value in vars(instance).items()}
+    for (gradient,) in gradients:
+        parameter.grad = gradient.clone()
+        _step(chosen, instance)
+    return ", ".join(
+        key
+        for key, value in vars(instance).items()
+        if key not in ("state", "param_groups") and repr(value) != before.get(key)
+    )
+
+
+def _divides(chosen: ChosenClass, start: Tensor, gradients: Gradients, axis: int) -> bool:
+    """Whether steps of two halves of a tensor are, bit for bit, the halves of its steps, and their numbers its own."""
+    whole, halves = _Run(chosen, [start]).steps(gradients), []
+    for number, half in enumerate(start.chunk(2, axis)):
+        parts = [[gradient.chunk(2, axis)[number].contiguous()] for (gradient,) in gradients]
+        halves.append(_Run(chosen, [half.contiguous()]).steps(parts).tensors())
+    return all(
+        torch.equal(torch.cat([one, other], axis), tensor)
+        if tensor.dim()
+        else torch.equal(one, tensor) and torch.equal(other, tensor)
+        for one, other, tensor in zip(*halves, whole.tensors(), strict=True)
+    )

@@ -106,6 +106,18 @@ class InGroups(_Plain):
         p.sub_(p.grad * group["lr"] / group["k"])
 
 
+class TensorsInGroups(_Plain):
+    def begin(self, group):
+        group["k"] = group.get("k", torch.zeros(())) + 1
+
+
+class SumsInGroups(_Plain):
+    """Too little to show in parameters for a long time."""
+
+    def begin(self, group):
+        group["d"] = group.get("d", 1e-9) + sum(float(p.grad.abs().sum()) for p in group["params"]) * 1e-12
+
+
 class Noisy(_Plain):
     def move(self, p, group):
         p.sub_((p.grad + torch.randn_like(p)) * group["lr"])

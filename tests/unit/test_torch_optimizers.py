@@ -170,7 +170,7 @@ def test_the_command_line_reads_a_class_without_importing_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", ["Lion", "Counting"])
+@pytest.mark.parametrize("name", ["Lion", "Counting", "InGroups"])
 def test_foreign_classes_step_as_they_do_alone(name: str, dtype: torch.dtype) -> None:
     optimizer, parameters = foreign(name), draw(0, dtype)
     assert not optimizer.by_tensor
@@ -179,7 +179,7 @@ def test_foreign_classes_step_as_they_do_alone(name: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("cut", [0, 3])
-@pytest.mark.parametrize("name", [*SHIPPED, "Lion", "Counting", "Adagrad"])
+@pytest.mark.parametrize("name", [*SHIPPED, "Lion", "Counting", "InGroups", "Adagrad"])
 def test_a_run_goes_on_from_its_state_bit_for_bit(name: str, cut: int) -> None:
     optimizer = (
         make(name) if name in SHIPPED else foreign(name, f"torch.optim:{name}" if name in TORCHS else f"{HERE}:{name}")
@@ -220,7 +220,8 @@ def test_averages_of_weights_are_beside_the_state_of_the_class() -> None:
     [
         ("NormOfAll", "the step of a parameter depends on the other parameters"),
         ("InItself", r"keeps more than the state of its parameters \(calls\)"),
-        ("InGroups", r"keeps more than the state of its parameters \(param_groups\[...\]\['k'\]\)"),
+        ("TensorsInGroups", r"changes param_groups\[...\]\['k'\], a Tensor"),
+        ("SumsInGroups", "the step of a parameter depends on the other parameters"),
         ("Noisy", "draws random numbers in its steps"),
         ("OwnRate", "its steps are others when their learning rate comes from param_groups"),
         ("LooksAhead", "keeps slow from its step 6 on, not from its first"),
@@ -301,7 +302,7 @@ def test_bits_are_restored_where_a_step_is_skipped(dtype: torch.dtype) -> None:
         assert bits(new) == wanted
 
 
-@pytest.mark.parametrize("name", [*SHIPPED, "Lion", "Counting"])
+@pytest.mark.parametrize("name", [*SHIPPED, "Lion", "Counting", "InGroups"])
 def test_on_a_device_a_skipped_step_leaves_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU stands in for the device. Before the first step, too: the class begins with the step that is made."""
     monkeypatch.setattr(devices, "host_reads", lambda kind: False)
