@@ -66,7 +66,7 @@ def _aside() -> Iterator[None]:
         yield
 
 
-def _numbers(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def _numbers(shape: Sequence[int], seed: int, dtype: torch.dtype) -> Tensor:
     """Numbers of many sizes, in an order that says nothing."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
@@ -81,8 +81,12 @@ def _step(chosen: ChosenClass, instance: torch.optim.Optimizer) -> None:
         raise _failed(chosen, error) from error
 
 
+class _StepFails(ConfigError):
+    """Something that the class's author raises."""
+
+
 def _failed(chosen: ChosenClass, error: Exception) -> ConfigError:
-    return ConfigError(f"{chosen.said}: a trial of its step() fails: {type(error).__name__}: {error}")
+    return _StepFails(f"{chosen.said}: a trial of its step() fails: {type(error).__name__}: {error}")
 
 
 def _try_slots(chosen: ChosenClass, shape: tuple[int, ...], dtype: torch.dtype) -> Slots:
@@ -157,6 +161,11 @@ def _check_form(chosen: ChosenClass) -> None:
             f"{chosen.said}: its step needs a closure that computes the loss again, and a step of dtf computes it "
             "once; take an optimizer that steps by gradients alone"
         )
+    if all(callable(getattr(cls, name, None)) for name in ("train", "eval")):
+        raise ConfigError(
+            f"{chosen.said} has train() and eval(): it would have others evaluate other parameters than it trains, and "
+            "dtf calls neither; step.ema evaluates averages"
+        )
     source = chosen.target
     known, real = named(constructor_arguments(source)), named(constructor_arguments(cls))
     for key, argument in known.items():
@@ -200,14 +209,22 @@ class _Run:
 
 
 def _try_out(chosen: ChosenClass) -> Findings:
+    try:
+        return _try_out_in(chosen, torch.float64)  # where small moves show
+    except _StepFails:
+        return _try_out_in(chosen, torch.float32)
+
+
+def _try_out_in(chosen: ChosenClass, dtype: torch.dtype) -> Findings:
     refused, found = None, []
     for shape in _SHAPES:
+        start = _numbers(shape, 0, dtype)
         try:
-            construct(chosen, [_numbers(shape, 0)], chosen.weight_decay)
+            construct(chosen, [start], chosen.weight_decay)
         except ConfigError as error:  # it may take matrices alone, and says so again where a model has other parameters
             refused = refused or error
             continue
-        start, gradients = _numbers(shape, 0), [[_numbers(shape, 1 + step)] for step in range(_STEPS)]
+        gradients = [[_numbers(shape, 1 + step, dtype)] for step in range(_STEPS)]
         _check_alone(chosen, start, gradients)
         _check_kept(chosen, start, gradients)
         found.append(all(_divides(chosen, start, gradients, axis) for axis in {0, len(shape) - 1}))

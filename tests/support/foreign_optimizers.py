@@ -158,6 +158,22 @@ class Crashing(_Plain):
         raise RuntimeError("call train() first")
 
 
+class TrainsAndEvaluates(_Plain):
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
+class OnlyFloats(_Plain):
+    """Fails in fp64."""
+
+    def move(self, p, group):
+        p.lerp_(torch.zeros(p.shape), group["lr"])
+        super().move(p, group)
+
+
 class NoRate(Optimizer):
     def __init__(self, params):
         super().__init__(params, {})

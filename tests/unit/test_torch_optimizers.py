@@ -228,6 +228,7 @@ def test_averages_of_weights_are_beside_the_state_of_the_class() -> None:
         ("Lists", "keeps a list as `buffer` of a parameter"),
         ("Closure", "its step needs a closure"),
         ("Crashing", r"a trial of its step\(\) fails: RuntimeError: call train\(\) first"),
+        ("TrainsAndEvaluates", r"has train\(\) and eval\(\)"),
         ("NotOne", "is no subclass of torch.optim.Optimizer"),
     ],
 )
@@ -246,6 +247,7 @@ def test_what_looks_at_whole_tensors_runs_where_they_are_whole(name: str) -> Non
     optimizer = foreign(name, "torch.optim:Muon" if name == "Muon" else f"{HERE}:{name}")
     assert optimizer.by_tensor and with_ema(optimizer, 0.9).by_tensor
     optimizer.bind({"w": torch.ones(4, 6)}).apply([torch.ones(4, 6)], 0.1, None)
+    assert not foreign("OnlyFloats").by_tensor
     for chosen in (optimizer, with_ema(optimizer, 0.9)):
         with pytest.raises(ConfigError, match=r"this strategy divides tensors; use strategy=ddp"):
             chosen.bind({"w": torch.ones(2, 6)}, {"w": (4, 6)}, lambda sums: sums)
