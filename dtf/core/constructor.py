@@ -7,7 +7,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from inspect import Parameter
 from pathlib import Path
@@ -121,14 +122,26 @@ def _find(module: str, name: str, hops: int) -> _Place:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return _Place(path, module, node)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in body:
-        if not isinstance(node, ast.ImportFrom) or hops >= _MOST_HOPS:
-            continue
-        for alias in node.names:
-            if (alias.asname or alias.name) == name:
-                relative = "." * node.level + (node.module or "")
-                return _find(importlib.util.resolve_name(relative, package), alias.name, hops + 1)
-    raise ConfigError(f"{module} has no class {name} in its source ({path.name}); name the class itself if it makes it")
+    for source, theirs in _imports(body, name) if hops < _MOST_HOPS else ():
+        with suppress(_NotThere):
+            return _find(importlib.util.resolve_name(source, package), theirs, hops + 1)
+    raise _NotThere(f"{module} has no class {name} in its source ({path.name}); name the class itself if it makes it")
+
+
+class _NotThere(ConfigError):
+    """A module that has no class of this name."""
+
+
+def _imports(body: Sequence[ast.stmt], name: str) -> Iterator[tuple[str, str]]:
+    """(module, name there) of what a module imports under a name; then of what it imports all from."""
+    found = [
+        ("." * node.level + (node.module or ""), alias)
+        for node in body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    yield from ((source, alias.name) for source, alias in found if (alias.asname or alias.name) == name)
+    yield from ((source, name) for source, alias in found if alias.name == "*")
 
 
 def _file(module: str) -> Path:

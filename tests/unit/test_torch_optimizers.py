@@ -157,6 +157,15 @@ def test_a_source_says_what_the_class_says(name: str) -> None:
         assert config_type(source[key]) == config_type(cls[key])
 
 
+@pytest.mark.parametrize(("name", "theirs"), [("Lion", "Lion"), ("Renamed", "Counting"), ("InItself", "InItself")])
+def test_a_class_is_found_where_a_package_brings_it_from(name: str, theirs: str) -> None:
+    found = named(constructor_arguments(f"tests.support.foreign_star:{name}"))
+    cls = named(constructor_arguments(getattr(foreign_optimizers, theirs)))
+    assert {key: argument.default for key, argument in found.items()} == {
+        key: argument.default for key, argument in cls.items()
+    }
+
+
 def test_the_command_line_reads_a_class_without_importing_it() -> None:
     text = (
         "import sys, dtf;"
