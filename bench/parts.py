@@ -49,5 +49,4 @@ PARTS = {
     "pipeline": Part("A pipeline of two ranks", "pipeline"),
     "logs": Part("Reading click logs", "logs"),
     "rpc": Part("Requests of parameter servers", "rpc"),
-    "optimizers": Part("Steps of classes of torch.optim", "optimizers"),
 }

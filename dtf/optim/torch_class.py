@@ -118,8 +118,9 @@ class TorchOptimizer(Optimizer):
 
         if self.by_tensor and group.combine is not None:
             raise ConfigError(
-                f"{self.said}: its step of a part of a tensor is not that part of its step of the tensor, as a trial "
-                "shows, and this strategy divides tensors; use strategy=ddp, zero1, dp, pipeline or pserver"
+                f"{self.said}: a trial shows that its step of a part of a tensor is not that part of its step of the "
+                "tensor, and this strategy divides tensors; use one that keeps them whole: strategy=ddp, zero1, dp, "
+                "pipeline"
             )
         return ClassStep(self.chosen, group, [slots_of(self.chosen, parameter) for parameter in group.parameters])
 
@@ -127,7 +128,9 @@ class TorchOptimizer(Optimizer):
         self.stepper(group)(gradients, lr, skip)
 
 
-def torch_optimizer(name: str, torch_class: str | type, /, **defaults: Any) -> type[TorchOptimizer]:
+def torch_optimizer(
+    name: str, torch_class: str | type, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> type[TorchOptimizer]:
     """Register a class in the form of torch.optim's as `optimizer=name`, and return what was registered.
 
     The arguments of its constructor become config keys, with their types and defaults. Not those that are set by dtf:
@@ -157,7 +160,7 @@ def torch_optimizer(name: str, torch_class: str | type, /, **defaults: Any) -> t
             if key in defaults:
                 pinned[key] = value
             elif argument.default is Parameter.empty:
-                raise ConfigError(f"{said}: no config key can be {key}; give its value in the line: {key}=...")
+                raise ConfigError(f"{said}: no config key can be {key}; give its value in the line: {{{key!r}: ...}}")
             continue
         hints[key] = float if key == "weight_decay" else hint
         fields[key] = _field(key, _as(hints[key], value))

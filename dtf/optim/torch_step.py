@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -85,24 +84,15 @@ def load_class(chosen: ChosenClass) -> type[torch.optim.Optimizer]:
         raise ConfigError(f"{chosen.said}: {error}; install its package, or correct the name") from error
 
 
-@cache
-def _takes(cls: type) -> frozenset[str]:
-    return frozenset(inspect.signature(cls).parameters)
-
-
 def construct(
-    chosen: ChosenClass, parameters: Sequence[Tensor], weight_decay: float, **more: Any
+    chosen: ChosenClass, parameters: Sequence[Tensor], weight_decay: float, lr: float | None = None
 ) -> torch.optim.Optimizer:
     """The class over some parameters. ConfigError where it refuses them or its options."""
-    cls, arguments = load_class(chosen), {**chosen.arguments, **more}
+    cls, arguments = load_class(chosen), dict(chosen.arguments)
     if chosen.takes_weight_decay:
         arguments["weight_decay"] = weight_decay
-    taken = _takes(cls)
-    if not isinstance(inspect.signature(cls).parameters["lr"].default, float):
-        arguments.setdefault("lr", 1e-3)
-    if "capturable" in taken and parameters[0].device.type == "cuda":
-        # counters lie on the device then, and no step waits for it
-        arguments.setdefault("capturable", True)
+    if lr is not None or not isinstance(inspect.signature(cls).parameters["lr"].default, float):
+        arguments["lr"] = 1e-3 if lr is None else lr
     try:
         return cls(list(parameters), **arguments)
     except Exception as error:  # whatever its author raises
@@ -151,22 +141,21 @@ class _Chunk:
         self._class, self._is_new = construct(chosen, parameters, weight_decay), True
         kept = [slot for slot in slots if slot.kind != "none"]
         self._of_state = [slot for slot in slots if slot.kind != "group"]
-        self._touched = [*parameters, *(tensor for slot in kept for tensor in own[slot.key])]
-        self._flags = _Flags(own[STARTED]) if kept else None
-        if self._flags is not None:
-            self._touched += self._flags.tensors
+        self._touched = [*parameters, *(tensor for tensors in own.values() for tensor in tensors)]
         self._views = [
             {slot.key: _view(own[slot.key][index], slot) for slot in kept} for index in range(len(parameters))
         ]
-        self._scalars = [(slot, own[slot.key]) for slot in kept if slot.kind in ("scalar", "number")]
-        self._of_group = [(slot, own[slot.key]) for slot in kept if slot.kind == "group"]
-        self._on_host = False  # whether it keeps numbers on the host that belong to parameters on a device
+        hosted = _hosted(chosen, parameters[0])
+        self._on_host = [
+            (slot, own[slot.key]) for slot in kept if slot.kind in ("number", "group") or slot.key in hosted
+        ]
+        self._begun = own.get(STARTED, [])
+        self._mirror = _Mirror([self._begun, *(tensors for _, tensors in self._on_host)]) if self._begun else None
 
     def step(self, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
         before = None if skip is None else [tensor.clone() for tensor in self._touched]
-        started = self._flags.read() if self._flags is not None else None
-        if started is not None:
-            self._give(started)
+        if self._mirror is not None:
+            self._give(*self._mirror.read())
         for group in self._class.param_groups:
             group["lr"] = lr
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -176,37 +165,36 @@ class _Chunk:
         for parameter in self._parameters:
             parameter.grad = None
         self._take()
-        if self._flags is not None and not (started and all(started)):
-            torch._foreach_zero_(self._flags.tensors)
-            torch._foreach_add_(self._flags.tensors, 1.0)
         if before is not None and skip is not None:
             restore(self._touched, before, skip)
-        if self._flags is not None:
-            self._flags.written(bool(started and all(started)))
+        if self._mirror is not None:
+            self._mirror.written()
 
-    def _give(self, started: list[bool]) -> None:
+    def _give(self, begun: list[float], *on_host: list[float]) -> None:
         """Let the class find the state that it has begun, and where it has not what its constructor makes."""
-        if not all(started) and not self._is_new:  # its first step was skipped
+        known = [number > 0 for number in begun]
+        if not all(known) and not self._is_new:  # its first step was skipped
             self._class, self._is_new = construct(self._chosen, self._parameters, self._weight_decay), True
         state = self._class.state
-        if self._is_new:
-            for parameter, views, known in zip(self._parameters, self._views, started, strict=True):
-                if known:
-                    state[parameter] = {slot.key: views.get(slot.key) for slot in self._of_state}
-        for slot, tensors in self._of_group if any(started) else ():
-            number = slot.python(tensors[started.index(True)].item())
-            self._class.param_groups[0][slot.key.removeprefix(GROUP)] = number
-        for slot, tensors in self._scalars:
-            if slot.kind == "scalar" and not self._on_host:
+        for parameter, views, has in zip(self._parameters, self._views, known, strict=True):
+            if has and self._is_new:
+                state[parameter] = {slot.key: views.get(slot.key) for slot in self._of_state}
+        for (slot, _), numbers in zip(self._on_host, on_host, strict=True):
+            if slot.kind == "group":
+                if any(known):
+                    self._class.param_groups[0][slot.key.removeprefix(GROUP)] = slot.python(numbers[known.index(True)])
                 continue
-            read = torch.stack(tensors).cpu()  # waits for a device
-            values = read.view(-1, *slot.shape) if slot.kind == "scalar" else map(slot.python, read.tolist())
-            for parameter, value, known in zip(self._parameters, values, started, strict=True):
-                if known:
-                    state[parameter][slot.key] = value
+            for parameter, number, has in zip(self._parameters, numbers, known, strict=True):
+                if has:
+                    state[parameter][slot.key] = (
+                        torch.full(slot.shape, number, dtype=slot.dtype)
+                        if slot.kind == "scalar"
+                        else slot.python(number)
+                    )
 
     def _take(self) -> None:
-        """Bring what the class has made anew, or keeps elsewhere, into dtf's tensors."""
+        """Bring what the class has made anew, or keeps on the host, into dtf's tensors."""
+        on_host: dict[str, list[float]] = {slot.key: [] for slot, _ in self._on_host}
         for parameter, views in zip(self._parameters, self._views, strict=True):
             state = self._class.state.get(parameter, {})
             if len(state) != len(self._of_state):
@@ -217,23 +205,22 @@ class _Chunk:
                 value, view = state[slot.key], views.get(slot.key)
                 if value is view:
                     continue
-                if view is None or not _fits(value, view, slot):
+                if not _fits(value, view, slot):
                     raise ConfigError(
                         f"{self._chosen.said} keeps {_said(value)} as `{slot.key}` of a parameter of shape "
                         f"{tuple(parameter.shape)}; dtf keeps tensors of the parameter's shape, and numbers"
                     )
-                if slot.kind == "number":
-                    view.fill_(value)
-                    continue
-                view.copy_(value)
-                if value.device != parameter.device:
-                    self._on_host = True
-                else:
-                    state[slot.key] = view
-
-        for slot, tensors in self._of_group:
-            torch._foreach_zero_(tensors)
-            torch._foreach_add_(tensors, float(self._class.param_groups[0][slot.key.removeprefix(GROUP)]))
+                if slot.key in on_host:
+                    on_host[slot.key].append(float(value))
+                elif view is not None:
+                    state[slot.key] = view.copy_(value)
+        for slot, tensors in self._on_host:
+            if slot.kind == "group":
+                value = self._class.param_groups[0][slot.key.removeprefix(GROUP)]
+                on_host[slot.key] = [float(value)] * len(tensors)
+            _fill(tensors, on_host[slot.key])
+        if self._begun:
+            _fill(self._begun, [1.0] * len(self._begun))
 
     def _grown(self, state: Any) -> ConfigError:
         keys, known = sorted(map(str, state)), [slot.key for slot in self._of_state]
@@ -243,11 +230,32 @@ class _Chunk:
         )
 
 
+def _hosted(chosen: ChosenClass, parameter: Tensor) -> frozenset[str]:
+    """Keys of tensors that the class keeps on the host, of a parameter on a device."""
+    if devices.host_reads(parameter.device.type):
+        return frozenset()
+    small = torch.ones((2,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
+    small.grad = torch.ones_like(small)
+    instance = construct(chosen, [small], chosen.weight_decay)
+    instance.step()
+    state = instance.state.get(small, {})
+    return frozenset(
+        key for key, value in state.items() if isinstance(value, Tensor) and value.device != parameter.device
+    )
+
+
+def _fill(tensors: list[Tensor], numbers: list[float]) -> None:
+    torch._foreach_zero_(tensors)
+    torch._foreach_add_(tensors, numbers)
+
+
 def _view(tensor: Tensor, slot: Slot) -> Tensor:
     return tensor.view(slot.shape) if slot.kind == "scalar" and slot.shape else tensor
 
 
-def _fits(value: Any, view: Tensor, slot: Slot) -> bool:
+def _fits(value: Any, view: Tensor | None, slot: Slot) -> bool:
+    if view is None:
+        return value is None
     if slot.kind == "number":
         return type(value) in (bool, int, float)
     return isinstance(value, Tensor) and value.shape == view.shape and value.dtype is view.dtype
@@ -257,41 +265,44 @@ def _said(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-class _Flags:
-    """Which parameters have a state: tensors () of 0 or 1, read without waiting for a device that is at work."""
+class _Mirror:
+    """Numbers in tensors () of a device that the host needs in the next step, as lists. A device that is at work is
+    not waited for: what a step has left is copied when it ends, and read in the next one.
+    """
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-        self._known: list[bool] | None = None
-        self._versions: list[int] = []
-        self._coming: tuple[Tensor, torch.cuda.Event] | None = None
+    def __init__(self, numbers: list[list[Tensor]]) -> None:
+        self._lengths = [len(tensors) for tensors in numbers]
+        self._tensors = [tensor for tensors in numbers for tensor in tensors]
+        self._versions: list[int] = []  # after the last step
+        self._coming: tuple[Tensor, torch.cuda.Event | None] | None = None
 
-    def read(self) -> list[bool]:
+    def read(self) -> list[list[float]]:
         """Waits for the device where others have written the tensors, as when a checkpoint is loaded."""
-        if self._versions != [tensor._version for tensor in self.tensors]:
-            self._known = None
-        elif self._coming is not None:
+        if self._coming is not None and self._versions == [tensor._version for tensor in self._tensors]:
             host, event = self._coming
-            event.synchronize()  # of the last step, not of what came after it
-            self._known = [number > 0 for number in host.tolist()]
-        if self._known is None:
-            self._known = [number > 0 for number in torch.stack(self.tensors).tolist()]
-        self._coming = None
-        return self._known
+            if event is not None:
+                event.synchronize()  # of the last step, not of what came after it
+            found = host.tolist()
+        else:
+            found = self._joined().tolist()
+        lists = iter(found)
+        return [[next(lists) for _ in range(length)] for length in self._lengths]
 
-    def written(self, as_before: bool) -> None:
-        """A step has been made. `as_before`: all had a state."""
-        self._versions = [tensor._version for tensor in self.tensors]
-        if as_before:
-            return
-        if not self.tensors[0].is_cuda:
-            self._known = [number > 0 for number in torch.stack(self.tensors).tolist()]
-            return
-        host = torch.empty(len(self.tensors), dtype=torch.float32, pin_memory=True)
-        host.copy_(torch.stack(self.tensors), non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.tensors[0].device))
+    def written(self) -> None:
+        """A step has been made."""
+        if devices.host_reads(self._tensors[0].device.type):
+            return  # where reading costs nothing
+        now, event = self._joined(), None
+        host = torch.empty(now.shape, dtype=now.dtype, pin_memory=now.is_cuda)
+        host.copy_(now, non_blocking=True)
+        if now.is_cuda:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(now.device))
         self._coming = host, event
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def _joined(self) -> Tensor:
+        return torch.cat([tensor.view(1) for tensor in self._tensors])
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

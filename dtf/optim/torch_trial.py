@@ -265,7 +265,7 @@ def _check_kept(chosen: ChosenClass, start: Tensor, gradients: Gradients) -> Non
             "could not go on from a checkpoint"
         )
     plain = start.clone()
-    instance = construct(chosen, [plain], chosen.weight_decay, lr=_LR)
+    instance = construct(chosen, [plain], chosen.weight_decay, _LR)
     for (gradient,) in gradients:
         plain.grad = gradient.clone()
         _step(chosen, instance)

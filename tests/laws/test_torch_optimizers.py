@@ -79,7 +79,11 @@ def test_what_looks_at_whole_tensors_runs_where_they_are_whole(strategy: str) ->
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "reason"),
     [
-        ("fsdp", "norm_of_rows", "this strategy divides tensors; use strategy=ddp, zero1, dp, pipeline or pserver"),
+        (
+            "fsdp",
+            "norm_of_rows",
+            "this strategy divides tensors; use one that keeps them whole: strategy=ddp, zero1, dp, pipeline",
+        ),
         ("tensor", "norm_of_rows", "this strategy divides tensors"),
         ("ddp", "in_itself", "keeps more than the state of its parameters"),
         ("pserver", "in_itself", "keeps more than the state of its parameters"),
