@@ -1,5 +1,7 @@
 """Optimizers as others write them: some can be stepped by dtf, others are refused by name."""
 
+# pyright: reportOptionalOperand=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
+# (a gradient may be None, as the type checker has it)
 from __future__ import annotations
 
 from typing import Any
