@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dtf.api.registry import registered
@@ -67,6 +68,46 @@ def test_resume_is_exact(strategy: str, optimizer: str, tmp_path: Path) -> None:
     whole = spread(strategy, 2, folder=str(tmp_path), save_every=4, **case)
     again = spread(strategy, 2, start=str(tmp_path / "step_000004"), **case)
     assert again["tensors"] == whole["tensors"] and len(again["ids"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    seldom(
+        [(strategy, name) for strategy in ("fsdp", "pipeline", "pserver") for name in ("asgd", "rprop", "counting")],
+        lambda strategy, name: (strategy, name) == ("fsdp", "rprop"),
+    ),
+)
+def test_a_step_that_is_not_finite_leaves_no_trace(strategy: str, optimizer: str) -> None:
+    """Whichever step meets the bad row: a class that has not begun begins with the next one."""
+    case: dict[str, Any] = SHORT | {"optimizer": optimizer, "steps": 3, "skip_nonfinite": 9}
+    case["recipe"] = {"rows": 42, "bad_row": 17}
+    runs = [reference(**case), spread(strategy, 2, **case)]
+    for run in runs:
+        bad = [step for step, values in run["train"].items() if not np.isfinite(values["grad_norm"])]
+        assert len(bad) == 1
+        del run["train"][bad[0]]
+    assert difference(runs[0], runs[1]) <= 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("fsdp", "bf16_master"), ("ddp", "fp16"), ("zero1", "bf16_params")]
+)
+@pytest.mark.parametrize("optimizer", ["nadam", "adadelta", "lion"])
+def test_other_precisions_stay_close(strategy: str, precision: str, optimizer: str) -> None:
+    case: dict[str, Any] = SHORT | {"optimizer": optimizer, "precision": precision, "lr_options": {"peak": 0.01}}
+    assert difference(reference(**case), spread(strategy, 2, **case), ("optimizer/",)) <= 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "half_async", "geo"])
+@pytest.mark.parametrize("optimizer", ["nadam", "rprop", "counting"])
+def test_parameter_servers_that_do_not_wait_take_them(mode: str, optimizer: str) -> None:
+    case: dict[str, Any] = SHORT | {"optimizer": optimizer, "steps": 8, "lr_options": {"peak": 0.01}}
+    found = spread("pserver", 2, options={"mode": mode}, **case)
+    assert all(np.isfinite(tensor).all() for tensor in found["tensors"].values())
+    begun = [float(tensor) for name, tensor in found["tensors"].items() if name.endswith("/started")]
+    assert begun and min(begun) > 0
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "pipeline", "pserver"])

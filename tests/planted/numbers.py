@@ -127,7 +127,9 @@ FAULTS = [
         "dtf/optim/torch_trial.py",
         "for axis in {0, len(shape) - 1}",
         "for axis in {0}",
-        ("tests/unit/test_torch_optimizers.py::test_what_looks_at_whole_tensors_runs_where_they_are_whole[NormOfRows]",),
+        (
+            "tests/unit/test_torch_optimizers.py::test_what_looks_at_whole_tensors_runs_where_they_are_whole[NormOfRows]",
+        ),
     ),
     Fault(
         "zeros are taken for the state of a class that has not begun",
