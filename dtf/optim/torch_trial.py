@@ -92,7 +92,11 @@ def _failed(chosen: ChosenClass, error: Exception) -> ConfigError:
 def _try_slots(chosen: ChosenClass, shape: tuple[int, ...], dtype: torch.dtype) -> Slots:
     _check_form(chosen)
     parameter = _numbers(shape, 0, dtype)
-    instance = construct(chosen, [parameter], chosen.weight_decay)
+    try:
+        instance = construct(chosen, [parameter], chosen.weight_decay)
+    except ConfigError as error:
+        axes = f"{len(shape)} {'axis' if len(shape) == 1 else 'axes'}"
+        raise ConfigError(f"{error} (tried on a parameter with {axes}, as the model has)") from error
     found: list[Slots] = []
     before = dict(instance.param_groups[0])
     for step in range(_STEPS):

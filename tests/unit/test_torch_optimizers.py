@@ -257,6 +257,11 @@ def test_what_looks_at_whole_tensors_runs_where_they_are_whole(name: str) -> Non
     assert optimizer.by_tensor and with_ema(optimizer, 0.9).by_tensor
     optimizer.bind({"w": torch.ones(4, 6)}).apply([torch.ones(4, 6)], 0.1, None)
     assert not foreign("OnlyFloats").by_tensor
+    if name == "Muon":
+        with pytest.raises(
+            ConfigError, match=r"Muon only supports 2D .*\(tried on a parameter with 1 axis, as the model"
+        ):
+            optimizer.bind({"bias": torch.ones(4)})
     for chosen in (optimizer, with_ema(optimizer, 0.9)):
         with pytest.raises(ConfigError, match=r"this strategy divides tensors; use one that keeps them whole"):
             chosen.bind({"w": torch.ones(2, 6)}, {"w": (4, 6)}, lambda sums: sums)
