@@ -31,7 +31,6 @@ _SET_BY_DTF = {
     "params": "dtf gives it the parameters",
     "lr": "dtf's config group `lr` gives the learning rate of each step",
     "maximize": "dtf makes a loss smaller",
-    "weight_decay": "optimizer.weight_decay is a config key already; give its default there",
 }
 
 
@@ -144,26 +143,30 @@ def torch_optimizer(
     arguments = named(constructor_arguments(torch_class))
     said = f'torch_optimizer("{name}", {torch_class!r})'
     for key in defaults:
-        if key in _SET_BY_DTF and key != "weight_decay":
+        if key in _SET_BY_DTF:
             raise ConfigError(f"{said}: {key} is set otherwise: {_SET_BY_DTF[key]}")
         if key not in arguments:
             raise ConfigError(f"{said}: the constructor takes no {key}; {suggest(key, arguments)}")
     if "lr" not in arguments:
         raise ConfigError(f"{said}: the constructor takes no lr, so the learning rate of a step cannot be given to it")
     hints, fields, pinned = {}, {}, {}
-    for key, argument in arguments.items():
+    for key, argument in list(arguments.items())[1:]:
         value = defaults.get(key, argument.default)
         hint = config_type(argument.replace(default=value))
-        if (key in _SET_BY_DTF and key != "weight_decay") or key == next(iter(arguments)):
+        if key == "weight_decay" and type(value) in (int, float):
+            hint = float
+        elif key == "weight_decay" or (hasattr(TorchOptimizer, key) or key == "name"):
+            hint = None  # what dtf has under this name is something else
+        if key in _SET_BY_DTF:
             continue
         if key in HOW_IT_RUNS or hint is None or value is UNKNOWN:
-            if key in defaults:
+            if key in defaults and key != "weight_decay":
                 pinned[key] = value
-            elif argument.default is Parameter.empty:
+            elif argument.default is Parameter.empty or key == "weight_decay":
                 raise ConfigError(f"{said}: no config key can be {key}; give its value in the line: {{{key!r}: ...}}")
             continue
-        hints[key] = float if key == "weight_decay" else hint
-        fields[key] = _field(key, _as(hints[key], value))
+        hints[key] = hint
+        fields[key] = _field(key, _as(hint, value))
     target = torch_class if isinstance(torch_class, str) else f"{torch_class.__module__}:{torch_class.__qualname__}"
     made = type(
         target.rpartition(":")[2].rpartition(".")[2],

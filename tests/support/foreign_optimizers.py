@@ -186,6 +186,22 @@ class Wants(_Plain):
         super().__init__(params, lr)
 
 
+class OwnNames(_Plain):
+    """Arguments under names that mean something else to dtf."""
+
+    def __init__(self, params, lr=0.1, step: int = 1, name: str = "x", check=None):
+        super().__init__(params, lr)
+        self.size = step
+
+    def move(self, p, group):
+        p.sub_(p.grad * group["lr"] * self.size)
+
+
+class UnsaidDecay(_Plain):
+    def __init__(self, params, lr=0.1, weight_decay=None):
+        super().__init__(params, lr)
+
+
 class NotOne:
     def __init__(self, params, lr=0.1):
         pass

@@ -275,6 +275,7 @@ def test_a_line_that_cannot_be_right_is_refused_where_it_stands() -> None:
         ("torch.optim:RAdam", {"epss": 0.1}, "the constructor takes no epss; did you mean eps"),
         (f"{HERE}:NoRate", {}, "the constructor takes no lr"),
         (f"{HERE}:Wants", {}, "no config key can be model; give its value in the line: {'model': ...}"),
+        (f"{HERE}:UnsaidDecay", {}, "no config key can be weight_decay; give its value"),
         (f"{HERE}:Missing", {}, r"has no class Missing in its source"),
         ("no_such_package:Lion", {}, r"no module no_such_package is here.*pip install no-such-package"),
         ("torch.nothing:Lion", {}, "the source of torch.nothing is not in"),
@@ -283,6 +284,14 @@ def test_a_line_that_cannot_be_right_is_refused_where_it_stands() -> None:
         with pytest.raises(ConfigError, match=reason):
             torch_optimizer("wrong", target, values)
     assert "wrong" not in registered("optimizer")
+
+
+def test_arguments_under_names_of_dtf_are_given_in_the_line() -> None:
+    torch_optimizer("own-names", f"{HERE}:OwnNames", {"step": 3})
+    optimizer, parameters = make("own-names"), {"w": torch.zeros(2)}
+    assert optimizer.arguments == {"step": 3}
+    optimizer.bind(parameters).apply([torch.ones(2)], 0.5, None)
+    assert parameters["w"].tolist() == [-1.5, -1.5]
 
 
 def test_values_are_checked_without_the_class() -> None:
