@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from dtf.model.losses import cross_entropy, target_rank
     from dtf.model.metrics import weighted_sums
     from dtf.optim.sharding import ParamShard, Sharding, full_params
+    from dtf.optim.torch_class import torch_optimizer
     from dtf.optim.update import LocalUpdate
     from dtf.pserver.placement import placing
     from dtf.sparse.make_tables import tables_of
@@ -187,6 +188,7 @@ _PUBLIC = {
     "tables_of": "sparse.make_tables",
     "target_rank": "model.losses",
     "Task": "api.task",
+    "torch_optimizer": "optim.torch_class",
     "Train": "core.types",
     "train": "jobs.calls",
     "weighted_sums": "model.metrics",
@@ -315,6 +317,7 @@ __all__ = [
     "tar_samples",
     "target_rank",
     "train",
+    "torch_optimizer",
     "weighted_sums",
     "with_default",
     "write_samples",

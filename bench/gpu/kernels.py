@@ -15,6 +15,7 @@ from dtf.core.types import Box, State
 from dtf.model.fingerprint import fingerprints
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.optimizers import Adagrad, Adam, AdamW, Lars, Sgd
+from dtf.optim.torch_optimizers import Adadelta, Adamax, Asgd, NAdam, RAdam, RMSprop, Rprop
 
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
     "sgd": Sgd,
@@ -23,6 +24,7 @@ OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
     "adamw": AdamW,
     "adagrad": Adagrad,
     "lars": Lars,
+    **{made.__name__.lower(): made for made in (Adadelta, Adamax, Asgd, NAdam, RAdam, RMSprop, Rprop)},
 }
 FORMATS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}
 """Format of parameters -> how far a step may be from that of the processor."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from dtf.api import name_patterns
@@ -37,6 +37,10 @@ class Group:
     decayed: bool  # whether weight decay acts on them at all; a decay of 0 is one
     weight_decay: float  # 0 where it does not
     combine: Combine | None
+
+
+Step = Callable[[list["Tensor"], float, "Tensor | None"], None]
+"""A step of one group: gradients, learning rate, skip, as `Optimizer.step` takes them."""
 
 
 @dataclass(kw_only=True)
@@ -81,6 +85,10 @@ class Optimizer(ABC):
 
         `gradients`: in the order of `group.parameters`; may be overwritten. `skip`: as in `Bound.apply`.
         """
+
+    def stepper(self, group: Group) -> Step:
+        """What steps a group, made once for each `bind`: `step` with the group, unless something is kept beside it."""
+        return partial(self.step, group)
 
     def decays(self, shape: Sequence[int]) -> bool:
         """Whether weight decay applies to a parameter of this global shape.
@@ -134,16 +142,22 @@ class Bound:
                     "bind a contiguous copy"
                 )
         self.states = {name: optimizer.init(parameter) for name, parameter in parameters.items()}
-        self._optimizer, self._parameters = optimizer, list(parameters.values())
+        self._parameters = list(parameters.values())
         self._strides = [parameter.stride() for parameter in self._parameters]
         decays = [optimizer.decay_of(name, shapes.get(name, parameter.shape)) for name, parameter in parameters.items()]
         counted = [float(counts.get(name, True)) for name in parameters]
         states = list(self.states.values())
         kinds = [
-            (decay, name_patterns.factor(optimizer.lr_factors, name), str(parameter.dtype), str(parameter.device))
+            (
+                decay,
+                name_patterns.factor(optimizer.lr_factors, name),
+                str(parameter.dtype),
+                str(parameter.device),
+                tuple(self.states[name]),
+            )
             for (name, parameter), decay in zip(parameters.items(), decays, strict=True)
         ]
-        self._groups: list[tuple[list[int], Group, float]] = []
+        self._groups: list[tuple[list[int], Step, float]] = []
         for kind in sorted(set(kinds), key=lambda kind: (kind[0] is None, kind)):
             chosen = [index for index, other in enumerate(kinds) if other == kind]
             slots = {key: [states[index][key] for index in chosen] for key in states[chosen[0]]}
@@ -152,7 +166,8 @@ class Bound:
             if combine is not None and not all(counted):
                 add = _Counting(combine, torch.tensor([counted[index] for index in chosen], device=members[0].device))
             decay, factor, *_ = kind
-            self._groups.append((chosen, Group(members, slots, decay is not None, decay or 0.0, add), factor))
+            group = Group(members, slots, decay is not None, decay or 0.0, add)
+            self._groups.append((chosen, optimizer.stepper(group), factor))
 
     def apply(self, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
         """One step in place. `gradients` are in the order of the bound parameters and may be overwritten.
@@ -165,9 +180,9 @@ class Bound:
         with torch.no_grad():
             if [gradient.stride() for gradient in gradients] != self._strides:
                 gradients = _aligned(gradients, self._parameters)
-            for chosen, group, factor in self._groups:
+            for chosen, step, factor in self._groups:
                 part = gradients if len(self._groups) == 1 else [gradients[index] for index in chosen]
-                self._optimizer.step(group, part, lr * factor, skip)
+                step(part, lr * factor, skip)
 
 
 @dataclass(frozen=True, slots=True)

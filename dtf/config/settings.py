@@ -59,7 +59,7 @@ _PARTS = {
     "api": "lr precision",
     "checkpoint": "options",
     "data": "samplers",
-    "optim": "optimizers",
+    "optim": "optimizers torch_optimizers",
     "sparse": "row_optimizers",
     "strategies": "ddp dp fsdp tensor pipeline.strategy",
     "pserver": "strategy",

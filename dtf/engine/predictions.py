@@ -54,18 +54,14 @@ class ConfusionTable:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._rows, self._guessed, self._right = Counter[int](), Counter[int](), Counter[int]()
+        self._pairs = Counter[tuple[int, int]]()  # what it is, and what it was taken for
         self._width = 0
 
     def add(self, rows: Sequence[Prediction]) -> None:
         for row in rows:
-            if row.label is None:
-                continue
-            label, guess = int(row.label), row.guess()
-            self._width = row.width or len(self._names)
-            self._rows[label] += 1
-            self._guessed[guess] += 1
-            self._right[label] += guess == label
+            if row.label is not None:
+                self._width = row.width or len(self._names)
+                self._pairs[int(row.label), row.guess()] += 1
 
     def classes(self) -> list[dict[str, Any]]:
         """For each class: its rows, rows predicted as it, recall and precision; None in place of a division by zero."""
@@ -73,19 +69,27 @@ class ConfusionTable:
         def share(part: int, whole: int) -> float | None:
             return part / whole if whole else None
 
-        table = []
-        for c in range(self._width):
-            rows, guessed, right = self._rows[c], self._guessed[c], self._right[c]
-            table.append(
-                {
-                    "class": named(self._names, c),
-                    "rows": rows,
-                    "predicted": guessed,
-                    "recall": share(right, rows),
-                    "precision": share(right, guessed),
-                }
-            )
-        return table
+        rows, guessed = Counter[int](), Counter[int]()
+        for (label, guess), count in self._pairs.items():
+            rows[label] += count
+            guessed[guess] += count
+        return [
+            {
+                "class": named(self._names, c),
+                "rows": rows[c],
+                "predicted": guessed[c],
+                "recall": share(self._pairs[c, c], rows[c]),
+                "precision": share(self._pairs[c, c], guessed[c]),
+            }
+            for c in range(self._width)
+        ]
+
+    def confusions(self) -> list[list[int]]:
+        """[what it is, what it was taken for, rows] by numbers of classes, of those that differ; the most rows first.
+        Empty where there is no table of classes.
+        """
+        pairs = [[label, guess, rows] for (label, guess), rows in self._pairs.items() if label != guess and self._width]
+        return sorted(pairs, key=lambda pair: (-pair[2], *pair))
 
 
 class Predictions(ABC):

@@ -16,6 +16,8 @@ from dtf.jobs.use_model import RanksEnded, check_split, launch
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
 
+MATRIX, PAIRS = 20, 20
+"""Classes of which all pairs are printed; and how many pairs of more."""
 SHOWN = 40
 """Classes in the printed table; of more, those with the lowest recall."""
 
@@ -84,4 +86,28 @@ def _text(evaluation: Evaluation) -> str:
             lines.append(f"{name:<{width}}  {row['rows']:>8,}  {row['predicted']:>9,}  {recall:>7}  {precision:>9}")
         if len(classes) > SHOWN:
             lines.append(f"the {SHOWN} of {len(classes)} classes with the lowest recall")
+        lines += ["", *_confusions([plain_text(row["class"], 40) for row in classes], result)]
     return "\n".join(lines)
+
+
+def _confusions(names: list[str], result: dict[str, Any]) -> list[str]:
+    """What was taken for what: a matrix of few classes, the most frequent mistakes of many."""
+    pairs = result["confusions"]
+    if not pairs:
+        return ["no row was taken for another class"]
+    if len(names) > MATRIX:
+        width = max(len(names[label]) for label, _, _ in pairs[:PAIRS])
+        lines = [
+            f"{rows:>8,}  {names[label]:<{width}}  taken for {names[guess]}" for label, guess, rows in pairs[:PAIRS]
+        ]
+        return [f"the most frequent of {len(pairs):,} pairs that were confused:", *lines]
+    counts = {(label, guess): rows for label, guess, rows in pairs}
+    rights = [
+        row["rows"] - sum(counts.get((c, g), 0) for g in range(len(names))) for c, row in enumerate(result["classes"])
+    ]
+    width, cell = max(map(len, names)), max(4, *(len(f"{rows:,}") for rows in [*counts.values(), *rights]))
+    lines = [f"{'':>{width}}      " + " ".join(f"{number:>{cell}}" for number in range(len(names)))]
+    for label, name in enumerate(names):
+        cells = [rights[label] if label == guess else counts.get((label, guess), 0) for guess in range(len(names))]
+        lines.append(f"{name:<{width}}  {label:>2}  " + " ".join(f"{rows or '.':>{cell}}" for rows in cells))
+    return ["rows of each class, by what they were taken for:", *lines]

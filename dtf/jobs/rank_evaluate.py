@@ -23,7 +23,7 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
 
 
 def _evaluate(rank: Rank) -> None:
-    """Write evaluation.json: metrics over a split, each row once, and a table of classes."""
+    """Write evaluation.json: metrics over a split, each row once, a table of classes, and what was taken for what."""
     settings = rank.settings
     job: EvaluateJob = settings.job  # type: ignore[assignment]
     inference = Inference(
@@ -56,8 +56,9 @@ def _evaluate(rank: Rank) -> None:
             "rows": len(inference.rows),
             "unread": unread,
             "metrics": values,
+            "classes": table.classes(),
         }
-        replace_text(
-            rank.folder / "evaluation.json", json.dumps(result | {"classes": table.classes()}, indent=1) + "\n"
-        )
+        # a line for all pairs: there may be many
+        text = f'{json.dumps(result, indent=1)[:-2]},\n "confusions": {json.dumps(table.confusions())}\n}}\n'
+        replace_text(rank.folder / "evaluation.json", text)
     inference.world.leave()

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dtf.api.optimizer import Group, Optimizer, counter
+from dtf.api.optimizer import Group, Optimizer, Step, counter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,10 +52,21 @@ class EmaOptimizer(Optimizer):
     def decay_of(self, name: str, shape: Sequence[int]) -> float | None:
         return self._optimizer.decay_of(name, shape)
 
+    def stepper(self, group: Group) -> Step:
+        step = self._optimizer.stepper(group)
+
+        def step_and_average(gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
+            step(gradients, lr, skip)
+            self._average(group, skip)
+
+        return step_and_average
+
     def step(self, group: Group, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
+        self.stepper(group)(gradients, lr, skip)
+
+    def _average(self, group: Group, skip: Tensor | None) -> None:
         import torch
 
-        self._optimizer.step(group, gradients, lr, skip)
         averages, steps = group.slots[EMA], group.slots[STEPS]
         done = 1.0 if skip is None else 1.0 - skip
         weight = ((1 - decay_at(self._decay, steps[0].double())) * done).to(averages[0].dtype)

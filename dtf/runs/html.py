@@ -119,3 +119,20 @@ def legend(meanings: Iterable[tuple[str, str]]) -> str:
         for variable, text in meanings
     )
     return f'<div class="key">{"".join(marks)}</div>'
+
+
+def matrix(rows: Sequence[tuple[str, Sequence[int]]], heads: Sequence[str]) -> str:
+    """Counts as a table whose cells are the darker the larger their share of a row. `heads`: of columns."""
+
+    def cell(count: int, total: int) -> str:
+        strength = round(70 * count / total) if total else 0
+        colour = f"background:color-mix(in srgb,var(--run0) {strength}%,transparent)"
+        return f'<td class="number" style="{colour}">{f"{count:,}" if count else ""}</td>'
+
+    head = "<th></th>" + "".join(f'<th class="number">{escape(text)}</th>' for text in heads)
+    lines = (
+        f"<tr><th>{escape(name)}</th>" + "".join(cell(count, sum(counts)) for count in counts) + "</tr>"
+        for name, counts in rows
+    )
+    body = "\n".join(lines)
+    return f'<div class="card"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'

@@ -56,6 +56,8 @@ def html(results: Sequence[Result], charts: Sequence[Chart], now: str) -> str:
     sections += [("Devices", _key(results) + page.grid(figures[name] for name in resources))] if resources else []
     if any(result.profiles for result in results):
         sections.append(("Where the time of a step goes", _profiles(results)))
+    if any(result.confusion for result in results):
+        sections.append(("What was taken for what", _confusions(results)))
     if len(results) > 1:
         sections.append(("How the configs differ", _differences(results)))
     recipes = ", ".join(dict.fromkeys(str(result.config["recipe.name"]) for result in results))
@@ -217,6 +219,17 @@ def _profiles(results: Sequence[Result]) -> str:
         + page.table(heads, rows, numbers=2)
         + explanation
     )
+
+
+def _confusions(results: Sequence[Result]) -> str:
+    """A matrix of classes for each evaluation."""
+    found = []
+    for number, result in enumerate(results):
+        if result.confusion:
+            rows = [(f"{label} {name}", counts) for label, (name, counts) in enumerate(result.confusion)]
+            heads = [str(label) for label in range(len(rows))]
+            found.append(f"<p>{page.chip(number)}{escape(result.name)}</p>" + page.matrix(rows, heads))
+    return "<p>Rows of each class, by what they were taken for.</p>" + "\n".join(found)
 
 
 def _differences(results: Sequence[Result]) -> str:

@@ -9,7 +9,7 @@ import glob
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +32,8 @@ _PLAIN = ("recipe.name", "strategy.name", "precision.compute", "optimizer.name",
 _MEASURED = {"split": str, "step": int, "epoch": float}
 _SAMPLED = {"time": float, "device": str, "utilisation": float, "memory": float}
 _MOST_EPOCHS = 100_000
+_MOST_CLASSES = 100
+"""Of a confusion matrix that is drawn."""
 _NEEDED = ("recipe.name", "strategy.name")
 
 Point = tuple[float, float]
@@ -47,6 +49,7 @@ class Result:
     metrics: list[dict[str, Any]]  # of metrics.jsonl
     samples: list[dict[str, Any]]  # of resources.jsonl
     profiles: list[tuple[int, Shares]]  # of ranks
+    confusion: list[tuple[str, list[int]]] = field(default_factory=list)  # class, rows by what they were taken for
     name: str = ""
 
     def rows(self, split: str) -> list[dict[str, Any]]:
@@ -218,7 +221,24 @@ def _result(folder: Path) -> Result:
         [*rows(metrics, _MEASURED)],
         [*rows(folder / "resources.jsonl", _SAMPLED)],
         sorted(shares),
+        _confusion(folder / "evaluation.json"),
     )
+
+
+def _confusion(path: Path) -> list[tuple[str, list[int]]]:
+    """Of a folder of `job=evaluate`: each class, and how many of its rows were taken for each class."""
+    if not path.is_file():
+        return []
+    found = _json(path)
+    try:
+        classes, counts = found["classes"], {(a, b): int(rows) for a, b, rows in found.get("confusions", [])}
+        names = [str(one["class"]) for one in classes] if counts and len(classes) <= _MOST_CLASSES else []
+        table = [[counts.get((label, guess), 0) for guess in range(len(names))] for label in range(len(names))]
+        for number, row in enumerate(table):
+            row[number] = int(classes[number]["rows"]) - sum(row)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {type(error).__name__}: {error}; remove the damaged file") from error
+    return list(zip(names, table, strict=True))
 
 
 def _shares(one: dict[str, Any]) -> Shares:

@@ -116,6 +116,29 @@ FAULTS = [
         ("tests/laws/test_fine_tuning.py::test_averages_are_what_their_definition_says",),
     ),
     Fault(
+        "a class of torch.optim steps on a device although the step is skipped",
+        "dtf/optim/torch_step.py",
+        "if before is not None and skip is not None:",
+        "if before is not None and skip is None:",
+        ("tests/unit/test_torch_optimizers.py::test_on_a_device_a_skipped_step_leaves_no_trace[radam]",),
+    ),
+    Fault(
+        "a class that looks at rows is taken for one that steps by element",
+        "dtf/optim/torch_trial.py",
+        "for axis in {0, len(shape) - 1}",
+        "for axis in {0}",
+        (
+            "tests/unit/test_torch_optimizers.py::test_what_looks_at_whole_tensors_runs_where_they_are_whole[NormOfRows]",
+        ),
+    ),
+    Fault(
+        "zeros are taken for the state of a class that has not begun",
+        "dtf/optim/torch_step.py",
+        "known = [number > 0 for number in begun]",
+        "known = [number >= 0 for number in begun]",
+        ("tests/unit/test_torch_optimizers.py::test_eight_steps_are_those_of_plain_torch_bit_for_bit[rprop-dtype0]",),
+    ),
+    Fault(
         "a frozen part learns",
         "dtf/optim/update.py",
         "for name, shard in params.items() if shard.parameter.requires_grad}",

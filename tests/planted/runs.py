@@ -195,9 +195,9 @@ FAULTS = [
     Fault(
         "recall is divided as precision is",
         "dtf/engine/predictions.py",
-        '"recall": share(right, rows)',
-        '"recall": share(right, guessed)',
-        ("tests/launch/test_use_model.py::test_an_evaluation_repeats_what_training_saw",),
+        '"recall": share(self._pairs[c, c], rows[c])',
+        '"recall": share(self._pairs[c, c], guessed[c])',
+        ("tests/unit/test_confusions.py::test_pairs_say_what_recall_and_precision_say",),
     ),
     Fault(
         "Optuna forgets what trials came to",

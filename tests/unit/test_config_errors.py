@@ -84,7 +84,7 @@ def composer() -> Composer:
         ("lr=null", "lr=null is no option; choices: constant, cosine"),
         ("~lr", "~lr leaves no lr; choose with lr=NAME" + HERE),
         ("lr=0.1", "lr=0.1 is no option; did you mean lr.peak=0.1? choices: constant, cosine"),
-        ("optimizer=[1,2]", "optimizer=[1,2] is no option; choices: adagrad"),
+        ("optimizer=[1,2]", "optimizer=[1,2] is no option; choices: adadelta"),
         ("precision=float16", "precision=float16 is no option; did you mean fp16? choices: bf16"),
         ("optimizer.lr=0.1", "optimizer.lr=0.1 is no known key; did you mean lr.peak? choices: decay_norm_and_bias"),
         ("learning_rate=0.1", "learning_rate=0.1 is no known key; did you mean lr.peak? choices: budget"),

