@@ -63,9 +63,9 @@ _PARTS = {
     "sparse": "row_optimizers",
     "strategies": "ddp dp fsdp tensor pipeline.strategy",
     "pserver": "strategy",
-    "observers": "console events jsonl profile resources tensorboard",
+    "observers": "console events jsonl mlflow_observer profile prometheus resources tensorboard wandb_observer",
     "launch": "env inline local manual static torchrun",
-    "jobs": "chaos.job checkpoint describe doctor evaluate export predict relay report status train verify",
+    "jobs": "chaos.job checkpoint describe diff doctor evaluate export predict relay report status train tune verify",
 }
 """Package -> its modules that register classes."""
 

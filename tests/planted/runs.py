@@ -151,6 +151,36 @@ FAULTS = [
         ("tests/unit/test_tensorboard.py::test_a_restart_leaves_no_doubled_part",),
     ),
     Fault(
+        "a tracker gets what a kill will have done again",
+        "dtf/observers/tracker.py",
+        "if self._at_once or len(self._held)",
+        "if self._held or len(self._held)",
+        ("tests/unit/test_trackers.py::test_a_tracker_has_metrics_jsonl_after_kills",),
+    ),
+    Fault(
+        "what a tracker has started outlives the run",
+        "dtf/observers/tracker_link.py",
+        "os.killpg(self._process.pid, signal.SIGKILL)",
+        "os.kill(self._process.pid, signal.SIGKILL)",
+        (
+            "tests/unit/test_broken_trackers.py::test_a_tracker_that_hangs_stops_nothing_and_ends_with_all_it_has_started",
+        ),
+    ),
+    Fault(
+        "two runs are alike though a tensor is missing",
+        "dtf/runs/diff.py",
+        "if not off and not only:",
+        "if not off:",
+        ("tests/unit/test_diff.py::test_tensors_that_only_one_run_has_are_named",),
+    ),
+    Fault(
+        "a micro-batch is tried that takes all memory",
+        "dtf/jobs/largest_micro_batch.py",
+        "need * processes <= HEADROOM * free",
+        "need <= HEADROOM * free",
+        ("tests/unit/test_tune.py::test_what_cannot_fit_is_not_tried",),
+    ),
+    Fault(
         "an observer that raises is called again",
         "dtf/api/observer.py",
         "                del self._watchers[name]\n",
