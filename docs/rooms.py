@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
-    "core", "host", "distributed", "api", "checkpoint", "model", "data", "sparse", "optim", "config", "strategies",
+    "core", "host", "distributed", "api", "checkpoint", "model", "data", "sparse", "optim", "config", "adapters", "strategies",
     "pserver", "observers", "runs", "launch", "engine", "recipes", "jobs", "cli",
 )  # fmt: skip
 """The lowest first. What lies in dtf/ itself stands above them all."""
