@@ -128,8 +128,8 @@ class LightningRun:
         if train.batch_size != self._settings.step.batch_size and self._settings.job.trains:
             raise ConfigError(
                 f"{train.name} has batches of {train.batch_size} rows, and step.batch_size is "
-                f"{self._settings.step.batch_size}; set step.batch_size={train.batch_size}, or let the loader take an "
-                "argument batch_size, which gets it"
+                f"{self._settings.step.batch_size}; set step.batch_size={train.batch_size} (with job=verify "
+                f"job.batch_size={train.batch_size}), or let the loader's class take an argument batch_size, which gets it"
             )
         if last is not None and last.drop_last:
             raise ConfigError(f"{last.name} has drop_last=True, and an evaluation counts each row; leave it out")
