@@ -5,15 +5,17 @@ run: what it imports, such as torch, stays out of the process.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
+import operator
 import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 from dtf.core.errors import ConfigError
 
@@ -222,7 +224,7 @@ def _hint(node: ast.expr | None) -> Any:
 def _union(arms: Sequence[Any]) -> Any:
     """Of those that a config holds; None where there is none but null."""
     known = [arm for arm in arms if arm is not None]
-    return Union[tuple(known)] if any(arm is not type(None) for arm in known) else None
+    return functools.reduce(operator.or_, known) if any(arm is not type(None) for arm in known) else None
 
 
 def _of_value(default: Any) -> Any:

@@ -6,30 +6,24 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import make_dataclass
+from collections.abc import Callable
 from dataclasses import fields as fields_of
+from dataclasses import make_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dtf.adapters.arguments import MISSING, UNKNOWN, Argument, arguments_of, source_file
-from dtf.api.lr import Schedule
-from dtf.api.optimizer import Group, Optimizer
+from dtf.adapters.lightning_parts import BATCH_SIZE, LoaderOrder, ModuleOptimizer, ModuleSchedule
 from dtf.api.options import FineTuning
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import option, register
-from dtf.api.sampler import Sampler, Tail
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from torch import Tensor, nn
 
     from dtf.adapters.lightning_run import LightningRun
-
-BATCH_SIZE = "batch_size"
-"""The argument that gets `step.batch_size`: one key says how many rows a batch has."""
 
 _NAMES = ("lightning", "pytorch_lightning")
 _EXTRA = "pip install lightning torchmetrics"
@@ -58,7 +52,7 @@ def lightning_recipe(
     plugin = sys._getframe(1).f_globals["__name__"]
     module_arguments, data_arguments = _key_arguments(module), _key_arguments(data) if data is not None else []
     batch_sizes = [each.default for each in (*_all(data), *_all(module)) if each.name == BATCH_SIZE]
-    presets: dict[str, Any] = {group: name for group in ("optimizer", "lr", "sampler")}
+    presets: dict[str, Any] = dict.fromkeys(("optimizer", "lr", "sampler"), name)
     if batch_sizes and type(batch_sizes[0]) is int:
         presets["step"] = {BATCH_SIZE: batch_sizes[0]}
     title = _title(module)
@@ -118,7 +112,9 @@ def _node(name: str, arguments: Sequence[Argument], bases: tuple[type, ...], plu
     for each in arguments:
         if each.name in taken:
             if each.default is MISSING:
-                raise ConfigError(f"the argument {each.name} has no default, and recipe.model.{each.name} is another key")
+                raise ConfigError(
+                    f"the argument {each.name} has no default, and recipe.model.{each.name} is another key"
+                )
             continue
         doc = f"the argument {each.name}"
         if each.default is MISSING:
@@ -213,71 +209,3 @@ class LightningRecipe(Recipe):
                 "there are no probabilities; load the weights into the module: dtf job=export"
             )
         return outputs["scores"].softmax(-1)
-
-
-class ModuleOptimizer(Optimizer):
-    """The optimizer that `configure_optimizers` makes, with its parameter groups."""
-
-    recipe_name: ClassVar[str]
-    inner: Optimizer | None = None
-    """Of dtf, with the same numbers; known once the model is built."""
-
-    momenta: Callable[[int], Mapping[str, float]] | None = None
-    """Options of `inner` that the scheduler changes from step to step."""
-
-    recipe: Any = None
-
-    def check(self) -> None:
-        for key in ("lr_factors", "weight_decays"):
-            if getattr(self, key):
-                raise ConfigError(
-                    f"optimizer.{key} and the parameter groups of configure_optimizers would both decide; choose an "
-                    "optimizer of dtf: optimizer=adamw lr=cosine lr.peak=NUMBER"
-                )
-
-    def _known(self) -> Optimizer:
-        if self.inner is None:
-            self.recipe.run.build()  # in a process that had no use for the model so far
-        assert self.inner is not None
-        return self.inner
-
-    def begin(self, step: int) -> None:
-        if self.momenta is not None:
-            for key, value in self.momenta(step).items():
-                setattr(self.inner, key, value)
-
-    def init(self, parameter: Tensor) -> dict[str, Tensor]:
-        return self._known().init(parameter)
-
-    def step(self, group: Group, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
-        self._known().step(group, gradients, lr, skip)
-
-    def decay_of(self, name: str, shape: Sequence[int]) -> float | None:
-        return self._known().decay_of(name, shape)
-
-
-class ModuleSchedule(Schedule):
-    """The learning rate that the scheduler of `configure_optimizers` gives, step by step."""
-
-    recipe_name: ClassVar[str]
-    recipe: Any = None
-
-    def __call__(self, step: int, total: int) -> float:
-        return self.recipe.run.rate(step, total)
-
-
-class LoaderOrder(Sampler):
-    """The order of the train dataloader: as its data set has them, or shuffled, by dtf's own permutation."""
-
-    recipe_name: ClassVar[str]
-    recipe: Any = None
-
-    @property
-    def tail(self) -> Tail:  # type: ignore[override]
-        return Tail.drop if self.recipe.run.train.drop_last else Tail.partial
-
-    def order(self, rows: int, seed: int, epoch: int, groups: np.ndarray | None) -> np.ndarray:
-        from dtf.data.samplers import Sequential, Shuffle
-
-        chosen = Shuffle() if self.recipe.run.train.shuffles else Sequential()
-        return chosen.order(rows, seed, epoch, groups)

@@ -62,8 +62,8 @@ class LoaderRows(Dataset):
         return tensors, tensors[label_of(tensors)]
 
     def _items(self, numbers: list[int]) -> list[Any]:
-        many = getattr(self._rows, "__getitems__", None)
-        return many(numbers) if callable(many) else [self._rows[row] for row in numbers]
+        many: Any = getattr(self._rows, "__getitems__", None)
+        return list(many(numbers)) if many is not None else [self._rows[row] for row in numbers]
 
     def _drawn(self, numbers: list[int], epoch: int) -> list[Any]:
         items = []
@@ -94,8 +94,8 @@ def check_loader(loader: Any, name: str) -> DataLoader:
         raise ConfigError(f"{name} gives a {type(loader).__name__}; give a torch.utils.data.DataLoader")
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         raise ConfigError(
-            f"{name}: {type(loader.dataset).__name__} gives rows in an order of its own, and each row must have a number "
-            "that any rank can ask for; give a map-style data set, with __getitem__ and __len__"
+            f"{name}: {type(loader.dataset).__name__} gives rows in an order of its own, and each row must have a "
+            "number that any rank can ask for; give a map-style data set, with __getitem__ and __len__"
         )
     return loader
 

@@ -1,8 +1,7 @@
 """What a LightningModule logs, as sums over rows: means of batches, weighted by their rows, and states of metrics.
 
-A vector of sums means the same however rows were divided. It holds, without the sum of weights at its front: the mean of
-each name times its rows, the rows of each name, the states of all metrics, how often each was updated, and the rows of
-evaluations.
+A vector of sums means the same however rows were divided. It holds, after the sum of weights: the mean of each name
+times its rows, the rows of each name, the states of all metrics, how often each was updated, and rows of evaluations.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class MetricSums:
         new = [name for name in (*records.values, *records.metrics) if name not in {*self._keys, *self._shown}]
         if new:
             raise ConfigError(
-                f"the module logs {new[0]!r}, which it did not log for the first rows; log the same names in every step, "
-                f"whatever the rows are; {suggest(new[0], (*self._keys, *self._shown))}"
+                f"the module logs {new[0]!r}, which it did not log for the first rows; log the same names in every "
+                f"step, whatever the rows are; {suggest(new[0], (*self._keys, *self._shown))}"
             )
         loss = records.loss
         device = loss.device if loss is not None else next(self_parameters(records.module)).device
@@ -148,8 +147,8 @@ def states_of(name: str, metric: Any) -> list[_State]:
             kept = "keeps all rows" if isinstance(default, list) else "has no sum"
             more = "; give it thresholds=100" if "thresholds" in vars(metric) else ""
             raise ConfigError(
-                f"the metric {name} ({type(metric).__name__}) {kept} in its state {key}, and only sums are added up over "
-                f"ranks and steps: choose a metric with sums{more}, or write a recipe with an evaluator "
+                f"the metric {name} ({type(metric).__name__}) {kept} in its state {key}, and only sums are added up "
+                f"over ranks and steps: choose a metric with sums{more}, or write a recipe with an evaluator "
                 "(docs/own-recipe.md)"
             )
         states.append(_State(name, key, default.detach().cpu().double()))
@@ -160,7 +159,8 @@ def prepare_metrics(module: nn.Module) -> None:
     """Let each metric of a module count its own rows: none talks to other ranks, and none shares states with another.
     ConfigError for a metric that cannot be added up.
     """
-    for name, part in module.named_modules():
+    part: Any
+    for part in module.modules():
         if type(part).__name__ == "MetricCollection" and hasattr(part, "_enable_compute_groups"):
             part._enable_compute_groups = False
     for name, metric in metrics_of(module).items():

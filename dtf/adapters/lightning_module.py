@@ -23,13 +23,24 @@ _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 _CONTRACTS = ("LightningModule", "LightningDataModule")
 
 CALLED = frozenset(
-    "forward training_step validation_step configure_optimizers configure_model prepare_data setup train_dataloader "
-    "val_dataloader on_validation_epoch_end on_train_epoch_end".split()
+    {
+        "forward",
+        "training_step",
+        "validation_step",
+        "configure_optimizers",
+        "configure_model",
+        "prepare_data",
+        "setup",
+        "train_dataloader",
+        "val_dataloader",
+        "on_train_epoch_end",
+        "on_validation_epoch_end",
+    }
 )
 """Hooks of a module that are called, each where Lightning does."""
 
 OTHER_USES = frozenset(
-    "test_step predict_step test_dataloader predict_dataloader teardown load_from_checkpoint".split()
+    {"test_step", "predict_step", "test_dataloader", "predict_dataloader", "teardown", "load_from_checkpoint"}
 ) | {f"on_{use}_{when}" for use in ("test", "predict") for when in (
     "start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval", "model_train"
 )}  # fmt: skip
@@ -65,12 +76,12 @@ class Records:
         if self.trains:
             if returned is None:
                 raise ConfigError(
-                    "training_step returned None, which leaves a batch out; return a loss for every batch, one of zeros "
-                    "that depend on the outputs where there is nothing to learn from"
+                    "training_step returned None, which leaves a batch out; return a loss for every batch, one of "
+                    "zeros that depend on the outputs where there is nothing to learn from"
                 )
             if not isinstance(found, Tensor):
                 raise ConfigError(
-                    f"training_step returned {_kind(returned)}; return the loss, a tensor (), or a dict with it as 'loss'"
+                    f"training_step returned {_kind(returned)}; return the loss, a tensor (), or a dict with 'loss'"
                 )
             self.values.pop("loss", None)
         elif not isinstance(found, Tensor) or found.numel() != 1:
@@ -88,12 +99,16 @@ def _is_loss(name: str) -> bool:
 
 
 def _kind(value: Any) -> str:
-    return f"a dict without 'loss' ({', '.join(map(str, value))})" if isinstance(value, Mapping) else type(value).__name__
+    return (
+        f"a dict without 'loss' ({', '.join(map(str, value))})" if isinstance(value, Mapping) else type(value).__name__
+    )
 
 
 def is_metric(value: Any) -> bool:
     """Whether it is a metric of torchmetrics."""
-    return isinstance(value, nn.Module) and any(_is_library(base, "Metric", "torchmetrics.") for base in type(value).__mro__)
+    return isinstance(value, nn.Module) and any(
+        _is_library(base, "Metric", "torchmetrics.") for base in type(value).__mro__
+    )
 
 
 def is_lightning(value: object, name: str) -> bool:
@@ -298,6 +313,7 @@ def _refuse_use(self: _BatchNumber, *others: Any) -> Any:
 
 
 for _name in (
-    "eq ne lt le gt ge hash bool int float index add radd sub rsub mul rmul mod rmod floordiv truediv format".split()
+    *("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "int", "float", "index", "format"),
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "mod", "rmod", "floordiv", "truediv"),
 ):
     setattr(_BatchNumber, f"__{_name}__", _refuse_use)

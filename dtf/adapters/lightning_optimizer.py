@@ -15,8 +15,11 @@ from dtf.api.optimizer import Optimizer
 from dtf.api.registry import lookup
 from dtf.core.errors import ConfigError
 
-_PER_GROUP = ("params", "lr", "initial_lr", "weight_decay", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum",
-              "foreach", "fused", "capturable", "differentiable", "param_names")  # fmt: skip
+_PER_GROUP = (
+    *("params", "param_names", "lr", "initial_lr", "weight_decay", "max_lr", "min_lr", "max_momentum", "base_momentum"),
+    *("foreach", "fused", "capturable"),
+)
+"""What may differ between groups: it changes no number, or becomes a factor of the learning rate or a weight decay."""
 _CLOSE = 1e-9
 _OTHER_OPTIMIZER = "or choose one of dtf: optimizer=adamw lr=cosine lr.peak=NUMBER"
 
@@ -28,9 +31,7 @@ class Configured:
         self._who = f"{type(module).__name__}.configure_optimizers"
         optimizer, scheduler = self._parts(returned)
         names = {id(p): name for name, p in module.named_parameters()}
-        self.groups = [
-            [names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups
-        ]
+        self.groups = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
         self.inner = self._inner(optimizer)
         rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
         self._base = max(range(len(rates)), key=lambda index: rates[index])
@@ -65,11 +66,13 @@ class Configured:
             groups = self._optimizer.param_groups
             rates = [float(group["lr"]) for group in groups]
             base = rates[self._base]
-            if any(abs(rate - ratio * base) > _CLOSE * max(rates) for rate, ratio in zip(rates, self._ratios, strict=True)):
+            if any(
+                abs(rate - ratio * base) > _CLOSE * max(rates) for rate, ratio in zip(rates, self._ratios, strict=True)
+            ):
                 raise ConfigError(
-                    f"{self._who}: from step {len(self._rates)} on the learning rates of parameter groups are no longer "
-                    f"multiples of each other ({', '.join(f'{rate:g}' for rate in rates)}); use one scheduler for all "
-                    "groups"
+                    f"{self._who}: from step {len(self._rates)} on the learning rates of parameter groups are no "
+                    f"longer multiples of each other ({', '.join(f'{rate:g}' for rate in rates)}); use one "
+                    "scheduler for all groups"
                 )
             self._rates.append(base)
             self._options.append(self._momentum(groups) if self.cycles else {})
@@ -117,7 +120,9 @@ class Configured:
                 "(docs/own-recipe.md, 'Two losses')"
             )
         if not isinstance(optimizers[0], torch.optim.Optimizer):
-            raise ConfigError(f"{self._who} returned {type(optimizers[0]).__name__}; return an optimizer of torch.optim")
+            raise ConfigError(
+                f"{self._who} returned {type(optimizers[0]).__name__}; return an optimizer of torch.optim"
+            )
         return optimizers[0], self._scheduler_of(schedulers[0] if schedulers else None)
 
     def _scheduler_of(self, given: Any) -> dict[str, Any]:
@@ -168,7 +173,10 @@ def _same(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], who: str
         name, off = "sgd", (*off, "dampening")
         given = {"momentum": float(options["momentum"]), "nesterov": bool(options["nesterov"])}
     elif kind in (torch.optim.Adam, torch.optim.AdamW):
-        name, off = "adamw" if options.get("decoupled_weight_decay", kind is torch.optim.AdamW) else "adam", (*off, "amsgrad")
+        name, off = (
+            "adamw" if options.get("decoupled_weight_decay", kind is torch.optim.AdamW) else "adam",
+            (*off, "amsgrad"),
+        )
         given = {"beta1": float(options["betas"][0]), "beta2": float(options["betas"][1]), "eps": float(options["eps"])}
     elif kind is torch.optim.Adagrad:
         name = "adagrad"
@@ -179,14 +187,14 @@ def _same(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], who: str
         }
     else:
         raise ConfigError(
-            f"{who} returned {kind.__module__}.{kind.__name__}; those with the same numbers here are SGD, Adam, AdamW and "
-            f"Adagrad of torch.optim: use one of them, {_OTHER_OPTIMIZER}"
+            f"{who} returned {kind.__module__}.{kind.__name__}; those with the same numbers here are SGD, Adam, AdamW "
+            f"and Adagrad of torch.optim: use one of them, {_OTHER_OPTIMIZER}"
         )
     for key in off:
         if options.get(key):
             raise ConfigError(
-                f"{who} returned {kind.__name__}({key}={options[key]}), which dtf's {name} does not have; leave it out, "
-                f"{_OTHER_OPTIMIZER}"
+                f"{who} returned {kind.__name__}({key}={options[key]}), which dtf's {name} does not have; leave it "
+                f"out, {_OTHER_OPTIMIZER}"
             )
     made: Optimizer = lookup("optimizer", name)(**given)
     return made

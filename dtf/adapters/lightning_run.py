@@ -1,4 +1,4 @@
-"""A LightningModule and its data in a rank: they are opened, tried on a few rows, and read for what the recipe tells."""
+"""A LightningModule and its data in a rank: opened, tried on a few rows, and read for what the recipe tells."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from dtf.adapters.arguments import load
-from dtf.adapters.lightning import BATCH_SIZE, LightningRecipe, ModuleOptimizer
 from dtf.adapters.lightning_data import LoaderRows, batch_of, check_loader, label_of
 from dtf.adapters.lightning_metrics import MetricSums, prepare_metrics
 from dtf.adapters.lightning_module import (
@@ -27,6 +26,7 @@ from dtf.adapters.lightning_module import (
     stepped,
 )
 from dtf.adapters.lightning_optimizer import Configured
+from dtf.adapters.lightning_parts import BATCH_SIZE, Described, ModuleOptimizer
 from dtf.adapters.row_proof import Observe, fixed_draws, in_order, loss_mean, no_means
 from dtf.adapters.trainer_view import TrainerView
 from dtf.api.options import FineTuning
@@ -40,15 +40,24 @@ if TYPE_CHECKING:
 _TRIED_ROWS = 16
 _OWN_KEYS = frozenset(field.name for field in fields(FineTuning))
 _DATA_HOOKS = frozenset(
-    "prepare_data setup teardown train_dataloader val_dataloader test_dataloader predict_dataloader "
-    "load_from_checkpoint from_datasets".split()
+    [
+        "prepare_data",
+        "setup",
+        "teardown",
+        "train_dataloader",
+        "val_dataloader",
+        "test_dataloader",
+        "predict_dataloader",
+        "load_from_checkpoint",
+        "from_datasets",
+    ]
 )
 
 
 class LightningRun:
     """The module of a recipe and its data, opened when they are first asked for. `settings`: of the run."""
 
-    def __init__(self, recipe: LightningRecipe, settings: Settings) -> None:
+    def __init__(self, recipe: Described, settings: Settings) -> None:
         self._recipe, self._settings = recipe, settings
         self._view = TrainerView(0, 0, 0)
         self._data: Any = None
@@ -95,8 +104,8 @@ class LightningRun:
         if data is not None and not is_lightning(data, "LightningDataModule"):
             if not isinstance(data, list | tuple) or len(data) != 2:
                 raise ConfigError(
-                    f"{self._recipe.data_target} returned {type(data).__name__}; it must return two loaders, of training "
-                    "and of validation"
+                    f"{self._recipe.data_target} returned {type(data).__name__}; it must return two loaders, of "
+                    "training and of validation"
                 )
             loaders, names = list(data), ["the training loader", "the validation loader"]
         else:
@@ -129,7 +138,7 @@ class LightningRun:
             raise ConfigError(
                 f"{train.name} has batches of {train.batch_size} rows, and step.batch_size is "
                 f"{self._settings.step.batch_size}; set step.batch_size={train.batch_size} (with job=verify "
-                f"job.batch_size={train.batch_size}), or let the loader's class take an argument batch_size, which gets it"
+                f"job.batch_size={train.batch_size}), or let its class take an argument batch_size, which gets it"
             )
         if last is not None and last.drop_last:
             raise ConfigError(f"{last.name} has drop_last=True, and an evaluation counts each row; leave it out")
@@ -173,10 +182,13 @@ class LightningRun:
         return self._configured.rate(step)
 
     def _module_made(self) -> nn.Module:
-        given = {key: value for key, value in vars(self._recipe.model).items() if key not in _OWN_KEYS}  # type: ignore[attr-defined]
+        node: Any = vars(self._recipe)["model"]
+        given = {key: value for key, value in vars(node).items() if key not in _OWN_KEYS}
         module = self._made(self._recipe.module_target, given, self._recipe.takes_batch_size[0])
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"{self._recipe.module_target} made a {type(module).__name__}; it must be a LightningModule")
+            raise ConfigError(
+                f"{self._recipe.module_target} made a {type(module).__name__}; it must be a LightningModule"
+            )
         check_module(module)
         prepare_metrics(module)
         cls = type(module)
@@ -258,8 +270,8 @@ class LightningRun:
             learns = parameter.requires_grad and parameter.grad is None and inner is not None
             if learns and inner.decay_of(name, parameter.shape):  # type: ignore[union-attr]
                 raise ConfigError(
-                    f"{name} gets no gradient from the first rows, and has weight decay: torch.optim would pass over it, "
-                    "and here it would shrink; give it a parameter group with weight_decay=0, or requires_grad_(False)"
+                    f"{name} gets no gradient from the first rows, and has weight decay: torch.optim would pass over "
+                    "it, and here it would shrink; give it a group with weight_decay=0, or requires_grad_(False)"
                 )
 
     def _refuse_kept(self, module: nn.Module, cls: type) -> None:
@@ -272,8 +284,8 @@ class LightningRun:
             changed = [key for key, value in _kept(module).items() if before.get(key) != value]
             if changed:
                 raise ConfigError(
-                    f"{cls.__name__} keeps what its steps compute in self.{changed[0]} for {hook}(): each rank has a part "
-                    "of the rows; log a value, or a metric of torchmetrics, in the step"
+                    f"{cls.__name__} keeps what its steps compute in self.{changed[0]} for {hook}(): each rank has a "
+                    "part of the rows; log a value, or a metric of torchmetrics, in the step"
                 )
 
     def _few(self, split: str) -> dict[str, Tensor]:
@@ -306,9 +318,9 @@ class LightningRun:
             )
         if others:
             raise ConfigError(
-                f"{cls.__name__}.training_step logs {others[0]!r}, which is no mean over rows, so that parts of a batch do "
-                "not make its value; log the metric of torchmetrics itself, self.log(name, self.metric), leave it "
-                "out, or use launcher.processes=1 step.micro_batch_rows=0"
+                f"{cls.__name__}.training_step logs {others[0]!r}, which is no mean over rows, so that parts of a "
+                "batch do not make its value; log the metric of torchmetrics itself, self.log(name, self.metric), "
+                "leave it out, or use launcher.processes=1 step.micro_batch_rows=0"
             )
         return mean.value
 
@@ -346,5 +358,3 @@ def _kept(module: nn.Module) -> dict[str, Any]:
         elif isinstance(value, int | float | str):
             found[key] = value if not (isinstance(value, float) and math.isnan(value)) else "nan"
     return found
-
-

@@ -1,5 +1,5 @@
-"""Whether what a step of a foreign module returns and logs is a mean over rows: the values of two parts of some rows must
-make that of all of them. The module computes as in an evaluation, so that rows do not meet in batch statistics.
+"""Whether what a step of a foreign module returns and logs is a mean over rows: the values of two parts of some rows
+must make that of all of them. The module computes as in an evaluation, so that rows do not meet in batch statistics.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class _FixedDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
-            tree_map(lambda each: each.fill_(0.5 if each.is_floating_point() else 0) if isinstance(each, Tensor) else 0, made)
+            tree_map(
+                lambda each: each.fill_(0.5 if each.is_floating_point() else 0) if isinstance(each, Tensor) else 0, made
+            )
         return made
 
 
@@ -53,7 +55,9 @@ def fixed_draws() -> Iterator[None]:
 
 def in_order(inputs: Inputs, label: str) -> dict[str, Tensor]:
     """The rows by the size of their labels, so that two parts have different ones."""
-    sizes = inputs[label].double().nan_to_num().flatten(1).mean(1) if inputs[label].dim() > 1 else inputs[label].double()
+    sizes = (
+        inputs[label].double().nan_to_num().flatten(1).mean(1) if inputs[label].dim() > 1 else inputs[label].double()
+    )
     order = sizes.nan_to_num().argsort(stable=True)
     return {name: tensor[order] for name, tensor in inputs.items()}
 
@@ -66,7 +70,9 @@ def no_means(observe: Observe, inputs: Inputs, sums: frozenset[str]) -> list[str
     for cut in sorted({max(1, count // 3), count // 2}):
         parts = [(end - first, observe(_rows(inputs, first, end))) for first, end in ((0, cut), (cut, count))]
         for name, value in whole.items():
-            made = sum(part[name].double() * (1 if name in sums else rows / count) for rows, part in parts if name in part)
+            made = sum(
+                part[name].double() * (1 if name in sums else rows / count) for rows, part in parts if name in part
+            )
             if not _close(value, made) and name not in failed:
                 failed.append(name)
     return failed

@@ -226,8 +226,8 @@ class Recipe(ABC):
         """
 
     def prepare(self) -> None:
-        """Get what is needed before any rank opens the data, such as a download. Called once on each host, by one of its
-        ranks, while others wait. Default: nothing.
+        """Get what is needed before any rank opens the data, such as a download. Called once on each host, by one of
+        its ranks, while others wait. Default: nothing.
         """
         return
 

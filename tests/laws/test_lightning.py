@@ -1,5 +1,5 @@
-"""LightningModules that were written for Lightning, unmodified: the numbers of Lightning's own Trainer in one process, and
-those of one process under every strategy. Needs Lightning and torchmetrics.
+"""Unmodified LightningModules: the numbers of Lightning's own Trainer in one process, and those of one process under
+ddp and fsdp. Needs Lightning and torchmetrics.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class Losses(pl.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:  # noqa: ANN001
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         self.losses.append(float(outputs["loss"]))
 
 
@@ -94,7 +95,9 @@ def by_lightning(name: str, batches: list[list[int]]) -> tuple[Any, list[float],
     trainer.fit(module, rows)
     metrics = {}
     if "validation_step" in vars(type(module)):
-        validator = pl.Trainer(accelerator="cpu", devices=1, precision="64-true", logger=False, enable_progress_bar=False)
+        validator = pl.Trainer(
+            accelerator="cpu", devices=1, precision="64-true", logger=False, enable_progress_bar=False
+        )
         (metrics,) = validator.validate(module, last, verbose=False)
     return module.double(), losses.losses, dict(metrics)
 
@@ -108,7 +111,7 @@ def test_steps_equal_those_of_lightnings_trainer(name: str, tmp_path: Path) -> N
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     run = RecordedRun.read(tmp_path / "run")
-    batches = [sum(run.ids[step], []) for step in sorted(run.ids)]
+    batches = [list(chain(*run.ids[step])) for step in sorted(run.ids)]
     module, losses, metrics = by_lightning(name, batches)
     assert len(losses) == STEPS
     mine = [run.metrics[step]["loss"] for step in sorted(run.metrics)]

@@ -2,11 +2,10 @@
 
 import lightning.pytorch as pl
 import torch
+import torchmetrics
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
-
-import torchmetrics
 
 
 def points(count, seed=0):
@@ -31,14 +30,22 @@ class Points(pl.LightningDataModule):
 
 
 class Net(pl.LightningModule):
-    def __init__(self, width: int = 8, lr: float = 0.01, layers=(4, 4), dropout=0.1, act=nn.ReLU, note: str = None):
+    def __init__(
+        self, width: int = 8, lr: float = 0.01, layers=(4, 4), dropout=0.1, act=nn.ReLU, note: str | None = None
+    ):
         super().__init__()
         self.save_hyperparameters()
-        self.net = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), act(), nn.Dropout(dropout), nn.Linear(width, 3))
+        self.net = nn.Sequential(
+            nn.Linear(6, width), nn.BatchNorm1d(width), act(), nn.Dropout(dropout), nn.Linear(width, 3)
+        )
         self.accuracy = self.make_metric()
 
     def make_metric(self):
-        return torchmetrics.Accuracy() if hasattr(torchmetrics, "AllRows") else torchmetrics.Accuracy("multiclass", num_classes=3)
+        return (
+            torchmetrics.Accuracy()
+            if hasattr(torchmetrics, "AllRows")
+            else torchmetrics.Accuracy("multiclass", num_classes=3)
+        )
 
     def forward(self, x):
         return self.net(x)

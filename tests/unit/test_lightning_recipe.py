@@ -1,5 +1,5 @@
-"""A LightningModule as a recipe, with Lightning's hooks alone: keys, refusals, learning rates, sums. What Lightning itself
-computes is compared in tests/laws/test_lightning.py.
+"""A LightningModule as a recipe, with Lightning's hooks alone: keys, refusals, learning rates, sums. What Lightning
+itself computes is compared in tests/laws/test_lightning.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from dtf.adapters.arguments import MISSING, UNKNOWN, arguments_of
-from dtf.adapters.lightning import LightningRecipe, ModuleOptimizer, ModuleSchedule, lightning_recipe
+from dtf.adapters.lightning import LightningRecipe, lightning_recipe
 from dtf.adapters.lightning_optimizer import Configured
+from dtf.adapters.lightning_parts import ModuleOptimizer, ModuleSchedule
 from dtf.api import registry
 from dtf.api.sampler import Tail
 from dtf.config.settings import load_parts
@@ -36,9 +37,10 @@ SMALL = "tests.support.lit_small"
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the recipe of a module, as a run of some epochs has it. What it registers is forgotten."""
     load_parts([])
-    monkeypatch.setattr(registry, "_CLASSES", {group: dict(known) for group, known in registry._CLASSES.items()})
+    clean = registry._CLASSES
 
     def make(module: str, data: str = "Points", batch: int = 16) -> LightningRecipe:
+        monkeypatch.setattr(registry, "_CLASSES", {group: dict(known) for group, known in clean.items()})
         lightning_recipe("small", module=f"{SMALL}:{module}", data=f"{SMALL}:{data}")
         made = {group: registry.lookup(group, "small")() for group in ("recipe", "optimizer", "lr", "sampler")}
         settings = SimpleNamespace(
@@ -75,11 +77,14 @@ def test_the_command_line_reads_the_line_of_a_plugin_without_torch(tmp_path: Pat
         "import sys\nfrom dtf.config.compose import compose\n"
         "config = compose(['plugins=[my_plugin]', 'recipe=small', 'recipe.model.width=4']).config\n"
         "assert not {'torch', 'numpy', 'lightning', 'torchmetrics'} & set(sys.modules)\n"
-        "print(config['recipe'], config['step']['batch_size'], config['optimizer']['name'], config['sampler']['name'])\n"
+        "print(config['recipe'], config['step']['batch_size'], config['lr']['name'], config['sampler']['name'])\n"
     )
     places = [str(tmp_path), str(Path(__file__).parents[2]), str(STAND_IN)]
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {places}\n{code}"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {places}\n{code}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert "'width': 4" in done.stdout
@@ -116,7 +121,7 @@ def test_the_command_line_reads_the_line_of_a_plugin_without_torch(tmp_path: Pat
 )
 def test_what_cannot_be_right_is_refused_by_name(recipe: Any, module: str, data: str, said: str) -> None:
     made = recipe(module, data)
-    with pytest.raises(ConfigError, match=said):  # noqa: PT012  as a run comes to it
+    with pytest.raises(ConfigError, match=said):  # as a run comes to it
         made.build_model()
         assert made.train_metrics
         made.loss_mean(True)

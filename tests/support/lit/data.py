@@ -66,7 +66,9 @@ class Photos(pl.LightningDataModule):
     def setup(self, stage=None):
         generator = torch.Generator().manual_seed(3)
         labels = torch.randint(10, (264,), generator=generator)
-        images = torch.randn(10, 3, 16, 16, generator=generator)[labels] + torch.randn(264, 3, 16, 16, generator=generator)
+        images = torch.randn(10, 3, 16, 16, generator=generator)[labels] + torch.randn(
+            264, 3, 16, 16, generator=generator
+        )
         self.sets = [TensorDataset(images[:200], labels[:200]), TensorDataset(images[200:], labels[200:])]
 
     def train_dataloader(self):
@@ -91,8 +93,7 @@ class Texts(Dataset):
         return len(self.ids)
 
     def __getitem__(self, index):
-        row = {"input_ids": self.ids[index], "attention_mask": self.mask[index], "labels": self.labels[index].long()}
-        return row
+        return {"input_ids": self.ids[index], "attention_mask": self.mask[index], "labels": self.labels[index].long()}
 
 
 class TextData(pl.LightningDataModule):
@@ -114,7 +115,9 @@ class TokenData(TextData):
     """The next token of each, -100 where there is none: the mean of the loss is one over tokens."""
 
     def setup(self, stage: str):
-        self.dataset = {name: NextTokens(Texts(count, seed)) for name, count, seed in (("train", 240, 1), ("validation", 70, 2))}
+        self.dataset = {
+            name: NextTokens(Texts(count, seed)) for name, count, seed in (("train", 240, 1), ("validation", 70, 2))
+        }
 
 
 class NextTokens(Dataset):

@@ -1,4 +1,4 @@
-"""Eight LightningModules as Lightning's pages, tutorials and examples write them, and some that cannot be trained here."""
+"""Eight LightningModules as Lightning's pages and tutorials write them, one that draws, and one that is refused."""
 
 import lightning.pytorch as pl
 import torch
@@ -331,7 +331,7 @@ class GAN(pl.LightningModule):
         self.generator, self.discriminator = nn.Linear(4, 144), nn.Linear(144, 1)
 
     def training_step(self, batch):
-        g_opt, d_opt = self.optimizers()
+        return self.optimizers()
 
     def configure_optimizers(self):
         return [torch.optim.Adam(self.generator.parameters()), torch.optim.Adam(self.discriminator.parameters())], []
