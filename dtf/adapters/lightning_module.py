@@ -52,8 +52,8 @@ _records: ContextVar[Records | None] = ContextVar("records", default=None)
 class Records:
     """What one step of a module returned and logged."""
 
-    def __init__(self, module: nn.Module, trains: bool) -> None:
-        self.module, self.trains = module, trains
+    def __init__(self, module: nn.Module, trains: bool, rows: int = 0) -> None:
+        self.module, self.trains, self.rows = module, trains, rows
         self.loss: Tensor | None = None
         self.values: dict[str, Any] = {}  # by name: numbers, and tensors ()
         self.metrics: dict[str, Any] = {}  # by name: metrics of torchmetrics
@@ -196,7 +196,7 @@ def stepped(
                 return cls.forward(self, *args, **kwargs)
             (inputs,) = args
             trains, rows = self.training, len(next(iter(inputs.values())))
-            return pack(run_step(self, cls, batch_of(inputs, trains), trains), rows)
+            return pack(run_step(self, cls, batch_of(inputs, trains), trains, rows), rows)
 
         @property
         def trainer(self) -> Any:
@@ -226,11 +226,17 @@ class _Here:
                 f"self.log({name!r}, reduce_fx={reduce_fx!r}): only means over rows are added up over ranks; log a "
                 "metric of torchmetrics, such as SumMetric"
             )
-        _noting(f"self.log({name!r})").log(name, value)
+        records, said = _noting(f"self.log({name!r})"), kwargs.get("batch_size")
+        if said is not None and records.rows and int(said) != records.rows:
+            raise ConfigError(
+                f"self.log({name!r}, batch_size={said}) in a batch of {records.rows} rows: means are weighted by rows "
+                "here; leave batch_size out, or log a metric of torchmetrics, such as MeanMetric with weights"
+            )
+        records.log(name, value)
 
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         for name, value in dictionary.items():
-            self.log(name, value, **{key: kwargs[key] for key in ("reduce_fx",) if key in kwargs})
+            self.log(name, value, **{key: kwargs[key] for key in ("reduce_fx", "batch_size") if key in kwargs})
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         print(*args, **kwargs)
@@ -262,12 +268,12 @@ def recording(records: Records) -> Iterator[Records]:
         _records.reset(token)
 
 
-def run_step(module: nn.Module, cls: type, batch: Any, trains: bool) -> Records:
-    """One step on a batch. States of metrics are those of this batch alone."""
+def run_step(module: nn.Module, cls: type, batch: Any, trains: bool, rows: int) -> Records:
+    """One step on a batch of `rows` rows. States of metrics are those of this batch alone."""
     step: Any = getattr(cls, "training_step" if trains or not overrides(cls, "validation_step") else "validation_step")
     for metric in metrics_of(module).values():
         metric.reset()
-    with recording(Records(module, trains)) as records:
+    with recording(Records(module, trains, rows)) as records:
         records.close(step(module, batch, **_more_arguments(step)))
     return records
 

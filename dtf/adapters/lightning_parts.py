@@ -52,7 +52,7 @@ class ModuleOptimizer(Optimizer):
 
     def _known(self) -> Optimizer:
         if self.inner is None:
-            self.recipe.run.build()  # in a process that had no use for the model so far
+            self.recipe.run.build(configure=True)  # in a process that had no use for the model so far
         assert self.inner is not None
         return self.inner
 

@@ -154,13 +154,15 @@ class LightningRun:
 
     # -------------------------------------------------------- the module
 
-    def build(self) -> nn.Module:
-        """A new module as its constructor makes it, whose forward pass is its step. Its optimizer becomes known."""
+    def build(self, configure: bool = False) -> nn.Module:
+        """A new module as its constructor makes it, whose forward pass is its step. Its optimizer becomes known where
+        the job trains, or with `configure`.
+        """
         with self._seeded():
             self.rows("train")  # hooks may ask for them; the module draws as if they had not
         module = self._module_made()
         part = self._settings.optimizer
-        if isinstance(part, ModuleOptimizer):
+        if isinstance(part, ModuleOptimizer) and (self._settings.job.trains or configure):
             cls = type(module).__mro__[2]
             if not overrides(cls, "configure_optimizers"):
                 raise ConfigError(f"{cls.__name__} has no configure_optimizers(); choose: optimizer=adamw lr=cosine")
@@ -177,7 +179,7 @@ class LightningRun:
     def rate(self, step: int, total: int) -> float:
         """The learning rate of a step."""
         if self._configured is None:
-            self.build()
+            self.build(configure=True)
         assert self._configured is not None
         return self._configured.rate(step)
 
@@ -255,7 +257,7 @@ class LightningRun:
         """What a step of a few rows logs. A training step's parameters without a gradient are looked at."""
         inputs = self._few("train" if trains else "eval")
         with fixed_draws(), torch.enable_grad() if trains else torch.no_grad():
-            records = run_step(module, cls, self._batch(inputs, trains), trains)
+            records = run_step(module, cls, self._batch(inputs, trains), trains, _rows_of(inputs))
             if trains and isinstance(records.loss, Tensor) and records.loss.requires_grad:
                 records.loss.backward()
                 self._refuse_decayed(module)
@@ -325,11 +327,15 @@ class LightningRun:
         return mean.value
 
     def _observed(self, module: nn.Module, cls: type, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        records = run_step(module, cls, self._batch(inputs, True), True)
+        records = run_step(module, cls, self._batch(inputs, True), True, _rows_of(inputs))
         values = {name: torch.as_tensor(value) for name, value in records.values.items()}
         for name, metric in metrics_of(module).items():
             values |= {f"{name}.{key}": getattr(metric, key) for key in metric._defaults}
         return {**values, "loss": records.loss} if records.loss is not None else values
+
+
+def _rows_of(inputs: Mapping[str, Tensor]) -> int:
+    return len(next(iter(inputs.values())))
 
 
 def _in_double(module: nn.Module, observe: Observe, inputs: dict[str, Tensor]) -> tuple[Observe, dict[str, Tensor]]:

@@ -5,6 +5,8 @@ itself computes is compared in tests/laws/test_lightning.py.
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +27,8 @@ from dtf.config.settings import load_parts
 from dtf.core.errors import ConfigError
 
 STAND_IN = Path(__file__).parents[1] / "support" / "stand_in"
-if importlib.util.find_spec("lightning") is None or importlib.util.find_spec("torchmetrics") is None:
+STANDS_IN = importlib.util.find_spec("lightning") is None or importlib.util.find_spec("torchmetrics") is None
+if STANDS_IN:
     sys.path.append(str(STAND_IN))
 
 from tests.support import lit_small  # noqa: E402  after its stand-in
@@ -286,3 +289,22 @@ def test_another_optimizer_may_be_chosen_but_not_with_the_modules_schedule(recip
     assert isinstance(made.build_model(), lit_small.Net)
     assert isinstance(registry.lookup("optimizer", "small")(), ModuleOptimizer)
     assert isinstance(registry.lookup("lr", "small")(), ModuleSchedule)
+
+
+def test_two_ranks_train_it_and_go_on(tmp_path: Path) -> None:
+    """From the command line: read, tried, divided, saved, resumed."""
+    plugin = tmp_path / "my_plugin.py"
+    plugin.write_text(f'import dtf\n\ndtf.lightning_recipe("small", module="{SMALL}:Net", data="{SMALL}:Points")\n')
+    places = ":".join([str(tmp_path), str(Path(__file__).parents[2]), *([str(STAND_IN)] if STANDS_IN else [])])
+    command = [sys.executable, "-m", "dtf", "plugins=[my_plugin]", "recipe=small", "train.epochs=2"]
+    more = ["run.dir=run", "launcher.processes=2", "launcher.devices=cpu", "observer=[jsonl]"]
+    environment = {**os.environ, "PYTHONPATH": places}
+    for until in ("train.until=4", "train.until=null"):
+        done = subprocess.run(
+            [*command, *more, until], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if line["split"] == "eval"]
+    assert [line["step"] for line in evaluated][-1] == 12
+    assert {"loss", "val_loss", "val_acc"} <= set(evaluated[-1])
