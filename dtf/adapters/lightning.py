@@ -127,6 +127,12 @@ def _node(name: str, arguments: Sequence[Argument], bases: tuple[type, ...], plu
     return make_dataclass(name, listed, bases=bases, kw_only=True, namespace={"__module__": plugin})
 
 
+class _Opened:
+    """What copies of a recipe have in common."""
+
+    run: LightningRun | None = None
+
+
 class LightningRecipe(Recipe):
     """A LightningModule, and its data. Made by `lightning_recipe`, which sets what follows."""
 
@@ -138,7 +144,7 @@ class LightningRecipe(Recipe):
 
     def join(self, settings: Any) -> None:
         """Bring the parts of a run together that need each other. Torch-free."""
-        self._settings = settings
+        self._settings, self._opened = settings, _Opened()
         for part in (settings.optimizer, settings.lr, settings.sampler):
             if isinstance(part, ModuleOptimizer | ModuleSchedule | LoaderOrder):
                 if part.recipe_name != self.recipe_name:
@@ -152,11 +158,11 @@ class LightningRecipe(Recipe):
     @property
     def run(self) -> LightningRun:
         """What ranks have of it; made when it is first asked for."""
-        if "_run" not in vars(self):
+        if self._opened.run is None:
             from dtf.adapters.lightning_run import LightningRun
 
-            self._run = LightningRun(self, self._settings)
-        return self._run
+            self._opened.run = LightningRun(self, self._settings)
+        return self._opened.run
 
     @property
     def train_metrics(self) -> tuple[str, ...]:
@@ -202,10 +208,5 @@ class LightningRecipe(Recipe):
     def summarise(self, sums: list[float]) -> dict[str, float]:
         return self.run.sums.values(sums)
 
-    def probabilities(self, outputs: Any) -> Tensor:
-        if "scores" not in outputs:
-            raise ConfigError(
-                f"{type(self).__name__}: validation_step calls the module for no scores (B, C) of classes, so that "
-                "there are no probabilities; load the weights into the module: dtf job=export"
-            )
-        return outputs["scores"].softmax(-1)
+    def probabilities(self, outputs: Any) -> Tensor | None:
+        return outputs["scores"].softmax(-1) if "scores" in outputs else None

@@ -71,8 +71,8 @@ class MetricSums:
             metric.reset()  # a pass leaves nothing behind
         outputs = {"loss": loss if loss is not None else torch.zeros((), device=device), "sums": torch.cat(sums)}
         scores = records.scores
-        if not records.trains and isinstance(scores, Tensor) and scores.dim() == 2 and scores.shape[1] > 1:
-            outputs["scores"] = scores
+        if isinstance(scores, Tensor) and scores.dim() == 2 and scores.shape[1] > 1 and records.labelled:
+            outputs["scores"] = scores.detach()
         return outputs
 
     @staticmethod

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtf.adapters.lightning_data import label_of
 from dtf.adapters.trainer_view import TrainerView, withheld
 from dtf.core.errors import ConfigError
 
@@ -57,7 +58,8 @@ class Records:
         self.loss: Tensor | None = None
         self.values: dict[str, Any] = {}  # by name: numbers, and tensors ()
         self.metrics: dict[str, Any] = {}  # by name: metrics of torchmetrics
-        self.scores: Tensor | None = None  # what the module's own forward() gave last
+        self.scores: Any = None  # what the module's own forward() gave last
+        self.labelled = False  # whether rows have a class each
 
     def log(self, name: str, value: Any) -> None:
         """Note what `self.log` was called with."""
@@ -196,7 +198,10 @@ def stepped(
                 return cls.forward(self, *args, **kwargs)
             (inputs,) = args
             trains, rows = self.training, len(next(iter(inputs.values())))
-            return pack(run_step(self, cls, batch_of(inputs, trains), trains, rows), rows)
+            records = run_step(self, cls, batch_of(inputs, trains), trains, rows)
+            label = inputs[label_of(inputs)]
+            records.labelled = label.dim() == 1 and not label.is_floating_point()
+            return pack(records, rows)
 
         @property
         def trainer(self) -> Any:

@@ -337,8 +337,8 @@ class Recipe(ABC):
         """
         return None
 
-    def probabilities(self, outputs: Any) -> Tensor:
-        """The probability of each class (B, C), or of the one event that happens or not (B,).
+    def probabilities(self, outputs: Any) -> Tensor | None:
+        """The probability of each class (B, C), or of the one event that happens or not (B,). None: there is none.
 
         `outputs` are full tensors in fp32 or fp64. Default: softmax over the last axis, of outputs (B, C) with labels
         (B,); other models are not taken for ones of classes.
