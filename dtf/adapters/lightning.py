@@ -45,7 +45,7 @@ def lightning_recipe(
     `recipe.model.*` and `recipe.data.*`; an argument `batch_size` gets `step.batch_size`.
 
     `objective`: the metric by which evaluations are ranked, and `max` or `min`. Its name is one that the module logs in
-    an evaluation, or `loss`: what `validation_step` returns, or logs as `loss`, `val_loss` or the like.
+    an evaluation, or `loss`: what `validation_step` logs as `loss`, `val_loss` or the like, or returns.
 
     ConfigError for a name that is taken, and where the module, the class or an argument's type cannot be found.
     """

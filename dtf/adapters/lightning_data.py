@@ -45,21 +45,30 @@ class LoaderRows(Dataset):
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[dict[str, Tensor], Tensor]:
         numbers = [int(row) for row in ids]
         before = _generators()
-        items = self._drawn(numbers, epoch) if self._draws else self._items(numbers)
-        if not self._draws and _changed(before):
-            self._draws = True
-            items = self._drawn(numbers, epoch)
-        _restore(before)
-        batch = self._collate(items)
-        if _changed(before):
-            raise ConfigError(
-                f"the collate_fn of {self.name} draws random numbers for all rows of a batch, which ranks divide; draw "
-                "in the data set, for each row"
-            )
+        if not self._draws:
+            batch = self._collate(self._items(numbers))
+            self._draws = _changed(before)
+        if self._draws:
+            batch = self._drawn_batch(numbers, epoch, before)
         tensors: dict[str, Tensor] = {}
         self.form = _form(batch, "", tensors, self.name)
         self._check_shapes(tensors)
         return tensors, tensors[label_of(tensors)]
+
+    def _drawn_batch(self, numbers: list[int], epoch: int, before: tuple[Any, Any, Any]) -> Any:
+        """The batch of rows that draw. Generators are then as `before`."""
+        try:
+            items = self._drawn(numbers, epoch)
+            _restore(before)
+            batch = self._collate(items)
+            if _changed(before):
+                raise ConfigError(
+                    f"the collate_fn of {self.name} draws random numbers for all rows of a batch, which ranks divide; "
+                    "draw in the data set, for each row"
+                )
+            return batch
+        finally:
+            _restore(before)
 
     def _items(self, numbers: list[int]) -> list[Any]:
         many: Any = getattr(self._rows, "__getitems__", None)
@@ -169,7 +178,6 @@ def _changed(before: tuple[Any, Any, Any]) -> bool:
 
 
 def _restore(before: tuple[Any, Any, Any]) -> None:
-    if _changed(before):
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
+    torch.set_rng_state(before[0])
+    random.setstate(before[1])
+    np.random.set_state(before[2])

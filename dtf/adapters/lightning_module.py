@@ -86,8 +86,9 @@ class Records:
                     f"training_step returned {_kind(returned)}; return the loss, a tensor (), or a dict with 'loss'"
                 )
             self.values.pop("loss", None)
-        elif not isinstance(found, Tensor) or found.numel() != 1:
-            found = next((self.values[name] for name in self.values if _is_loss(name)), None)
+        elif not isinstance(returned, Mapping) or found is None:
+            whole = returned if isinstance(returned, Tensor) and returned.numel() == 1 else None
+            found = next((self.values[name] for name in self.values if _is_loss(name)), whole)
         if isinstance(found, Tensor) and found.numel() != 1:
             raise ConfigError(
                 f"training_step returned a loss of shape {tuple(found.shape)}; return one number, such as its mean()"
@@ -277,7 +278,8 @@ def run_step(module: nn.Module, cls: type, batch: Any, trains: bool, rows: int) 
     """One step on a batch of `rows` rows. States of metrics are those of this batch alone."""
     step: Any = getattr(cls, "training_step" if trains or not overrides(cls, "validation_step") else "validation_step")
     for metric in metrics_of(module).values():
-        metric.reset()
+        if metric._update_count:
+            metric.reset()
     with recording(Records(module, trains, rows)) as records:
         records.close(step(module, batch, **_more_arguments(step)))
     return records

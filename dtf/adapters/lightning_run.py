@@ -70,7 +70,9 @@ class LightningRun:
 
     def prepare_data(self) -> None:
         """Call the hook that downloads. Once on each host."""
-        for part in (self._opened_data(), self._spare()):
+        target = load(self._recipe.module_target)
+        has_own = not isinstance(target, type) or overrides(target, "prepare_data")
+        for part in (self._opened_data(), *([self._spare()] if has_own else [])):
             if overrides(type(part), "prepare_data"):
                 part.prepare_data()
 
@@ -267,10 +269,12 @@ class LightningRun:
 
     def _refuse_decayed(self, module: nn.Module) -> None:
         """Raise ConfigError for a parameter that torch would pass over, and dtf would decay."""
-        inner = self._configured.inner if self._configured is not None else None
+        if self._configured is None:
+            return
+        stepped_names = {name for group in self._configured.groups for name in group}
         for name, parameter in module.named_parameters():
-            learns = parameter.requires_grad and parameter.grad is None and inner is not None
-            if learns and inner.decay_of(name, parameter.shape):  # type: ignore[union-attr]
+            passed_over = name in stepped_names and parameter.requires_grad and parameter.grad is None
+            if passed_over and self._configured.inner.decay_of(name, parameter.shape):
                 raise ConfigError(
                     f"{name} gets no gradient from the first rows, and has weight decay: torch.optim would pass over "
                     "it, and here it would shrink; give it a group with weight_decay=0, or requires_grad_(False)"
@@ -304,14 +308,14 @@ class LightningRun:
         inputs = self._few("train")
         label = label_of(inputs)
         inputs = in_order(inputs, label)
-        with self._seeded():
-            module = self._module_made().eval()
+        module = self._spare()
         cls = type(module).__mro__[2]
         sums = frozenset(f"{name}.{key}" for name, metric in metrics_of(module).items() for key in metric._defaults)
         with fixed_draws():
             observe, inputs = _in_double(module, lambda values: self._observed(module, cls, values), inputs)
             others = [name for name in no_means(observe, inputs, sums) if name != "loss"]
             mean = loss_mean(observe, inputs, label)
+            module.float()
         if mean is None:
             raise ConfigError(
                 f"{cls.__name__}.training_step returns a loss that is no mean over rows (a sum, class weights, a loss "
