@@ -163,6 +163,7 @@ def engine(work: Work, turns: Turns) -> Run:
     epochs = Epochs(Sequential(), len(rows), work.rows, 0)
     clock, loader = Endless(epochs, LR, logs=True, mark=turns.mark), Loader(rows, epochs, program.shard, work.rows)
     world = World(Place(rank=0, size=1, slots=1))
+    program.warmup(program.prepare(loader.get(0, 0)))  # as a run does: it finds that nothing is divided
 
     def see(event: Any) -> None:
         if isinstance(event, Measured):

@@ -1,7 +1,8 @@
 """What a LightningModule logs, as sums over rows: means of batches, weighted by their rows, and states of metrics.
 
 A vector of sums means the same however rows were divided. It holds, after the sum of weights: the mean of each name
-times its rows, the rows of each name, the states of all metrics, how often each was updated, and rows of evaluations.
+times its rows, the states of all metrics, the rows of each name, how often each metric was updated, and the rows of
+evaluations.
 """
 
 from __future__ import annotations
@@ -38,35 +39,38 @@ class MetricSums:
         self._keys = ("loss", *(name for name in names if name != "loss"))
         self._metrics = list(metrics_of(module))
         self._states = [state for name in self._metrics for state in states_of(name, metrics_of(module)[name])]
+        self._known = frozenset((*self._keys, *self._shown))
+        self._defaults = torch.cat(
+            [torch.zeros(0, dtype=torch.float64), *(s.default.reshape(-1) for s in self._states)]
+        )
         self.names: tuple[str, ...] = (
             *self._keys,
-            *(f"{key} rows" for key in self._keys),
             *(f"{s.metric}.{s.name}[{i}]" for s in self._states for i in range(s.default.numel())),
+            *(f"{key} rows" for key in self._keys),
             *(f"{name} updates" for name in self._metrics),
             "evaluated rows",
         )
 
     def pack(self, records: Records, rows: int) -> dict[str, Tensor]:
         """The outputs of a step of `rows` rows. ConfigError for a name that the first rows did not have."""
-        values = {**records.values, "loss": records.loss}
-        new = [name for name in (*records.values, *records.metrics) if name not in {*self._keys, *self._shown}]
+        values, loss = records.values, records.loss
+        new = [name for name in (*values, *records.metrics) if name not in self._known]
         if new:
             raise ConfigError(
                 f"the module logs {new[0]!r}, which it did not log for the first rows; log the same names in every "
-                f"step, whatever the rows are; {suggest(new[0], (*self._keys, *self._shown))}"
+                f"step, whatever the rows are; {suggest(new[0], self._known)}"
             )
-        loss = records.loss
-        device = loss.device if loss is not None else next(self_parameters(records.module)).device
-        numbers = [_number(values.get(key), device) for key in self._keys]
-        present = [float(values.get(key) is not None) for key in self._keys]
+        device = loss.device if loss is not None else next(records.module.parameters()).device
+        logged = [loss, *(values.get(key) for key in self._keys[1:])]
         metrics = metrics_of(records.module)
-        states = [
-            (getattr(metrics[s.metric], s.name).detach().double() - s.default.to(device)).reshape(-1).to(device)
-            for s in self._states
-        ]
-        counts = [rows * each for each in present], [float(metrics[name]._update_count) for name in self._metrics]
-        tail = torch.tensor([*counts[1], 0.0 if records.trains else float(rows)], dtype=torch.float64, device=device)
-        sums = [torch.stack(numbers) * rows, torch.tensor(counts[0], dtype=torch.float64, device=device), *states, tail]
+        counts = [0.0 if value is None else float(rows) for value in logged]
+        counts += [float(metrics[name]._update_count) for name in self._metrics]
+        counts.append(0.0 if records.trains else float(rows))
+        parts = [torch.stack([_number(value, device) for value in logged]) * rows]
+        if self._states:
+            states = [getattr(metrics[s.metric], s.name).detach().reshape(-1).to(device) for s in self._states]
+            parts.append(torch.cat([state.double() for state in states]) - self._defaults.to(device))
+        sums = [*parts, torch.tensor(counts, dtype=torch.float64, device=device)]
         for metric in metrics.values():
             metric.reset()  # a pass leaves nothing behind
         outputs = {"loss": loss if loss is not None else torch.zeros((), device=device), "sums": torch.cat(sums)}
@@ -83,11 +87,11 @@ class MetricSums:
 
     def values(self, sums: Sequence[float]) -> dict[str, float]:
         """The metrics of summed sums (M,), by name."""
-        count = len(self._keys)
-        means, rows, rest = sums[1 : 1 + count], sums[1 + count : 1 + 2 * count], list(sums[1 + 2 * count :])
-        found = {key: value / n for key, value, n in zip(self._keys, means, rows, strict=True) if n}
-        evaluates = bool(rest.pop())
-        updates = dict(zip(self._metrics, rest[len(rest) - len(self._metrics) :], strict=True))
+        keys, states = len(self._keys), self._defaults.numel()
+        means, rest, counts = sums[1 : 1 + keys], sums[1 + keys : 1 + keys + states], sums[1 + keys + states :]
+        found = {key: value / n for key, value, n in zip(self._keys, means, counts[:keys], strict=True) if n}
+        evaluates = bool(counts[-1])
+        updates = dict(zip(self._metrics, counts[keys:-1], strict=True))
         metrics, at = metrics_of(self._module), 0
         for state in self._states:
             part = torch.tensor(rest[at : at + state.default.numel()], dtype=torch.float64)
@@ -115,11 +119,6 @@ class MetricSums:
         return {key: float(value) for key, value in records.values.items()} | {
             key: _computed(key, metric) for key, metric in records.metrics.items()
         }
-
-
-def self_parameters(module: nn.Module) -> Any:
-    """Its parameters, of which there is one at least."""
-    return module.parameters()
 
 
 def _number(value: Any, device: torch.device) -> Tensor:
