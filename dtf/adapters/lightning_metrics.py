@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dtf.adapters.lightning_module import Records, metrics_of, overrides, recording
+from dtf.adapters.lightning_module import Records, metrics_of, overrides, recording, take_metrics_out
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 
@@ -162,6 +162,7 @@ def prepare_metrics(module: nn.Module) -> None:
     for part in module.modules():
         if type(part).__name__ == "MetricCollection" and hasattr(part, "_enable_compute_groups"):
             part._enable_compute_groups = False
+    take_metrics_out(module)
     for name, metric in metrics_of(module).items():
         states_of(name, metric)
         metric.sync_on_compute = metric.dist_sync_on_step = metric._to_sync = False

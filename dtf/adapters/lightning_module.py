@@ -199,8 +199,8 @@ def stepped(
                 return cls.forward(self, *args, **kwargs)
             (inputs,) = args
             trains, rows = self.training, len(next(iter(inputs.values())))
-            records = run_step(self, cls, batch_of(inputs, trains), trains, rows)
             label = inputs[label_of(inputs)]
+            records = run_step(self, cls, batch_of(inputs, trains), trains, rows, label.device)
             records.labelled = label.dim() == 1 and not label.is_floating_point()
             return pack(records, rows)
 
@@ -274,12 +274,16 @@ def recording(records: Records) -> Iterator[Records]:
         _records.reset(token)
 
 
-def run_step(module: nn.Module, cls: type, batch: Any, trains: bool, rows: int) -> Records:
-    """One step on a batch of `rows` rows. States of metrics are those of this batch alone."""
+def run_step(
+    module: nn.Module, cls: type, batch: Any, trains: bool, rows: int, device: torch.device | None = None
+) -> Records:
+    """One step on a batch of `rows` rows on `device`. States of metrics are those of this batch alone."""
     step: Any = getattr(cls, "training_step" if trains or not overrides(cls, "validation_step") else "validation_step")
     for metric in metrics_of(module).values():
         if metric._update_count:
             metric.reset()
+        if device is not None and metric._device != device:
+            metric.to(device)
     with recording(Records(module, trains, rows)) as records:
         records.close(step(module, batch, **_more_arguments(step)))
     return records
@@ -298,9 +302,34 @@ def metrics_of(module: nn.Module) -> dict[str, Any]:
     """The metrics of torchmetrics in a module, by name."""
     known = _metrics.get(module)
     if known is None:
-        known = {name: each for name, each in module.named_modules() if is_metric(each)}
+        known = dict(_found_metrics(module))
         _metrics[module] = known
     return known
+
+
+def _found_metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Metrics among the modules, and in those that `take_metrics_out` has made plain attributes."""
+    for prefix, part in module.named_modules():
+        if is_metric(part):
+            yield prefix, part
+        for key, value in list(vars(part).items()):
+            if isinstance(value, nn.Module):
+                inside = f"{prefix}.{key}" if prefix else key
+                yield from ((name, each) for name, each in value.named_modules(prefix=inside) if is_metric(each))
+
+
+def take_metrics_out(module: nn.Module) -> None:
+    """Make metrics, and containers of nothing else, plain attributes: they hold no parameter, and compare in a way of
+    their own, by which strategies would look them up. Each step moves them to its device.
+    """
+    for part in list(module.modules()):
+        if isinstance(part, nn.ModuleDict | nn.ModuleList):
+            continue  # their items are no attributes
+        for key, child in list(part._modules.items()):
+            leaves = [each for each in (child.modules() if child is not None else ()) if not list(each.children())]
+            if leaves and all(is_metric(each) for each in leaves):
+                del part._modules[key]
+                vars(part)[key] = child
 
 
 _arguments: dict[Any, dict[str, Any]] = {}

@@ -108,7 +108,7 @@ class TextData(pl.LightningDataModule):
         return DataLoader(self.dataset["train"], batch_size=self.train_batch_size, shuffle=True)
 
     def val_dataloader(self):
-        return DataLoader(self.dataset["validation"], batch_size=64)
+        return DataLoader(self.dataset["validation"], batch_size=self.train_batch_size)
 
 
 class TokenData(TextData):

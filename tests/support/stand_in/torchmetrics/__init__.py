@@ -12,6 +12,7 @@ class Metric(nn.Module):
     def __init__(self):
         super().__init__()
         self._defaults, self._reductions, self._update_count, self._computed = {}, {}, 0, None
+        self._device = torch.device("cpu")
 
     def add_state(self, name, default, dist_reduce_fx):
         self._defaults[name] = default
@@ -25,6 +26,9 @@ class Metric(nn.Module):
 
     def __hash__(self):
         return id(self)
+
+    def __eq__(self, other):
+        return self is other
 
 
 class Accuracy(Metric):
