@@ -1,3 +1,5 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
 """Small LightningModules, and what each of them does that cannot be right here. Needs Lightning, or its stand-in."""
 
 import lightning.pytorch as pl

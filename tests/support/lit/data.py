@@ -1,3 +1,5 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
 """DataModules of small drawn data sets."""
 
 import lightning.pytorch as pl

@@ -1,3 +1,5 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
 """Eight LightningModules as Lightning's pages and tutorials write them, one that draws, and one that is refused."""
 
 import lightning.pytorch as pl
