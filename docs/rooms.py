@@ -20,12 +20,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
-    "core", "host", "distributed", "api", "checkpoint", "model", "data", "sparse", "optim", "config", "strategies",
-    "pserver", "observers", "runs", "launch", "engine", "recipes", "jobs", "cli",
+    "core", "host", "distributed", "api", "checkpoint", "model", "data", "sparse", "optim", "config", "adapters",
+    "strategies", "pserver", "observers", "runs", "launch", "engine", "recipes", "jobs", "cli",
 )  # fmt: skip
 """The lowest first. What lies in dtf/ itself stands above them all."""
 
-MOST_ENTRIES, MOST_LINES, MOST_FUNCTION_LINES = 22, 400, 60
+MOST_ENTRIES, MOST_LINES, MOST_FUNCTION_LINES = 23, 400, 60
 
 Imports = Mapping[str, set[str]]
 """Module -> the modules of dtf that it imports."""

@@ -14,6 +14,7 @@ from dtf.core.renamed import find_old_modules
 from dtf.core.version import __version__
 
 if TYPE_CHECKING:
+    from dtf.adapters.lightning import lightning_recipe
     from dtf.api.helper_roles import HelperRoles, RendezvousContext, RoleContext
     from dtf.api.job import ComposedConfig, Job
     from dtf.api.launcher import WORK, LaunchedRun, Launcher, check_environment, check_one_role, log_folder, report
@@ -132,6 +133,7 @@ _PUBLIC = {
     "Job": "api.job",
     "LaunchedRun": "api.launcher",
     "Launcher": "api.launcher",
+    "lightning_recipe": "adapters.lightning",
     "BufferUpdate": "api.layout",
     "Layout": "api.layout",
     "LeasedWork": "api.leased_work",
@@ -302,6 +304,7 @@ __all__ = [
     "grouped_auc",
     "init_model",
     "load_model",
+    "lightning_recipe",
     "log_folder",
     "map_style",
     "model_of",

@@ -79,6 +79,12 @@ class Optimizer(ABC):
     def init(self, parameter: Tensor) -> dict[str, Tensor]:
         """New state of one parameter. Each tensor has the shape of the parameter, or shape () (a counter, float32)."""
 
+    def begin(self, step: int) -> None:
+        """Called before the groups are stepped, with the number of finished steps. For options that change from step to
+        step, such as a momentum. Default: nothing.
+        """
+        return
+
     @abstractmethod
     def step(self, group: Group, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
         """One step over a non-empty group, in place, fused, without host synchronisation.

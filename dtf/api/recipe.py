@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dtf.api.layout import Layout
 from dtf.api.options import FineTuning
@@ -161,6 +161,15 @@ class Recipe(ABC):
             {"idle": "inactive_keys", "judge": "evaluator", "judged": "eval_outputs", "measures": "train_metrics"},
         )
 
+    presets: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """What goes with a recipe of a plugin that has no YAML file: group -> option, root key -> values of keys in it. The
+    command line stands over them.
+    """
+
+    def join(self, settings: Any) -> None:
+        """Get to know the other parts of the run: `settings` is the typed config. Torch-free. Default: nothing."""
+        return
+
     @property
     @abstractmethod
     def train_metrics(self) -> tuple[str, ...]:
@@ -221,6 +230,12 @@ class Recipe(ABC):
         """Raise ConfigError or DataError for what can be seen before processes are started, such as a missing path.
         Torch-free and fast.
         """
+
+    def prepare(self) -> None:
+        """Get what is needed before any rank opens the data, such as a download. Called once on each host, by one of
+        its ranks, while others wait. Default: nothing.
+        """
+        return
 
     @abstractmethod
     def build_model(self) -> nn.Module:
@@ -295,6 +310,14 @@ class Recipe(ABC):
         A loss that couples rows, such as a contrastive one, couples those of a micro-batch.
         """
 
+    def loss_mean(self, divided: bool) -> str | None:
+        """Of what a scalar loss is the mean: `rows`, `labels` other than -100, or "" for neither. For a recipe whose
+        model computes the loss. `divided`: whether rows of a batch are, so that neither is refused.
+
+        Default: None, it is found by cutting outputs and targets.
+        """
+        return None
+
     @abstractmethod
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
         """Additive metric state, shape (M,): [0] the sum of weights, [i] the weighted sum of `train_metrics[i - 1]`.
@@ -320,8 +343,8 @@ class Recipe(ABC):
         """
         return None
 
-    def probabilities(self, outputs: Any) -> Tensor:
-        """The probability of each class (B, C), or of the one event that happens or not (B,).
+    def probabilities(self, outputs: Any) -> Tensor | None:
+        """The probability of each class (B, C), or of the one event that happens or not (B,). None: there is none.
 
         `outputs` are full tensors in fp32 or fp64. Default: softmax over the last axis, of outputs (B, C) with labels
         (B,); other models are not taken for ones of classes.

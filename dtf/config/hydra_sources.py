@@ -92,6 +92,8 @@ class PartsSource(ConfigSource):
         group, name = option
         if group == "":
             node, package = to_plain(Root()), "_global_"
+        elif (presets := _presets(group, name)) and SCHEMA not in config_path:
+            node, package = presets, "_global_"
         else:
             node = option_node(group, name)
             package = f"observer.{name}" if group == "observer" and SCHEMA not in config_path else None
@@ -123,6 +125,16 @@ class PartsSource(ConfigSource):
         if len(parts) == 3 and parts[1] == SCHEMA:
             del parts[1]
         return (parts[0], parts[1]) if len(parts) == 2 and parts[1] in registered(parts[0]) else None
+
+
+def _presets(group: str, name: str) -> dict[str, Any]:
+    """A recipe of a plugin with what goes with it, as a YAML file would choose it; empty where nothing does."""
+    presets = registered(group)[name].presets if group == "recipe" else {}  # type: ignore[attr-defined]
+    if not presets:
+        return {}
+    chosen = [{f"override /{key}": value} for key, value in presets.items() if key in GROUPS]
+    values = {key: dict(value) for key, value in presets.items() if key not in GROUPS}
+    return {"defaults": [f"{SCHEMA}/{name}@recipe", "_self_", *chosen], **values}
 
 
 class GuardedFiles(FileConfigSource):

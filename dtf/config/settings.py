@@ -184,7 +184,9 @@ def build_settings(config: dict[str, Any]) -> Settings:
     root = {name: build(hints[name], config[name]) for name in hints}
     parts = {group: build_option(group, config[group]) for group in GROUPS if group != "observer"}
     observers = {name: build_option("observer", value) for name, value in config["observer"].items()}
-    return Settings(**root, **parts, observer=observers)
+    settings = Settings(**root, **parts, observer=observers)
+    settings.recipe.join(settings)
+    return settings
 
 
 def inactive_keys(config: Mapping[str, Any], on_command_line: Callable[[str], bool]) -> list[str]:
@@ -276,7 +278,7 @@ def _check_steps(settings: Settings) -> None:
             f"number, or the whole batch of {step.batch_size} rows",
         )
     rows = settings.recipe.training_rows()
-    if settings.sampler.tail is Tail.drop and rows and rows < step.batch_size:
+    if rows and rows < step.batch_size and settings.sampler.tail is Tail.drop:
         raise KeyProblem(
             "step.batch_size",
             f"step.batch_size={step.batch_size} must be at most the {rows} training rows: sampler.tail=drop leaves no "

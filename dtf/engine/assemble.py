@@ -35,6 +35,7 @@ from dtf.engine.clock import Plan
 from dtf.engine.dry_run import LEAST_STEPS
 from dtf.engine.first_rows import check_first_rows
 from dtf.engine.initial_numbers import agree_on_start
+from dtf.engine.preparing import prepare_once
 from dtf.engine.program_check import check_program
 from dtf.engine.rank import Rank, ignore
 from dtf.engine.start_record import StartRecord, start_digest
@@ -166,6 +167,7 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
     settings, kind = rank.settings, rank.place.device.partition(":")[0]
     recipe = settings.recipe
     rows = settings.step.batch_size, settings.seed, kind == "cuda", settings.train.eval_rows
+    prepare_once(recipe, rank.run_id, rank.place.attempt)
     splits = Splits(recipe, settings.sampler, *rows)
     facts = {"versions": _versions(settings.strategy.communication(kind) == "nccl"), **joined.facts}
     facts |= {"training data": splits.fingerprint, "evaluation data": splits.eval.fingerprint()}

@@ -203,7 +203,9 @@ def _meaning(recipe: Recipe, outputs: Tensor) -> dict[str, str]:
     names = [
         name
         for name, function in usual.items()
-        if probabilities.shape == trial.shape and torch.allclose(probabilities, function(trial))
+        if probabilities is not None
+        and probabilities.shape == trial.shape
+        and torch.allclose(probabilities, function(trial))
     ]
     return {"are": "logits", "probabilities": names[0]} if names else {}
 

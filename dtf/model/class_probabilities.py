@@ -12,8 +12,9 @@ from dtf.core.nest import count
 
 
 def class_probabilities(recipe: Recipe, outputs: Any, targets: Any) -> Tensor | None:
-    """The probability of each class (B, C), or of the one event (B,). None where the recipe does not define
-    `probabilities`, and outputs are no scores (B, C) of C > 1 classes whose targets are labels (B,).
+    """The probability of each class (B, C), or of the one event (B,). None where the recipe's
+    `probabilities` gives None, or where it does not define them and outputs are no scores (B, C) of C > 1 classes whose
+    targets are labels (B,).
 
     ConfigError where `probabilities` returns something else.
     """
@@ -22,6 +23,8 @@ def class_probabilities(recipe: Recipe, outputs: Any, targets: Any) -> Tensor | 
         labels = isinstance(targets, Tensor) and targets.dim() == 1 and not targets.dtype.is_floating_point
         return recipe.probabilities(outputs) if scores and labels else None
     found = recipe.probabilities(outputs)
+    if found is None:
+        return None
     if not isinstance(found, Tensor) or found.dim() not in (1, 2) or len(found) != count(targets):
         form = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise ConfigError(

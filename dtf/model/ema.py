@@ -49,6 +49,9 @@ class EmaOptimizer(Optimizer):
         average = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
         return {**self._optimizer.init(parameter), EMA: average, STEPS: counter(parameter)}
 
+    def begin(self, step: int) -> None:
+        self._optimizer.begin(step)
+
     def decay_of(self, name: str, shape: Sequence[int]) -> float | None:
         return self._optimizer.decay_of(name, shape)
 

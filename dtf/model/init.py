@@ -47,7 +47,7 @@ def init_model(recipe: Recipe, seed: int, weights: Weights | None = None) -> nn.
         for _ in init_modules(recipe, seed, model):
             pass
     else:
-        with _seeded(seed):
+        with seeded(seed):
             model = _built(recipe)
     if weights is not None:
         start_from(model, weights)
@@ -110,7 +110,7 @@ def refuse_untrainable(recipe: Recipe, model: nn.Module, holds: bool) -> None:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """A context under which torch, Python and numpy draw from this seed on CPU; their generators are restored."""
     import numpy as np
 

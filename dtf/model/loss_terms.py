@@ -147,7 +147,11 @@ class Losses:
     def _scalar(self, loss: Tensor, outputs: Any, batch: Batch) -> LossTerms:
         rows = len(batch.weight)
         if not self._tried and torch.is_grad_enabled():
-            self._mean, self._tried = proved(self._recipe.loss, outputs, batch.targets), True
+            known = self._recipe.loss_mean(not self.undivided)
+            found = (
+                proved(self._recipe.loss, outputs, batch.targets) if known is None else Mean(known) if known else None
+            )
+            self._mean, self._tried = found, True
         mean = self._mean
         if mean is None and (self.undivided or not torch.is_grad_enabled()):  # an evaluation divides nothing
             mean = Mean.rows

@@ -99,6 +99,7 @@ class LocalUpdate:
         masters = {name: self._shards[name].master for name in owned_names}
         shapes = {name: self._shards[name].shape for name in owned_names}
         counts = {name: self._shards[name].is_primary for name in owned_names}
+        self._begin = optimizer.begin
         self._bound = optimizer.bind(masters, shapes, sharding.sum_slices, counts)
         self._trained = list(self._shards.values())
         # weights of a narrower format than their averages, while these stand in for them
@@ -138,6 +139,7 @@ class LocalUpdate:
         ranks; (0, 0) when an overflow hides it. On a CPU two numbers, on a GPU a tensor (2,). A norm that is not finite
         changes no parameter: every rank skips and counts the step.
         """
+        self._begin(step)
         # Zeros for parameters that the loss did not reach: their update is the optimizer's own (decay, momentum).
         gradients = [
             torch.zeros_like(shard.local) if shard.parameter.grad is None else local(shard.parameter.grad)

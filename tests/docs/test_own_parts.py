@@ -210,7 +210,8 @@ def test_the_short_answers_of_the_documentation_run(unpack: Callable[[Page], Non
 
 
 LONG = "sparse-tables.md"  # its commands start servers; what of it is quick has a test of its own
-SLOW = [LONG, "own-recipe.md"]  # a test above trains the recipe of the second
+LIGHTNING = "from-lightning.md"  # it needs what CI does not install
+SLOW = [LONG, "own-recipe.md", LIGHTNING]  # a test above trains the recipe of the second
 RUN = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.name in SLOW))
     for path in PAGES
@@ -220,6 +221,9 @@ RUN = [
 
 @pytest.mark.parametrize("path", RUN)
 def test_parts_in_the_documentation_run_as_it_says(path: Path, unpack: Callable[[Page], None], run_dtf: RunDtf) -> None:
+    if path.name == LIGHTNING:
+        pytest.importorskip("lightning")
+        pytest.importorskip("torchmetrics")
     page = Page.read(path)
     unpack(page)
     chosen = set()

@@ -1,0 +1,212 @@
+"""An unmodified LightningModule with its data as a recipe, by one line of a plugin. Imports neither torch nor
+Lightning: the command line reads the line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import fields as fields_of
+from dataclasses import make_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dtf.adapters.arguments import MISSING, UNKNOWN, Argument, arguments_of, source_file
+from dtf.adapters.lightning_parts import BATCH_SIZE, LoaderOrder, ModuleOptimizer, ModuleSchedule
+from dtf.api.options import FineTuning
+from dtf.api.recipe import Dataset, Recipe
+from dtf.api.registry import option, register
+from dtf.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from dtf.adapters.lightning_run import LightningRun
+
+_NAMES = ("lightning", "pytorch_lightning")
+_EXTRA = "pip install lightning torchmetrics"
+
+
+def lightning_recipe(
+    name: str,
+    module: str | Callable[..., Any],
+    data: str | Callable[..., Any] | None = None,
+    *,
+    objective: tuple[str, str] = ("loss", "min"),
+) -> None:
+    """Register the recipe `name`: a LightningModule, and an optimizer, a schedule and a sampler of the same name, which
+    are those that `configure_optimizers` and the train dataloader make.
+
+    `module`: a LightningModule class, or a function that makes one. `data`: a LightningDataModule class, or a function
+    that returns a train and a validation DataLoader; None: the module has `train_dataloader()`. Each is given itself or
+    as "module:name", which ranks import; then the command line stays without torch. Their arguments become the keys
+    `recipe.model.*` and `recipe.data.*`; an argument `batch_size` gets `step.batch_size`.
+
+    `objective`: the metric by which evaluations are ranked, and `max` or `min`. Its name is one that the module logs in
+    an evaluation, or `loss`: what `validation_step` logs as `loss`, `val_loss` or the like, or returns.
+
+    ConfigError for a name that is taken, and where the module, the class or an argument's type cannot be found.
+    """
+    plugin = sys._getframe(1).f_globals["__name__"]
+    module_arguments, data_arguments = _key_arguments(module), _key_arguments(data) if data is not None else []
+    batch_sizes = [each.default for each in (*_all(data), *_all(module)) if each.name == BATCH_SIZE]
+    presets: dict[str, Any] = dict.fromkeys(("optimizer", "lr", "sampler"), name)
+    if batch_sizes and type(batch_sizes[0]) is int:
+        presets["step"] = {BATCH_SIZE: batch_sizes[0]}
+    title = _title(module)
+    body: dict[str, Any] = {
+        "__module__": plugin,
+        "__doc__": f"The LightningModule {source_file(module)}:{title}, as it is.",
+        "__annotations__": {"model": "_Model"},
+        "model": option(
+            factory=_node(f"{title}Arguments", module_arguments, (FineTuning,), plugin), doc=f"arguments of {title}"
+        ),
+        "presets": presets,
+        "module_target": staticmethod(module) if callable(module) else module,
+        "data_target": staticmethod(data) if callable(data) else data,
+        "takes_batch_size": tuple(any(each.name == BATCH_SIZE for each in _all(part)) for part in (module, data)),
+        "chosen_objective": objective,
+        "recipe_name": name,
+    }
+    body["__annotations__"]["model"] = body["model"].default_factory
+    if data_arguments:
+        body["data"] = option(
+            factory=_node(f"{_title(data)}Arguments", data_arguments, (), plugin), doc=f"arguments of {_title(data)}"
+        )
+        body["__annotations__"]["data"] = body["data"].default_factory
+    register("recipe", name)(type(title, (LightningRecipe,), body))
+    for group, part in (("optimizer", ModuleOptimizer), ("lr", ModuleSchedule), ("sampler", LoaderOrder)):
+        own = {"__module__": plugin, "__doc__": part.__doc__, "recipe_name": name}
+        register(group, name)(type(f"{title}{part.__name__}", (part,), own))
+
+
+def _title(target: str | Callable[..., Any] | None) -> str:
+    return target.partition(":")[2] if isinstance(target, str) else getattr(target, "__name__", "Data")
+
+
+def _all(target: str | Callable[..., Any] | None) -> list[Argument]:
+    return arguments_of(target) if target is not None else []
+
+
+def _key_arguments(target: str | Callable[..., Any]) -> list[Argument]:
+    """The arguments that become keys. ConfigError for one that must be given and that no config holds."""
+    chosen = []
+    for each in arguments_of(target):
+        if each.name == BATCH_SIZE or each.default is UNKNOWN:
+            continue
+        if each.hint is None:
+            raise ConfigError(
+                f"{_title(target)}({each.name}) has no default and no type that a config holds (bool, int, float, str, "
+                "or a list of them); name a function that makes it in the line in place of the class"
+            )
+        chosen.append(each)
+    return chosen
+
+
+def _node(name: str, arguments: Sequence[Argument], bases: tuple[type, ...], plugin: str) -> type:
+    """A group of keys. An argument that is named as a key of the bases keeps its default."""
+    taken = {field.name for base in bases for field in fields_of(base)}
+    listed = []
+    for each in arguments:
+        if each.name in taken:
+            if each.default is MISSING:
+                raise ConfigError(
+                    f"the argument {each.name} has no default, and recipe.model.{each.name} is another key"
+                )
+            continue
+        doc = f"the argument {each.name}"
+        if each.default is MISSING:
+            field = option(doc=doc)
+        elif isinstance(each.default, list):
+            field = option(factory=lambda items=each.default: list(items), doc=doc)
+        else:
+            field = option(default=float(each.default) if each.hint is float else each.default, doc=doc)
+        listed.append((each.name, each.hint, field))
+    return make_dataclass(name, listed, bases=bases, kw_only=True, namespace={"__module__": plugin})
+
+
+class _Opened:
+    """What copies of a recipe have in common."""
+
+    run: LightningRun | None = None
+
+
+class LightningRecipe(Recipe):
+    """A LightningModule, and its data. Made by `lightning_recipe`, which sets what follows."""
+
+    module_target: ClassVar[Any]
+    data_target: ClassVar[Any]
+    takes_batch_size: ClassVar[tuple[bool, bool]]
+    chosen_objective: ClassVar[tuple[str, str]]
+    recipe_name: ClassVar[str]
+
+    def join(self, settings: Any) -> None:
+        """Bring the parts of a run together that need each other. Torch-free."""
+        self._settings, self._opened = settings, _Opened()
+        for part in (settings.optimizer, settings.lr, settings.sampler):
+            if isinstance(part, ModuleOptimizer | ModuleSchedule | LoaderOrder):
+                if part.recipe_name != self.recipe_name:
+                    raise ConfigError(
+                        f"{part.recipe_name} is the optimizer, schedule or sampler of recipe={part.recipe_name}; "
+                        f"recipe={self.recipe_name} has its own, and takes those of dtf: optimizer=adamw lr=cosine "
+                        "sampler=shuffle"
+                    )
+                part.recipe = self
+
+    @property
+    def run(self) -> LightningRun:
+        """What ranks have of it; made when it is first asked for."""
+        if self._opened.run is None:
+            from dtf.adapters.lightning_run import LightningRun
+
+            self._opened.run = LightningRun(self, self._settings)
+        return self._opened.run
+
+    @property
+    def train_metrics(self) -> tuple[str, ...]:
+        return self.run.sums.names
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(("loss", self.chosen_objective[0])))
+
+    @property
+    def objective(self) -> tuple[str, str]:
+        return self.chosen_objective
+
+    def check(self) -> None:
+        if not any(importlib.util.find_spec(name) for name in _NAMES):
+            raise ConfigError(f"recipe={self.recipe_name} is a LightningModule, which needs Lightning: {_EXTRA}")
+        parts = self._settings.optimizer, self._settings.lr
+        own = [isinstance(part, ModuleOptimizer | ModuleSchedule) for part in parts]
+        if own[1] and not own[0]:
+            raise ConfigError(
+                f"lr={self.recipe_name} is the learning rate of the optimizer that configure_optimizers makes, and "
+                "another one is chosen; choose a schedule too: lr=constant lr.peak=NUMBER"
+            )
+
+    def prepare(self) -> None:
+        self.run.prepare_data()
+
+    def build_model(self) -> nn.Module:
+        return self.run.build()
+
+    def open_data(self, split: str, seed: int) -> Dataset:
+        return self.run.rows(split)
+
+    def loss_mean(self, divided: bool) -> str | None:
+        return self.run.loss_mean(divided)
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        return outputs["loss"]
+
+    def measure(self, outputs: Any, batch: Any, loss: Tensor) -> Tensor:
+        return self.run.sums.of_batch(outputs, batch.weight)
+
+    def summarise(self, sums: list[float]) -> dict[str, float]:
+        return self.run.sums.values(sums)
+
+    def probabilities(self, outputs: Any) -> Tensor | None:
+        return outputs["scores"].softmax(-1) if "scores" in outputs else None

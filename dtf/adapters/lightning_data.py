@@ -1,0 +1,193 @@
+"""The rows of a DataLoader, by number: its data set and its collate function, without its order."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from dtf.api.recipe import Dataset
+from dtf.core.errors import ConfigError
+from dtf.core.seeding import seed_of
+
+_LABELS = ("labels", "label", "targets", "target", "y")
+_MOST_SEED = 2**32
+
+
+class LoaderRows(Dataset):
+    """The rows of a map-style data set as its loader makes batches of them. `name`: of the loader, for messages.
+
+    What a row draws from the generators of torch, Python and numpy is a function of the seed, the epoch and its number.
+    """
+
+    prefetch = 0  # the generators are those of the whole process
+
+    def __init__(self, loader: DataLoader, name: str, seed: int) -> None:
+        self.name, self._seed = name, seed
+        self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
+        self.shuffles = _shuffles(loader, name)
+        self._rows: Any = loader.dataset
+        self._collate: Callable[[list[Any]], Any] = loader.collate_fn
+        self._draws = False
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.form: Any = None
+        """How the tensors of a batch lie in it, see `batch_of`; known after the first fetch."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def fetch(self, ids: np.ndarray, epoch: int) -> tuple[dict[str, Tensor], Tensor]:
+        numbers = [int(row) for row in ids]
+        before = _generators()
+        if not self._draws:
+            batch = self._collate(self._items(numbers))
+            self._draws = _changed(before)
+        if self._draws:
+            batch = self._drawn_batch(numbers, epoch, before)
+        tensors: dict[str, Tensor] = {}
+        self.form = _form(batch, "", tensors, self.name)
+        self._check_shapes(tensors)
+        return tensors, tensors[label_of(tensors)]
+
+    def _drawn_batch(self, numbers: list[int], epoch: int, before: tuple[Any, Any, Any]) -> Any:
+        """The batch of rows that draw. Generators are then as `before`."""
+        try:
+            items = self._drawn(numbers, epoch)
+            _restore(before)
+            batch = self._collate(items)
+            if _changed(before):
+                raise ConfigError(
+                    f"the collate_fn of {self.name} draws random numbers for all rows of a batch, which ranks divide; "
+                    "draw in the data set, for each row"
+                )
+            return batch
+        finally:
+            _restore(before)
+
+    def _items(self, numbers: list[int]) -> list[Any]:
+        many: Any = getattr(self._rows, "__getitems__", None)
+        return list(many(numbers)) if many is not None else [self._rows[row] for row in numbers]
+
+    def _drawn(self, numbers: list[int], epoch: int) -> list[Any]:
+        items = []
+        for row in numbers:
+            seed = seed_of(self._seed, "row", epoch, row)
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % _MOST_SEED)
+            items += self._items([row])
+        return items
+
+    def _check_shapes(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            before = self._shapes.setdefault(name, tuple(tensor.shape[1:]))
+            if before != tensor.shape[1:]:
+                raise ConfigError(
+                    f"the collate_fn of {self.name} makes rows of shape {before} of some batches and of shape "
+                    f"{tuple(tensor.shape[1:])} of others: what a rank computes would depend on which rows it has; pad "
+                    "rows to one length"
+                )
+
+
+def check_loader(loader: Any, name: str) -> DataLoader:
+    """The loader, if it is one of map-style rows. ConfigError for others."""
+    if isinstance(loader, Sequence | Mapping) or type(loader).__name__ == "CombinedLoader":
+        raise ConfigError(f"{name} gives several loaders; give one, of a torch.utils.data.ConcatDataset")
+    if not isinstance(loader, DataLoader):
+        raise ConfigError(f"{name} gives a {type(loader).__name__}; give a torch.utils.data.DataLoader")
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        raise ConfigError(
+            f"{name}: {type(loader.dataset).__name__} gives rows in an order of its own, and each row must have a "
+            "number that any rank can ask for; give a map-style data set, with __getitem__ and __len__"
+        )
+    return loader
+
+
+def _shuffles(loader: DataLoader, name: str) -> bool:
+    sampler = loader.sampler
+    if loader.batch_size is None or type(loader.batch_sampler).__name__ != "BatchSampler":
+        raise ConfigError(
+            f"{name} chooses its batches by {type(loader.batch_sampler).__name__}; give it batch_size and shuffle, and "
+            "choose among dtf's samplers: sampler=weighted, sampler=repeated"
+        )
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
+        return True
+    if type(sampler) is not SequentialSampler:
+        raise ConfigError(
+            f"{name} has the sampler {type(sampler).__name__}; give it shuffle=True or False, and choose among dtf's "
+            "samplers, such as sampler=weighted"
+        )
+    return False
+
+
+# ------------------------------------------------------------ the form of a batch
+
+
+def _form(value: Any, name: str, tensors: dict[str, Tensor], loader: str) -> Any:
+    """The batch with names in place of its tensors, which go to `tensors`."""
+    if isinstance(value, Tensor):
+        tensors[name or "batch"] = value
+        return name or "batch"
+    inner = f"{name}." if name else ""
+    if isinstance(value, Mapping):
+        items = {key: _form(each, f"{inner}{key}", tensors, loader) for key, each in value.items()}
+        # a batch of a library that is a dict with methods is made anew of its items
+        return types.MappingProxyType({"class": dict if type(value) is dict else type(value), "items": items})
+    if isinstance(value, list | tuple):
+        parts = [_form(each, f"{inner}{index}", tensors, loader) for index, each in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    raise ConfigError(
+        f"{loader}: {name or 'a batch'} is a {type(value).__name__}; rows of a batch are divided, so all that is in it "
+        "must be tensors with an axis of rows: leave it out, or make it a tensor"
+    )
+
+
+def batch_of(form: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The batch that `LoaderRows` has taken apart."""
+    if isinstance(form, str):
+        return tensors[form]
+    if isinstance(form, types.MappingProxyType):
+        items = {key: batch_of(each, tensors) for key, each in form["items"].items()}
+        return items if form["class"] is dict else form["class"](items)
+    parts = [batch_of(each, tensors) for each in form]
+    return type(form)(*parts) if hasattr(form, "_fields") else type(form)(parts)
+
+
+def label_of(tensors: Mapping[str, Tensor]) -> str:
+    """The name of what rows are to be predicted as: by its name, else the last."""
+    return next((name for name in tensors if name.rpartition(".")[2].lower() in _LABELS), list(tensors)[-1])
+
+
+# ------------------------------------------------------------ generators
+
+_NUMPY_BYTES = 4 * 625
+"""Of the state of numpy's generator, a Mersenne twister: 624 numbers and a position."""
+
+
+def _generators() -> tuple[Any, Any, Any]:
+    """What tells whether torch's, Python's and numpy's generators have moved. Called for each batch: numpy's own way to
+    read its state takes longer than to read some rows.
+    """
+    return torch.get_rng_state(), random.getstate(), ctypes.string_at(_numpy_address(), _NUMPY_BYTES)
+
+
+def _numpy_address() -> int:
+    return np.random.get_bit_generator().ctypes.state_address  # type: ignore[attr-defined]
+
+
+def _changed(before: tuple[Any, Any, Any]) -> bool:
+    torchs, pythons, numpys = _generators()
+    return not (torch.equal(before[0], torchs) and before[1] == pythons and before[2] == numpys)
+
+
+def _restore(before: tuple[Any, Any, Any]) -> None:
+    torch.set_rng_state(before[0])
+    random.setstate(before[1])
+    ctypes.memmove(_numpy_address(), before[2], _NUMPY_BYTES)

@@ -1,0 +1,220 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
+"""Small LightningModules, and what each of them does that cannot be right here. Needs Lightning, or its stand-in."""
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+
+
+def points(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=generator)
+    return TensorDataset(x, (x[:, :3] * x[:, 3:]).argmax(1))
+
+
+class Points(pl.LightningDataModule):
+    def __init__(self, path: str = "./", batch_size: int = 16):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def setup(self, stage):
+        self.train_set, self.val_set = points(96), points(40, 1)
+
+    def train_dataloader(self):
+        return DataLoader(self.train_set, batch_size=self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.val_set, batch_size=8)
+
+
+class Net(pl.LightningModule):
+    def __init__(
+        self, width: int = 8, lr: float = 0.01, layers=(4, 4), dropout=0.1, act=nn.ReLU, note: str | None = None
+    ):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(
+            nn.Linear(6, width), nn.BatchNorm1d(width), act(), nn.Dropout(dropout), nn.Linear(width, 3)
+        )
+        self.accuracy = self.make_metric()
+
+    def make_metric(self):
+        return (
+            torchmetrics.Accuracy()
+            if hasattr(torchmetrics, "AllRows")
+            else torchmetrics.Accuracy("multiclass", num_classes=3)
+        )
+
+    def forward(self, x):
+        return self.net(x)
+
+    def loss(self, logits, y):
+        return F.cross_entropy(logits, y)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = self.loss(self(x), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        self.accuracy.update(logits.argmax(1), y)
+        self.log("val_loss", self.loss(logits, y))
+        self.log("val_acc", self.accuracy)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
+
+
+class SumLoss(Net):
+    def loss(self, logits, y):
+        return F.cross_entropy(logits, y, reduction="sum")
+
+
+class ClassWeights(Net):
+    def loss(self, logits, y):
+        return F.cross_entropy(logits, y, weight=torch.tensor([1.0, 2.0, 3.0], dtype=logits.dtype))
+
+
+class Contrast(Net):
+    def loss(self, logits, y):
+        return F.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+
+
+class LogsNoMean(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("largest", batch[0].max())
+        return loss
+
+
+class Manual(Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class TwoOptimizers(Net):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)], []
+
+
+class OtherOptimizer(Net):
+    def configure_optimizers(self):
+        return torch.optim.Rprop(self.parameters())
+
+
+class Amsgrad(Net):
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), amsgrad=True)
+
+
+class OnPlateau(Net):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "val_loss"},
+        }
+
+
+class StepsItself(Net):
+    def optimizer_step(self, *args):
+        super().optimizer_step(*args)
+
+
+class BatchEnd(Net):
+    def on_train_batch_end(self, *args):
+        self.seen = True
+
+
+class UsesEpoch(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1 + self.current_epoch)
+
+
+class UsesBatchNumber(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (2 if batch_idx == 0 else 1)
+
+
+class AsksTrainer(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * len(self.trainer.callbacks)
+
+
+class KeepsRows(Net):
+    def __init__(self):
+        super().__init__()
+        self.outputs = []
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.outputs.append(batch[1])
+
+    def on_validation_epoch_end(self):
+        self.log("mean", torch.cat(self.outputs).float().mean())
+
+
+class NoLoss(Net):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class Decayed(Net):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class KeepsAllRows(Net):
+    def make_metric(self):
+        return torchmetrics.AllRows() if hasattr(torchmetrics, "AllRows") else torchmetrics.CatMetric()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(6), torch.tensor(0)
+
+
+class StreamData(Points):
+    def train_dataloader(self):
+        return DataLoader(Stream(), batch_size=16)
+
+
+class WeightedData(Points):
+    def train_dataloader(self):
+        return DataLoader(self.train_set, batch_size=16, sampler=WeightedRandomSampler([1.0] * 96, 96))
+
+
+class TextsData(Points):
+    def train_dataloader(self):
+        return DataLoader([(torch.zeros(6), "a"), (torch.ones(6), "b")] * 32, batch_size=16)
+
+
+class OtherBatch(Points):
+    def train_dataloader(self):
+        return DataLoader(self.train_set, batch_size=12)
+
+
+class Noisy(Dataset):
+    """Rows that draw from torch's generator."""
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, row):
+        return torch.full((6,), float(row)) + torch.rand(6), row % 3
+
+
+def noisy_loaders():
+    return DataLoader(Noisy(), batch_size=16), DataLoader(points(40), batch_size=16)

@@ -1,0 +1,310 @@
+"""A LightningModule as a recipe, with Lightning's hooks alone: keys, refusals, learning rates, sums. What Lightning
+itself computes is compared in tests/laws/test_lightning.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dtf.adapters.arguments import MISSING, UNKNOWN, arguments_of
+from dtf.adapters.lightning import LightningRecipe, lightning_recipe
+from dtf.adapters.lightning_optimizer import Configured
+from dtf.adapters.lightning_parts import ModuleOptimizer, ModuleSchedule
+from dtf.api import registry
+from dtf.api.sampler import Tail
+from dtf.config.settings import load_parts
+from dtf.core.errors import ConfigError
+
+STAND_IN = Path(__file__).parents[1] / "support" / "stand_in"
+STANDS_IN = importlib.util.find_spec("lightning") is None or importlib.util.find_spec("torchmetrics") is None
+if STANDS_IN:
+    sys.path.append(str(STAND_IN))
+
+from tests.support import lit_small  # noqa: E402  after its stand-in
+
+SMALL = "tests.support.lit_small"
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the recipe of a module, as a run of some epochs has it. What it registers is forgotten."""
+    load_parts([])
+    clean = registry._CLASSES
+
+    def make(module: str, data: str = "Points", batch: int = 16) -> LightningRecipe:
+        monkeypatch.setattr(registry, "_CLASSES", {group: dict(known) for group, known in clean.items()})
+        lightning_recipe("small", module=f"{SMALL}:{module}", data=f"{SMALL}:{data}")
+        made = {group: registry.lookup(group, "small")() for group in ("recipe", "optimizer", "lr", "sampler")}
+        settings = SimpleNamespace(
+            **made, seed=0, job=SimpleNamespace(trains=True), step=SimpleNamespace(batch_size=batch),
+            train=SimpleNamespace(steps=None, epochs=2.0),
+        )  # fmt: skip
+        made["recipe"].join(settings)
+        found: LightningRecipe = made["recipe"]
+        return found
+
+    return make
+
+
+def test_arguments_become_typed_keys_read_from_the_source_or_the_class() -> None:
+    for target in (f"{SMALL}:Net", lit_small.Net):
+        found = {each.name: each for each in arguments_of(target)}
+        assert list(found) == ["width", "lr", "layers", "dropout", "act", "note"]
+        assert (found["width"].hint, found["width"].default) == (int, 8)
+        assert (found["layers"].hint, found["layers"].default) == (list[int], [4, 4])
+        assert found["dropout"].hint is float
+        assert found["act"].default is UNKNOWN
+        assert found["note"].hint == str | None
+    # from a class that inherits its constructor, and a function
+    assert [each.name for each in arguments_of(f"{SMALL}:SumLoss")] == list(found)
+    assert [(each.name, each.default) for each in arguments_of(f"{SMALL}:points")] == [("count", MISSING), ("seed", 0)]
+    with pytest.raises(ConfigError, match="has no class or function Nett"):
+        arguments_of(f"{SMALL}:Nett")
+
+
+def test_the_command_line_reads_the_line_of_a_plugin_without_torch(tmp_path: Path) -> None:
+    plugin = tmp_path / "my_plugin.py"
+    plugin.write_text(f'import dtf\n\ndtf.lightning_recipe("small", module="{SMALL}:Net", data="{SMALL}:Points")\n')
+    code = (
+        "import sys\nfrom dtf.config.compose import compose\n"
+        "config = compose(['plugins=[my_plugin]', 'recipe=small', 'recipe.model.width=4']).config\n"
+        "assert not {'torch', 'numpy', 'lightning', 'torchmetrics'} & set(sys.modules)\n"
+        "print(config['recipe'], config['step']['batch_size'], config['lr']['name'], config['sampler']['name'])\n"
+    )
+    places = [str(tmp_path), str(Path(__file__).parents[2]), str(STAND_IN)]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {places}\n{code}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'width': 4" in done.stdout
+    assert "'path': './'" in done.stdout
+    assert done.stdout.split("}")[-1].split() == ["16", "small", "small"]
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "said"),
+    [
+        ("Manual", "Points", "automatic_optimization=False"),
+        ("TwoOptimizers", "Points", "returned 2 optimizers"),
+        ("OtherOptimizer", "Points", "Rprop; those with the same numbers here"),
+        ("Amsgrad", "Points", r"Adam\(amsgrad=True\)"),
+        ("OnPlateau", "Points", "ReduceLROnPlateau"),
+        ("StepsItself", "Points", r"overrides optimizer_step\(\)"),
+        ("BatchEnd", "Points", r"overrides on_train_batch_end\(\)"),
+        ("UsesEpoch", "Points", "self.current_epoch is not known"),
+        ("UsesBatchNumber", "Points", "batch_idx is not known"),
+        ("AsksTrainer", "Points", "self.trainer.callbacks is not known"),
+        ("KeepsRows", "Points", "keeps what its steps compute in self.outputs"),
+        ("KeepsAllRows", "Points", "keeps all rows in its state"),
+        ("NoLoss", "Points", "training_step returned None"),
+        ("Decayed", "Points", "unused.weight gets no gradient"),
+        ("SumLoss", "Points", "no mean over rows"),
+        ("ClassWeights", "Points", "no mean over rows"),
+        ("Contrast", "Points", "no mean over rows"),
+        ("LogsNoMean", "Points", "logs 'largest', which is no mean over rows"),
+        ("Net", "StreamData", "Stream gives rows in an order of its own"),
+        ("Net", "WeightedData", "has the sampler WeightedRandomSampler"),
+        ("Net", "TextsData", "1.0 is a str"),
+        ("Net", "OtherBatch", "has batches of 12 rows"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_name(recipe: Any, module: str, data: str, said: str) -> None:
+    made = recipe(module, data)
+    with pytest.raises(ConfigError, match=said):  # as a run comes to it
+        made.build_model()
+        assert made.train_metrics
+        made.loss_mean(True)
+
+
+def test_a_module_that_is_right_is_taken(recipe: Any) -> None:
+    made = recipe("Net")
+    model = made.build_model()
+    assert isinstance(model, lit_small.Net)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in lit_small.Net().named_parameters()]
+    assert made.loss_mean(True) == "labels"  # cross_entropy leaves out labels -100
+    assert recipe("SumLoss").loss_mean(False) == ""  # nothing is divided
+    assert made.run.train.drop_last
+    assert made._settings.sampler.tail is Tail.drop
+
+
+def test_logs_of_parts_add_up_to_those_of_all_rows(recipe: Any) -> None:
+    made = recipe("Net")
+    model = made.build_model().eval()
+    inputs, targets = made.open_data("eval", 0).fetch(np.arange(40), 0)
+    weight = torch.ones(40)
+
+    def sums(first: int, end: int) -> Any:
+        outputs = model({name: tensor[first:end] for name, tensor in inputs.items()})
+        return made.measure(outputs, SimpleNamespace(weight=weight[first:end]), None)
+
+    with torch.no_grad():
+        whole, parts = sums(0, 40), sums(0, 7) + sums(7, 30) + sums(30, 40)
+        right = (model.net(inputs["0"]).argmax(1) == targets).float().mean()
+    values, others = made.summarise(whole.tolist()), made.summarise(parts.tolist())
+    assert values == pytest.approx(others, rel=1e-6)
+    assert values["val_acc"] == pytest.approx(float(right))
+    assert values["loss"] == values["val_loss"]
+    assert "train_loss" not in values
+    padding = made.measure(model(inputs), SimpleNamespace(weight=torch.zeros(40)), None)
+    assert not padding.any()
+
+
+def test_rows_draw_the_same_however_they_are_fetched(recipe: Any) -> None:
+    rows = recipe("Net", "noisy_loaders").open_data("train", 0)
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    one, _ = rows.fetch(np.array([4, 9, 2]), 1)
+    two, _ = rows.fetch(np.array([9, 4]), 1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(one["0"][:2].flip(0), two["0"])
+    assert not torch.equal(rows.fetch(np.array([4]), 2)[0]["0"][0], one["0"][0])
+
+
+def schedulers(optimizer: torch.optim.Optimizer) -> dict[str, tuple[Any, str, int]]:
+    lr = torch.optim.lr_scheduler
+    return {
+        "step": (lr.StepLR(optimizer, 2, 0.5), "epoch", 1),
+        "cosine": (lr.CosineAnnealingLR(optimizer, 7), "step", 1),
+        "lambda": (lr.LambdaLR(optimizer, lambda step: min(1.0, step / 5)), "step", 2),
+        "every other epoch": (lr.ExponentialLR(optimizer, 0.9), "epoch", 2),
+        "one cycle": (lr.OneCycleLR(optimizer, 0.3, total_steps=24), "step", 1),
+        "warm-up": (
+            lr.SequentialLR(optimizer, [lr.LinearLR(optimizer), lr.CosineAnnealingLR(optimizer, 9)], [4]), "step", 1,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["step", "cosine", "lambda", "every other epoch", "one cycle", "warm-up"])
+def test_rates_are_those_of_the_scheduler(name: str) -> None:
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, tuple[Any, str, int]]:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(
+            [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.02}], lr=0.2, momentum=0.9
+        )
+        kinds = schedulers(optimizer) if name != "one cycle" else {
+            name: (torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.3, 0.03], total_steps=24), "step", 1)
+        }  # fmt: skip
+        if name != "one cycle":  # each scheduler changes the optimizer when it is made
+            model = torch.nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(
+                [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.02}], lr=0.2, momentum=0.9
+            )
+            kinds = {name: one_scheduler(name, optimizer)}
+        return model, optimizer, kinds[name]
+
+    _, optimizer, (scheduler, interval, frequency) = make()
+    expected = []
+    for epoch in range(4):
+        for index in range(6):
+            expected.append([(group["lr"], group["momentum"]) for group in optimizer.param_groups])
+            optimizer.step()
+            if interval == "step" and (index + 1) % frequency == 0 and len(expected) < 24:
+                scheduler.step()
+        if interval == "epoch" and (epoch + 1) % frequency == 0:
+            scheduler.step()
+    model, optimizer, (scheduler, interval, frequency) = make()
+    returned = {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": scheduler, "interval": interval, "frequency": frequency},
+    }
+    found = Configured(returned, model, 6)
+    for step, ((lr, momentum), (other, _)) in enumerate(expected):
+        assert found.rate(step) == pytest.approx(lr, rel=1e-12)
+        assert found.rate(step) * found.lr_factors["bias"] == pytest.approx(other, rel=1e-9)
+        assert not found.cycles or found.momenta(step)["momentum"] == momentum
+
+
+def one_scheduler(name: str, optimizer: torch.optim.Optimizer) -> tuple[Any, str, int]:
+    lr = torch.optim.lr_scheduler
+    if name == "step":
+        return lr.StepLR(optimizer, 2, 0.5), "epoch", 1
+    if name == "cosine":
+        return lr.CosineAnnealingLR(optimizer, 7), "step", 1
+    if name == "lambda":
+        return lr.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5)), "step", 2
+    if name == "every other epoch":
+        return lr.ExponentialLR(optimizer, 0.9), "epoch", 2
+    parts = [lr.LinearLR(optimizer), lr.CosineAnnealingLR(optimizer, 9)]
+    return lr.SequentialLR(optimizer, parts, [4]), "step", 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (torch.optim.SGD, {}),
+        (torch.optim.Adam, {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.01}),
+        (torch.optim.AdamW, {"weight_decay": 0.1}),
+        (torch.optim.Adagrad, {"lr_decay": 0.01, "initial_accumulator_value": 0.1, "weight_decay": 0.01}),
+    ],
+)
+def test_the_optimizer_has_the_numbers_of_torchs(kind: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    one = torch.nn.Linear(7, 5).double()
+    other = torch.nn.Linear(7, 5).double()
+    other.load_state_dict(one.state_dict())
+    theirs = kind([{"params": [one.weight]}, {"params": [one.bias], "weight_decay": 0.0}], lr=0.05, **options)
+    given = kind([{"params": [other.weight]}, {"params": [other.bias], "weight_decay": 0.0}], lr=0.05, **options)
+    found = Configured(given, other, 10)
+    bound = found.inner.bind({name: p.detach() for name, p in other.named_parameters()})
+    for step in range(20):
+        gradients = [torch.randn_like(p) for p in one.parameters()]
+        for parameter, gradient in zip(one.parameters(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+        theirs.step()
+        bound.apply(gradients, found.rate(step), None)
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-13, atol=1e-15)
+
+
+def test_a_missing_library_is_named_with_the_command_that_gets_it(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recipe("Net")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install lightning torchmetrics"):
+        made.check()
+
+
+def test_another_optimizer_may_be_chosen_but_not_with_the_modules_schedule(recipe: Any) -> None:
+    made = recipe("Net")
+    made._settings.optimizer = registry.lookup("optimizer", "adamw")()
+    with pytest.raises(ConfigError, match="choose a schedule too"):
+        made.check()
+    made._settings.lr = registry.lookup("lr", "constant")()
+    made.check()
+    assert isinstance(made.build_model(), lit_small.Net)
+    assert isinstance(registry.lookup("optimizer", "small")(), ModuleOptimizer)
+    assert isinstance(registry.lookup("lr", "small")(), ModuleSchedule)
+
+
+def test_two_ranks_train_it_and_go_on(tmp_path: Path) -> None:
+    """From the command line: read, tried, divided, saved, resumed."""
+    plugin = tmp_path / "my_plugin.py"
+    plugin.write_text(f'import dtf\n\ndtf.lightning_recipe("small", module="{SMALL}:Net", data="{SMALL}:Points")\n')
+    places = ":".join([str(tmp_path), str(Path(__file__).parents[2]), *([str(STAND_IN)] if STANDS_IN else [])])
+    command = [sys.executable, "-m", "dtf", "plugins=[my_plugin]", "recipe=small", "train.epochs=2"]
+    more = ["run.dir=run", "launcher.processes=2", "launcher.devices=cpu", "observer=[jsonl]"]
+    environment = {**os.environ, "PYTHONPATH": places}
+    for until in ("train.until=4", "train.until=null"):
+        done = subprocess.run(
+            [*command, *more, until], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if line["split"] == "eval"]
+    assert [line["step"] for line in evaluated][-1] == 12
+    assert {"loss", "val_loss", "val_acc"} <= set(evaluated[-1])
