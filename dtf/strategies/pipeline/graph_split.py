@@ -43,7 +43,7 @@ class GraphSplit:
         if not blocks:
             raise _refusal(
                 model,
-                "the recipe's layout names no blocks; name its modules in the order in which data flows, in "
+                "no module of it that has parameters is called; name its blocks in the order in which data flows, in "
                 "Recipe.layout",
             )
         self._block_of = {name: index for index, block in enumerate(blocks) for name in block}
@@ -55,7 +55,7 @@ class GraphSplit:
                     f"{name or 'it'} has a train() of its own, of which its parts would not hear; freeze parts in "
                     "modules of blocks instead",
                 )
-        self._nodes = _trace(
+        self._nodes = trace(
             model,
             opened,
             "inside of blocks; cut only between them" if fine else "outside of blocks; leave that to a module",
@@ -314,7 +314,7 @@ def _modes() -> tuple[bool, ...]:
     return (torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")))
 
 
-def _trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
+def trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
     """The nodes of the model's forward, the same in training and evaluation; the model is left as it was."""
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     places = [(module._buffers, dict(module._buffers)) for module in model.modules()]

@@ -1,0 +1,51 @@
+"""The order in which data flows through the blocks that were found in a model: a pipeline cuts between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from dtf.api.layout import Layout
+from dtf.core.errors import ConfigError
+from dtf.model.found_blocks import Blocks, FoundLayout, found_blocks, parts
+from dtf.strategies.pipeline.graph_split import trace
+
+WHERE = "outside of the blocks that were found in it"
+
+
+def blocks_in_order(model: nn.Module, layout: Layout) -> Blocks:
+    """The blocks of a layout; of found ones those that the forward pass comes to, in its order.
+
+    ConfigError for a model whose forward cannot be followed between them.
+    """
+    if not isinstance(layout, FoundLayout):
+        return layout.blocks
+    names = parts(model)
+    if not names:
+        return ()
+    around = {outer for name in names for outer in _around(name)}
+    called = dict.fromkeys(str(node.target) for node in trace(model, around, WHERE) if node.op == "call_module")
+    order = [name for name in called if name in names]
+    return found_blocks(model, order) if order else ()
+
+
+@contextmanager
+def found_blocks_named(layout: Layout) -> Iterator[None]:
+    """A context in which a refusal of a model with found blocks says so: it is no mistake in a layout."""
+    try:
+        yield
+    except ConfigError as error:
+        if not isinstance(layout, FoundLayout):
+            raise
+        raise ConfigError(
+            f"{error} (its blocks were found by looking at its modules: name others in Recipe.layout, see job=describe "
+            "job.layout=true, or use strategy=fsdp)"
+        ) from error
+
+
+def _around(name: str) -> list[str]:
+    """The modules around one, the model first."""
+    names = name.split(".")
+    return [".".join(names[:length]) for length in range(len(names))]
