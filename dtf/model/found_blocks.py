@@ -62,13 +62,14 @@ def found_blocks(model: nn.Module, order: Sequence[str] = ()) -> Blocks:
     that in which the model names them. Neighbours that are not repeated form one block while it is smaller than the
     largest of the repeated ones. Where nothing is repeated each layer is a block, with the normalisation after it.
     """
+    modules = dict(model.named_modules())
     repeated = set(repeated_blocks(model))
-    most = max((_size(model.get_submodule(name)) for name in repeated), default=0)
+    most = max((_size(modules[name]) for name in repeated), default=0)
     blocks: list[list[str]] = []
     held = most  # by the last block, where more may join it
     last = ""
     for last in order or parts(model):
-        module = model.get_submodule(last)
+        module = modules[last]
         size = _size(module)
         joins = bool(blocks) and blocks[-1][-1] not in repeated
         if last in repeated:
@@ -79,7 +80,7 @@ def found_blocks(model: nn.Module, order: Sequence[str] = ()) -> Blocks:
         else:
             blocks.append([last])
             held = size
-    if len(blocks) > 1 and blocks[-1] == [last] and not _layers(model.get_submodule(last)):
+    if len(blocks) > 1 and blocks[-1] == [last] and not _layers(modules[last]):
         blocks[-2:] = [[*blocks[-2], last]]
     return tuple(tuple(block) for block in blocks)
 
@@ -89,7 +90,7 @@ def parts(model: nn.Module) -> list[str]:
     layer, or with several that are not larger than a repeated block.
     """
     repeated = set(repeated_blocks(model))
-    most = max((_size(model.get_submodule(name)) for name in repeated), default=0)
+    most = max((_size(module) for name, module in model.named_modules() if name in repeated), default=0)
     around = {outer for name in repeated for outer in _outer(name)}
     seen: set[nn.Module] = set()
 
@@ -111,7 +112,8 @@ def blocks_row(model: nn.Module, layout: Layout) -> dict[str, str]:
     """What the start-up table says of found blocks: how many of which classes; nothing of those that a recipe names."""
     if not isinstance(layout, FoundLayout):
         return {}
-    counts = Counter(type(model.get_submodule(name)).__name__ for block in layout.blocks for name in block)
+    modules = dict(model.named_modules())
+    counts = Counter(type(modules[name]).__name__ for block in layout.blocks for name in block)
     listed = [f"{count} {name}" for name, count in counts.most_common(3)]
     more = f" and {count_text(len(counts) - 3, 'more kind')}" if len(counts) > 3 else ""
     text = f"{len(layout.blocks)} found in the model: {', '.join(listed)}{more}"

@@ -23,7 +23,7 @@ from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.init import init_model
 from dtf.model.memory import Footprint
 from dtf.model.seeded_dropout import SeededDropout
-from dtf.recipes.resnet.options import Arch, ModelOptions
+from dtf.recipes.resnet.options import ModelOptions
 from dtf.recipes.resnet.recipe import ResnetShapes
 from tests.conftest import Result
 from tests.support.harness import spread, variants
@@ -137,7 +137,7 @@ def test_blocks_forget() -> None:
     """A residual block of ResNet-20 keeps four results; with `blocks` its input, with `selective` also those of its two
     convolutions.
     """
-    recipe = ResnetShapes(model=ModelOptions(arch=Arch.resnet20, classes=8))
+    recipe = ResnetShapes(model=ModelOptions(arch="resnet20", classes=8))
     found = {}
     for remat in Remat:
         model = init_model(recipe, 0)

@@ -18,7 +18,7 @@ from dtf.core.errors import ConfigError
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.init import construct, init_model
 from dtf.model.seeded_dropout import SeededDropout
-from dtf.recipes.resnet.options import Arch, ModelOptions, Stem
+from dtf.recipes.resnet.options import ModelOptions, Stem
 from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.pipeline.graph_split import GraphSplit, Weights
 from tests.support.toy import Toy
@@ -105,7 +105,7 @@ class Tied(nn.Module):
 
 class Resnet(ResnetShapes):
     def __init__(self, arch: str, stem: str = "cifar") -> None:
-        super().__init__(model=ModelOptions(arch=Arch[arch], stem=Stem[stem]))
+        super().__init__(model=ModelOptions(arch=arch, stem=Stem[stem]))
 
 
 def of_recipe(recipe: Recipe, sample: Tensor) -> tuple[nn.Module, Sequence[Sequence[str]], Tensor]:

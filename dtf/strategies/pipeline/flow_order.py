@@ -1,16 +1,19 @@
-"""The order in which data flows through the blocks that were found in a model: a pipeline cuts between them."""
+"""The order in which data flows through the blocks that were found in a model, and a layout written out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import nn
 
 from dtf.api.layout import Layout
+from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
-from dtf.model.found_blocks import Blocks, FoundLayout, found_blocks, parts
-from dtf.strategies.pipeline.graph_split import trace
+from dtf.model.found_blocks import Blocks, FoundLayout, as_code, found_blocks, parts
+from dtf.model.init import construct, layout_of
+from dtf.strategies.pipeline.trace import trace
 
 WHERE = "outside of the blocks that were found in it"
 
@@ -29,6 +32,16 @@ def blocks_in_order(model: nn.Module, layout: Layout) -> Blocks:
     called = dict.fromkeys(str(node.target) for node in trace(model, around, WHERE) if node.op == "call_module")
     order = [name for name in called if name in names]
     return found_blocks(model, order) if order else ()
+
+
+def layout_code(recipe: Recipe) -> str:
+    """A `layout()` in Python with the blocks of the recipe's model, those that it names or those that are found."""
+    model = construct(recipe)
+    layout = layout_of(recipe, model)
+    try:
+        return as_code(replace(layout, blocks=blocks_in_order(model, layout)))
+    except ConfigError as error:  # for a pipeline; the others need no order
+        return f"{as_code(layout)}\n# in the order of names, as strategy=pipeline cannot cut this model: {error}"
 
 
 @contextmanager
