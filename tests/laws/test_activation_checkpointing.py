@@ -280,7 +280,7 @@ class WithoutLayout(Toy):
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        ("without_layout", "has no layout() that names them"),
+        ("without_layout", "Sequential has no module with layers inside of it; name blocks in"),
         pytest.param("toy", "names no block that is a module with layers inside", marks=pytest.mark.slow),
     ],
 )

@@ -270,8 +270,21 @@ class Plain(Toy):
 
 
 class Blockless(Toy):
-    def layout(self, model: nn.Module) -> Layout:
-        return Layout(splits=super().layout(model).splits)
+    """Nothing in it can be called by itself."""
+
+    layout = Recipe.layout
+
+    def build_model(self) -> nn.Module:
+        return Bare()
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
 
 
 class Careless(Toy):
@@ -311,7 +324,6 @@ def task(recipe: Recipe) -> Task:
     ("strategy", "recipe", "processes", "words"),
     [
         (Pipeline(degree=3), Toy(), 8, "strategy.degree=3 does not divide launcher.processes=8; use 1 or 2 or 4 or 8"),
-        (Pipeline(), Plain(), 2, "strategy=pipeline: Plain has no layout() that says which blocks its model has"),
         (
             Pipeline(memory_gb=1.0),
             Toy(),
@@ -338,7 +350,7 @@ def test_what_cannot_run_is_refused_before_launch(
 @pytest.mark.parametrize(
     ("recipe", "options", "words"),
     [
-        ("Blockless", {}, "the recipe's layout names no blocks"),
+        ("Blockless", {}, "no module of it that has parameters is called; name its blocks"),
         (
             "Toy",
             {"cuts": ["nowhere"]},

@@ -331,7 +331,7 @@ def without_gradient(model: Any, x: Tensor) -> Tensor:
 
 AB = [["a"], ["b"]]
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Sequence[Sequence[str]], str]] = {
-    "no blocks": (lambda: Made(straight), [], "Made cannot be cut into stages: the recipe's layout names no blocks"),
+    "no blocks": (lambda: Made(straight), [], "no module of it that has parameters is called"),
     "order": (lambda: Made(straight), [["b"], ["a"]], "its forward comes to b after a"),
     "back again": (lambda: Drawing(lambda m, x: m.a(m.b(m.a(x)))), AB, "its forward comes to a after b"),
     "never": (lambda: Made(lambda m, x: m.a(x)), AB, "its forward does not come to b"),

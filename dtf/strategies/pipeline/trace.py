@@ -30,6 +30,9 @@ class _Tracer(Tracer):
         self._settings = {part: _settings(part) for part in model.modules()}
         self._modes = _modes()
 
+    def proxy(self, node: Node) -> Proxy:
+        return _Proxy(node, self)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
 
@@ -50,6 +53,19 @@ class _Tracer(Tracer):
                 f"{target.__name__} draws from a generator that the parts of a model do not share; use nn.Dropout"
             )
         return super().create_node(kind, target, args, kwargs, name, type_expr)
+
+
+class _Proxy(Proxy):
+    """Stands for a tensor. What is assigned to it would be lost."""
+
+    def __init__(self, node: Node, tracer: Tracer) -> None:
+        super().__init__(node, tracer)
+        object.__setattr__(self, "_made", True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_made" in vars(self):
+            raise ValueError(f"it assigns the .{name} of a tensor, which leaves no trace")
+        object.__setattr__(self, name, value)
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
