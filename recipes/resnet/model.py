@@ -118,7 +118,7 @@ def of_timm(name: str, classes: int, pixels: int) -> nn.Module:
 
     made, key = f"recipe.model.arch={TIMM}{name}", f"recipe.data.pixels={pixels}"
     try:
-        known = timm.get_pretrained_cfg(name, allow_unregistered=False)
+        known: Any = timm.get_pretrained_cfg(name, allow_unregistered=False)
         own = known.input_size[-1]
         more: dict[str, Any] = {"img_size": pixels} if known.fixed_input_size and pixels != own else {}
         return timm.create_model(name, pretrained=False, num_classes=classes, **more)
