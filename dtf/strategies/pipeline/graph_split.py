@@ -14,9 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import inplace_methods
 
 from dtf.core.errors import LayoutError
+from dtf.model.seeded_dropout import is_seeded
 from dtf.strategies.pipeline.trace import NORMS, refusal, trace
-
-DROPOUTS = (nn.modules.dropout._DropoutNd,)
 
 
 class GraphSplit:
@@ -201,7 +200,7 @@ class GraphSplit:
             if node.op == "call_module":
                 used = [id(tensor) for _, tensor in _tensors(self._modules[target])]
                 for part in self._modules[target].modules():
-                    if isinstance(part, DROPOUTS) and drawing.setdefault(part, self._place[node]) != self._place[node]:
+                    if _draws(part) and drawing.setdefault(part, self._place[node]) != self._place[node]:
                         raise refusal(
                             self._model,
                             f"a {type(part).__name__} of {target} is called in two blocks, and its masks depend on how "
@@ -287,9 +286,14 @@ def _is_container(module: nn.Module) -> bool:
     return not own and not module._parameters and any(True for _ in module.parameters())
 
 
+def _draws(module: nn.Module) -> bool:
+    """Whether its masks depend on how often it was called."""
+    return isinstance(module, nn.modules.dropout._DropoutNd) or is_seeded(module)
+
+
 def _keeps(module: nn.Module) -> bool:
     """Whether two calls of a module in one pass know of each other: by buffers, or by how often it drew."""
-    return any(True for _ in module.buffers()) or any(isinstance(part, DROPOUTS) for part in module.modules())
+    return any(True for _ in module.buffers()) or any(map(_draws, module.modules()))
 
 
 def _label(names: list[str]) -> str:
