@@ -16,6 +16,7 @@ from dtf.config.compose import compose
 from dtf.core.errors import ConfigError
 from dtf.model.found_blocks import found_blocks
 from dtf.model.pretrained import match_weights, open_weights
+from dtf.recipes.resnet import archs
 from dtf.recipes.resnet.archs import FAMILIES, FAMILY_OF, LARGE, SMALL, check_arch, check_pixels, timm_names
 from dtf.recipes.resnet.options import ModelOptions, ShapesOptions, Stem
 from dtf.recipes.resnet.recipe import ResnetShapes
@@ -93,6 +94,12 @@ def test_an_unknown_name_is_refused_with_a_near_one(arch: str, words: str) -> No
     with pytest.raises(ConfigError) as caught:
         check_arch(arch)
     assert words in str(caught.value)
+
+
+def test_without_timm_its_networks_are_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archs, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs timm, which is not installed; pip install 'dtf\[timm\]'"):
+        check_arch("timm/resnet26d")
 
 
 @pytest.mark.parametrize(
