@@ -67,7 +67,7 @@ def _verify(family: str) -> dict[str, Any]:
         result = Path(folder, "v", "verify.json")
         report = json.loads(result.read_text()) if result.exists() else {"runs": [], "refused": []}
     said = {} if result.exists() else {"error": ended.stderr[-2000:]}
-    runs = {row["strategy"]: {"ok": row["ok"], "tensor": row.get("tensor")} for row in report["runs"]}
+    runs = {row["strategy"]: {"ok": row["ok"], "parameters": row.get("parameters")} for row in report["runs"]}
     refused = {row["strategy"]: row["refused"] for row in report["refused"]}
     who = {"family": family, "arch": arch, "pixels": pixels, "seconds": round(time.monotonic() - start)}
     return who | {"runs": runs, "refused": refused} | said
@@ -77,7 +77,7 @@ def _row(line: dict[str, Any]) -> str:
     cells = []
     for strategy in STRATEGIES:
         run = line["runs"].get(strategy)
-        cells.append("no" if run is None else f"{run['tensor']:.0e}" if run["ok"] else "**broken**")
+        cells.append("no" if run is None else f"{run['parameters']:.0e}" if run["ok"] else "**broken**")
     return f"| `{line['arch']}` | {line['pixels']} | " + " | ".join(cells) + " |"
 
 

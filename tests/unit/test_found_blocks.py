@@ -13,7 +13,7 @@ from dtf.core.errors import ConfigError
 from dtf.model.found_blocks import FoundLayout, as_code, blocks_row, found_blocks, found_layout, parts, repeated_blocks
 from dtf.model.init import layout_of
 from dtf.strategies.fsdp_units import gathered_units
-from dtf.strategies.pipeline.flow_order import blocks_in_order
+from dtf.strategies.pipeline.flow_order import blocks_in_order, layout_code
 from dtf.strategies.pipeline.trace import trace
 from tests.support.toy import Toy
 
@@ -121,6 +121,20 @@ def test_a_written_layout_is_the_found_one() -> None:
     layout = Layout(found_blocks(model), {"head": Split.classes})
     exec(as_code(layout), names)
     assert names["layout"](None, model) == layout
+
+
+def test_the_layout_of_a_recipe_is_written_with_the_reason_why_it_cannot_be_cut() -> None:
+    assert '("4", "5"),' in layout_code(Bare()) and 'splits={"9": Split.classes}' in layout_code(Bare())
+
+    class Asks(Bare):
+        def build_model(self) -> nn.Module:
+            return Unfreezes()
+
+        def layout(self, model: nn.Module) -> Layout:
+            return Layout()
+
+    assert layout_code(Asks()).splitlines()[-1].startswith("# in the order of names, as strategy=pipeline cannot cut")
+    exec(layout_code(Asks()), {})
 
 
 def test_fsdp_gathers_found_blocks_only_where_some_are_repeated() -> None:
