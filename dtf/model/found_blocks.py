@@ -47,7 +47,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     those. An nn.Sequential counts only where no other class is there twice: its class says nothing of what is in it.
     """
     modules = dict(model.named_modules())
-    members = {name: module for name, module in modules.items() if name and _is_member(modules, name)}
+    members = _members(modules)
     counts = Counter(map(type, members.values()))
     repeated = [name for name, module in members.items() if counts[type(module)] > 1]
     own = [name for name in repeated if type(members[name]) is not nn.Sequential]
@@ -140,14 +140,24 @@ def as_code(layout: Layout) -> str:
     return "\n".join([*lines, "    )"])
 
 
-def _is_member(modules: dict[str, nn.Module], name: str) -> bool:
-    """Whether a module is a member of a list, with layers inside."""
-    around, module = modules[name.rpartition(".")[0]], modules[name]
-    if type(module) in (nn.ModuleList, nn.ModuleDict) or not any(True for _ in module.children()):
-        return False
-    if isinstance(around, LISTS):
-        return True
-    counts = Counter(type(child) for child in around.children() if _layers(child) > 1 and not _is_list(child))
+def _members(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Name -> module of the members of lists that have layers inside."""
+    lists = {name for name, module in modules.items() if isinstance(module, LISTS) or _holds_blocks(module)}
+    return {
+        name: module
+        for name, module in modules.items()
+        if name
+        and name.rpartition(".")[0] in lists
+        and type(module) not in (nn.ModuleList, nn.ModuleDict)
+        and any(True for _ in module.children())
+    }
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Whether it has several children of one class with layers inside, as attributes."""
+    kinds = Counter(type(child) for child in module.children() if not _is_list(child))
+    alike = {kind for kind, count in kinds.items() if count >= ALIKE}
+    counts = Counter(type(child) for child in module.children() if type(child) in alike and _layers(child) > 1)
     return max(counts.values(), default=0) >= ALIKE
 
 

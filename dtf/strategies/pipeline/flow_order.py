@@ -41,7 +41,8 @@ def layout_code(recipe: Recipe) -> str:
     try:
         return as_code(replace(layout, blocks=blocks_in_order(model, layout)))
     except ConfigError as error:  # for a pipeline; the others need no order
-        return f"{as_code(layout)}\n# in the order of names, as strategy=pipeline cannot cut this model: {error}"
+        why = " ".join(str(error).split())
+        return f"{as_code(layout)}\n# in the order of names, as strategy=pipeline cannot cut this model: {why}"
 
 
 @contextmanager
