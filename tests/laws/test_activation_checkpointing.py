@@ -286,7 +286,11 @@ class WithoutLayout(Toy):
 )
 def test_a_run_that_could_forget_nothing_is_refused(run_dtf: Callable[..., Result], recipe: str, words: str) -> None:
     done = run_dtf(
-        "plugins=[tests.support.toy]", f"recipe={recipe}", "strategy=ddp", "train.steps=2", "step.remat=selective"
+        f"plugins=[tests.support.toy,{__name__}]",
+        f"recipe={recipe}",
+        "strategy=ddp",
+        "train.steps=2",
+        "step.remat=selective",
     )
     assert done.code == Exit.CONFIG
     assert "step.remat=selective needs blocks to compute again" in done.err and words in done.err
