@@ -288,7 +288,7 @@ def test_a_run_that_could_forget_nothing_is_refused(run_dtf: Callable[..., Resul
     done = run_dtf(
         f"plugins=[tests.support.toy,{__name__}]",
         f"recipe={recipe}",
-        "strategy=ddp",
+        "launcher.processes=1",
         "train.steps=2",
         "step.remat=selective",
     )
