@@ -33,7 +33,7 @@ def main() -> int:
     given = options.parse_args()
     given.results.parent.mkdir(parents=True, exist_ok=True)
     lines = given.results.read_text().splitlines() if given.results.exists() else []
-    done: dict[str, dict[str, Any]] = {line["family"]: line for line in map(json.loads, lines)}
+    done: dict[str, dict[str, Any]] = {line["family"]: line for line in map(json.loads, lines) if line["runs"]}
     began = time.monotonic()
     for family in given.only or FAMILIES:
         if family in done and not given.only:
