@@ -285,8 +285,8 @@ def _kind(name: str, module: nn.Module, split: Split) -> type[_Divided]:
             return _Features if split is Split.column else _Ids
     if split is Split.classes:  # no mistake: weights of another number of classes have these layers drawn anew
         raise ConfigError(
-            f"strategy=tensor: the last layer {name} is {type(module).__name__}, and only a Linear is divided by classes; "
-            "use strategy=fsdp"
+            f"strategy=tensor: the last layer {name} is {type(module).__name__}, and only a Linear is divided by "
+            "classes; use strategy=fsdp"
         )
     raise LayoutError(
         f"the recipe's layout splits {name} as {split.value}, which {type(module).__name__} cannot be; see "
