@@ -86,7 +86,9 @@ def _reasons(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for line in lines:
         for strategy, why in line["refused"].items():
-            found.setdefault(why.partition(";")[0].partition(" (its blocks")[0], []).append(f"`{line['arch']}` ({strategy})")
+            found.setdefault(why.partition(";")[0].partition(" (its blocks")[0], []).append(
+                f"`{line['arch']}` ({strategy})"
+            )
     return found
 
 
