@@ -25,7 +25,7 @@ from dtf.api.task import Task
 from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
 from dtf.optim.optimizers import Sgd
-from dtf.recipes.resnet.options import Arch, ModelOptions, ShapesOptions, Stem
+from dtf.recipes.resnet.options import ModelOptions, ShapesOptions, Stem
 from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.pipeline.schedules import Schedule
@@ -51,7 +51,7 @@ def on_rank(
     torch.set_num_threads(1)
     batch_rows = rows * micro_batches
     recipe = ResnetShapes(
-        model=ModelOptions(arch=Arch[arch], classes=8, stem=Stem.imagenet),
+        model=ModelOptions(arch=arch, classes=8, stem=Stem.imagenet),
         data=ShapesOptions(pixels=pixels, train_rows=batch_rows, eval_rows=8),
     )
     data = recipe.open_data("train", 0)

@@ -144,6 +144,18 @@ class FineTuning:
         "characters between two dots. Their batch normalisation keeps the running averages it has",
     )
 
+    @property
+    def shaped_by(self) -> str:
+        """The config keys that the shapes of the model depend on, for people."""
+        return "recipe.model"
+
+    @property
+    def older_names(self) -> tuple[tuple[str, str], ...]:
+        """Regular expressions of names in files that are older than the model's code, and what they became. Default:
+        none.
+        """
+        return ()
+
 
 @dataclass(kw_only=True)
 class TrainOptions:

@@ -174,6 +174,9 @@ class Strategy(ABC):
     helper_roles: HelperRoles = HelperRoles()
     """What strategies with several roles say of the others. Default: there is one role."""
 
+    uses_blocks = False
+    """Whether it divides a model by its blocks: those of the layout, or found ones, which the start-up table shows."""
+
     def roles(self, processes: int) -> dict[str, int]:
         """How many processes of which role to start for `launcher.processes`, in order of rank. Default: all are
         trainers.
@@ -274,7 +277,9 @@ def check_divides(key: str, value: int, processes: int) -> None:
 
 
 def check_layout(strategy: str, recipe: Recipe, what: str) -> None:
-    """Raise ConfigError for a recipe without a `layout()`. `what`: what the strategy needs to know from it."""
+    """Raise ConfigError for a recipe without a `layout()`. `what`: what the strategy needs to know from it, which is
+    not found by looking at the model.
+    """
     if type(recipe).layout is Recipe.layout:
         raise ConfigError(
             f"strategy={strategy}: {type(recipe).__name__} has no layout() that says {what}; add one, or use "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dtf.api.lr import Schedule
-from dtf.api.options import BudgetOptions, Remat, RunOptions, StepOptions, TrainOptions
+from dtf.api.options import BudgetOptions, RunOptions, StepOptions, TrainOptions
 from dtf.api.recipe import Recipe
 from dtf.api.registry import groups, lookup, name_of, option, registered
 from dtf.api.row_optimizer import DEFAULT
@@ -283,13 +283,6 @@ def _check_steps(settings: Settings) -> None:
             "step.batch_size",
             f"step.batch_size={step.batch_size} must be at most the {rows} training rows: sampler.tail=drop leaves no "
             "batch of them",
-        )
-    if step.remat is not Remat.none and type(settings.recipe).layout is Recipe.layout:
-        name = type(settings.recipe).__name__
-        raise KeyProblem(
-            "step.remat",
-            f"step.remat={step.remat.value} needs blocks to compute again, and {name} has no layout() that names "
-            "them; use step.remat=none",
         )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from dtf.api.helper_roles import RendezvousContext
 from dtf.api.name_patterns import check_used
-from dtf.api.options import MemoryFormat
+from dtf.api.options import MemoryFormat, Remat
 from dtf.api.recipe import Recipe
 from dtf.api.strategy import Program
 from dtf.api.task import Task
@@ -44,7 +44,8 @@ from dtf.host import heartbeat, starting
 from dtf.model.compiled_parts import choose_parts
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.ema import with_ema
-from dtf.model.init import construct, refuse_untrainable, start_from
+from dtf.model.found_blocks import blocks_row
+from dtf.model.init import construct, layout_of, refuse_untrainable, start_from
 from dtf.model.memory_format import convolves, objection, objection_of_format
 from dtf.model.metric_checks import TRIAL_ROWS, check_evaluated, check_names
 from dtf.model.pretrained import WeightMatch, Weights, match_weights, open_weights
@@ -105,6 +106,9 @@ class TaskInputs:
 
     compiled: str
     """For the start-up table: what is compiled; empty: nothing."""
+
+    blocks: dict[str, str]
+    """For the start-up table: the blocks, where they were found in the model and are used; else empty."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,14 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         turns,
         memory_format,
         compiled,
+        blocks_row(model, layout_of(recipe, model)) if _uses_blocks(rank) else {},
     )
+
+
+def _uses_blocks(rank: Rank) -> bool:
+    """Whether the run gathers, cuts or computes again by the blocks of the model."""
+    settings = rank.settings
+    return settings.step.remat is not Remat.none or (settings.strategy.uses_blocks and rank.place.slots > 1)
 
 
 def _build(joined: JoinedRank) -> tuple[nn.Module, Turns | None]:

@@ -39,6 +39,10 @@ class Describe(Job):
         default="",
         doc="instead: where this key, or each key of this node, gets its value, such as step.batch_size or lr",
     )
+    layout: bool = option(
+        default=False,
+        doc="instead: build the recipe's model and write its blocks as a `layout()` in Python, to paste into a recipe",
+    )
     option: str = option(
         default="",
         doc="only this option of the group, e.g. ddp; empty: the one that the command line chooses, else all",
@@ -48,6 +52,13 @@ class Describe(Job):
         from dtf.config.describe import as_json, as_text, as_yaml, catalogue
         from dtf.config.provenance import explain
 
+        if self.layout:
+            if self.key or self.group or self.option or self.format is not Output.text:
+                raise ConfigError("job.layout=true writes Python; leave the other keys of job=describe out")
+            from dtf.strategies.pipeline.flow_order import layout_code
+
+            print(layout_code(composed.settings.recipe))
+            return Exit.OK
         if self.key and (self.group or self.option or self.format is not Output.text):
             raise ConfigError(
                 f"job.key={self.key} says where one key gets its value, as text; leave job.group, job.option and "

@@ -22,6 +22,7 @@ from dtf.api.options import Remat
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.distributed.collectives import PARTIAL
+from dtf.model.found_blocks import FoundLayout
 from dtf.model.norm_calls import is_torchs_own
 from dtf.model.seeded_dropout import SeededDropout
 
@@ -46,10 +47,15 @@ def modules_to_checkpoint(recipe: Recipe, model: nn.Module, layout: Layout, kind
     blocks = layout.blocks
     names = [name for block in blocks for name in block if any(True for _ in model.get_submodule(name).children())]
     if not names:
-        lack = "no block that is a module with layers inside" if blocks else "no blocks"
+        needs = f"step.remat={kind.value} needs blocks to compute again"
+        if isinstance(layout, FoundLayout):
+            raise ConfigError(
+                f"{needs}, and {type(model).__name__} has no module with layers inside of it; name blocks in "
+                f"{type(recipe).__name__}.layout(), or use step.remat=none"
+            )
         raise ConfigError(
-            f"step.remat={kind.value} needs blocks to compute again, and {type(recipe).__name__}.layout() names "
-            f"{lack}; use step.remat=none"
+            f"{needs}, and {type(recipe).__name__}.layout() names no block that is a module with layers inside; use "
+            "step.remat=none"
         )
     return names
 

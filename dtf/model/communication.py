@@ -25,12 +25,12 @@ _VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "GROUP_RAN
 
 class AsksForOthers:
     """A context. `found`: the ways in which code that is neither torch's nor dtf's asked for the number of several
-    processes, or which of them it is in.
+    processes, or which of them it is in. `who`: raise ConfigError at once, for code that would wait for the others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, who: str = "") -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.found: list[str] = _Refusing(who) if who else []
 
     def __enter__(self) -> Self:
         _Watch.add(self.found)
@@ -43,6 +43,18 @@ class AsksForOthers:
         """Raise ConfigError where `who` asked."""
         if self.found:
             raise others_error(who, self.found[0])
+
+
+class _Refusing(list[str]):
+    """Raises ConfigError with what it gets."""
+
+    def __init__(self, who: str) -> None:
+        super().__init__()
+        self._who = who
+
+    def append(self, found: str) -> None:
+        super().append(found)
+        raise others_error(self._who, found)
 
 
 @contextmanager

@@ -11,9 +11,8 @@ from torch import nn
 from dtf.api.options import Compile
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
+from dtf.model.found_blocks import FoundLayout, repeated_blocks
 from dtf.model.init import layout_of
-
-_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def choose_parts(kind: Compile, recipe: Recipe, model: nn.Module) -> tuple[tuple[str, ...], str]:
@@ -45,27 +44,6 @@ def parts_to_compile(kind: Compile, recipe: Recipe, model: nn.Module) -> tuple[s
     return tuple(names)
 
 
-def repeated_blocks(model: nn.Module) -> list[str]:
-    """Names of the members of lists of modules (nn.Sequential, nn.ModuleList, nn.ModuleDict) that have layers inside
-    and whose class is a member at least twice, anywhere in the model. Of nested ones the outermost.
-
-    An nn.Sequential counts only where no other class is there twice: its class says nothing of what is in it.
-    """
-    modules = dict(model.named_modules())
-    inside = {
-        name: module
-        for name, module in modules.items()
-        if name
-        and isinstance(modules[name.rpartition(".")[0]], _LISTS)
-        and type(module) not in (nn.ModuleList, nn.ModuleDict)
-        and any(True for _ in module.children())
-    }
-    counts = Counter(map(type, inside.values()))
-    repeated = [name for name, module in inside.items() if counts[type(module)] > 1]
-    own = [name for name in repeated if type(inside[name]) is not nn.Sequential]
-    return _outermost(own or repeated)
-
-
 def describe_parts(kind: Compile, model: nn.Module, names: Sequence[str]) -> str:
     if not names:
         return ""
@@ -76,20 +54,11 @@ def describe_parts(kind: Compile, model: nn.Module, names: Sequence[str]) -> str
 
 
 def _blocks_of_layout(recipe: Recipe, model: nn.Module) -> list[str]:
-    if type(recipe).layout is Recipe.layout:
+    layout = layout_of(recipe, model)
+    if isinstance(layout, FoundLayout):
         return []
-    names = [name for block in layout_of(recipe, model).blocks for name in block]
+    names = [name for block in layout.blocks for name in block]
     return [name for name in names if any(True for _ in model.get_submodule(name).children())]
-
-
-def _outermost(names: Sequence[str]) -> list[str]:
-    chosen = set(names)
-
-    def is_inside(name: str) -> bool:
-        parts = name.split(".")
-        return any(".".join(parts[:i]) in chosen for i in range(1, len(parts)))
-
-    return [name for name in names if not is_inside(name)]
 
 
 def _is_compiled(module: nn.Module) -> bool:

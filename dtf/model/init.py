@@ -18,6 +18,7 @@ from dtf.api.task import Task, Weights
 from dtf.core.errors import ConfigError, LayoutError
 from dtf.core.text import suggest
 from dtf.model.draw_by_name import draws_by_name, init_modules
+from dtf.model.found_blocks import found_layout
 from dtf.model.freeze import freeze
 from dtf.model.memory_format import weights_channels_last
 
@@ -200,7 +201,7 @@ def _refuse_untold(who: str, model: nn.Module) -> None:
 
 
 def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
-    """The recipe's layout of its model, checked.
+    """The recipe's layout of its model, checked; a `FoundLayout` where it names no blocks.
 
     LayoutError when it names a module that does not exist, names one twice, or is no Layout.
     """
@@ -233,7 +234,7 @@ def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
                 f"{who} splits {name} as {split!r}; use one of Split.{', Split.'.join(kind.name for kind in Split)}"
             )
     _check_buffers(who, layout, [name for name, _ in model.named_buffers()])
-    return layout
+    return layout if layout.blocks else found_layout(model, layout)
 
 
 def _check_buffers(who: str, layout: Layout, names: list[str]) -> None:

@@ -121,7 +121,7 @@ def match_weights(
     classes for it, or does not have it. ConfigError for any other tensor that does not fit.
     """
     model_names = set(model.state_dict())
-    weights = _unwrapped(weights, model_names)
+    weights = _with_names_of_today(_unwrapped(weights, model_names), recipe, model_names)
     tensors = {
         name: tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -157,7 +157,7 @@ def match_weights(
         if whole and len(classes) == 1 and hasattr(getattr(recipe, "model", None), "classes"):
             advice = f"the model in it has {min(classes)} classes: set recipe.model.classes={min(classes)}"
         else:
-            advice = "choose the recipe.model that it was made with"
+            advice = f"choose the {recipe.fine_tuning.shaped_by} that it was made with"
         raise ConfigError(f"{key}={weights.place} does not fit the model: {'; '.join(problems[:3])}{more}; {advice}")
     kept = tuple(name for name in wanted if name in in_file and name not in drawn)
     redrawn = tuple(f"{name} ({_sizes(in_file[name])} there, {_sizes(wanted[name])} here)" for name in other)
@@ -207,6 +207,24 @@ def _unwrapped(weights: Weights, model_names: Collection[str]) -> Weights:
         part=lambda name, where: weights.part(prefix + name, where),
         about=about,
     )  # type: ignore[arg-type]
+
+
+def _with_names_of_today(weights: Weights, recipe: Recipe, model_names: Collection[str]) -> Weights:
+    """The weights with the names that the model has for what an older version of its code called otherwise."""
+    theirs: dict[str, str] = {}  # by today's name
+    for name in weights.shapes:
+        now = name
+        for pattern, replacement in () if name in model_names else recipe.fine_tuning.older_names:
+            now = re.sub(pattern, replacement, now)
+        theirs[now if now in model_names else name] = name
+    if all(now == name for now, name in theirs.items()):
+        return weights
+    return replace(
+        weights,
+        shapes={now: weights.shapes[name] for now, name in theirs.items()},
+        formats={now: weights.formats[name] for now, name in theirs.items()},
+        part=lambda name, where: weights.part(theirs[name], where),
+    )
 
 
 def _counts(name: str) -> bool:

@@ -39,7 +39,7 @@ class SeededDropout:
             self._generators.append(torch.cuda.default_generators[device.index or 0])
         self._seeders: list[Callable[[int], Any]] = [generator.manual_seed for generator in self._generators]
         for name, module in model.named_modules():
-            if isinstance(module, DROPOUTS) and type(module).forward in _FORWARDS:  # also one whose class FSDP changed
+            if is_seeded(module):
                 # The class changes, the module and its name stay: parameter names and hooks of the user's model are
                 # untouched. Others that draw (AlphaDropout, functional dropout) follow the global generator, which
                 # `begin_micro_batch` seeds.
@@ -152,10 +152,30 @@ class SeededDropout:
         return number
 
 
+def is_seeded(module: nn.Module) -> bool:
+    """Whether the masks of a module are those of `Seeded`: torch's dropout layers, and layers that drop whole rows."""
+    if _drops_rows(type(module)):
+        return getattr(module, "scale_by_keep", True)
+    return isinstance(module, DROPOUTS) and type(module).forward in _FORWARDS  # also one whose class FSDP changed
+
+
+def _drops_rows(kind: type) -> str:
+    """The attribute with the share of rows that a class drops; empty: it is no such class. Imports none of them."""
+    return _ROWS.get(f"{kind.__module__}.{kind.__qualname__}", "")
+
+
+_ROWS = {"torchvision.ops.stochastic_depth.StochasticDepth": "p", "timm.layers.drop.DropPath": "drop_prob"}
+"""Stochastic depth (Huang et al. 2016, arXiv:1603.09382)."""
+
+
 @functools.cache
 def _seeded(kind: type) -> Any:
     """One class for all layers of a kind: what is compiled for one serves all."""
-    return type(f"Seeded{kind.__name__}", (Seeded, kind), {"_channels": not issubclass(kind, nn.Dropout)})
+    share = _drops_rows(kind)
+    if not share:
+        return type(f"Seeded{kind.__name__}", (Seeded, kind), {"_channels": not issubclass(kind, nn.Dropout)})
+    own = {} if share == "p" else {"p": property(lambda module: getattr(module, share))}
+    return type(f"Seeded{kind.__name__}", (SeededRows, kind), own)
 
 
 def _in_backward() -> bool:
@@ -228,6 +248,15 @@ class Seeded:
         for _ in self._draws.log:
             self._masks.call(self._name)
         self._draws.log.clear()
+
+
+class SeededRows(Seeded):
+    """A layer that drops whole rows, or all rows of a micro-batch."""
+
+    mode = "row"
+
+    def _shape(self, x: Tensor) -> list[int]:
+        return [x.shape[0] if self.mode == "row" else 1, *[1] * (x.dim() - 1)]
 
 
 @contextmanager

@@ -48,10 +48,13 @@ class Fsdp(Strategy):
     2020, stage 3 (arXiv:1910.02054).
     """
 
+    uses_blocks = True
+
     unit: Unit = option(
         default=Unit.block,
-        doc="what is gathered at once: each layer, each block that the recipe's layout names, or the blocks of each "
-        "stage together; a recipe that names none is cut into eight parts of equal size, for `block` and `stage`",
+        doc="what is gathered at once: each layer, each block that the recipe's layout names or that is found in the "
+        "model, or the blocks of each stage together; a model that repeats no block is cut into eight parts of equal "
+        "size, for `block` and `stage`, unless the layout names blocks",
     )
     reshard_after_forward: bool = option(
         default=True, doc="drop gathered parameters between forward and backward: less memory, one more gathering"

@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from dtf.api.layout import Layout
+from dtf.model.found_blocks import FoundLayout
 from dtf.strategies.param_use import ParamUse
 
 PARTS = 8
-"""Units of a model whose recipe names no blocks: while one computes, an eighth of the parameters is there in whole."""
+"""Units of a model without blocks: while one computes, an eighth of the parameters is there in whole."""
 
 Units = list[list[nn.Module]]
 
@@ -20,7 +21,8 @@ def gathered_units(
 ) -> Units:
     """What is gathered at once: lists of modules. What lies in none of them is gathered with the whole model.
 
-    `size`: `layer`, or `block` or `stage` of the layout; without blocks the model is cut into eight parts. `use`: where
+    `size`: `layer`, or `block` or `stage` of the layout; without blocks, and where those found are single layers, the
+    model is cut into eight parts. `use`: where
     the parameters are used. A module of which a parameter is used elsewhere is taken apart, and units come in the order
     in which a pass calls them, which need not be that of their names. `compiled`: modules that compute in one piece;
     where blocks are none of the layout's they are not cut.
@@ -29,7 +31,7 @@ def gathered_units(
     owners = _owners(model, use, compiled)
     if size == "layer":
         units = [[module] for module in owners]
-    elif not layout.blocks:
+    elif not layout.blocks or (isinstance(layout, FoundLayout) and not layout.repeats):
         units = _by_size(owners)
     else:
         names = layout.stages() if size == "stage" else layout.blocks

@@ -283,6 +283,11 @@ def _kind(name: str, module: nn.Module, split: Split) -> type[_Divided]:
             and not (module.scale_grad_by_freq or module.sparse)
         ):
             return _Features if split is Split.column else _Ids
+    if split is Split.classes:  # no mistake: weights of another number of classes have these layers drawn anew
+        raise ConfigError(
+            f"strategy=tensor: the last layer {name} is {type(module).__name__}, and only a Linear is divided by "
+            "classes; use strategy=fsdp"
+        )
     raise LayoutError(
         f"the recipe's layout splits {name} as {split.value}, which {type(module).__name__} cannot be; see "
         "docs/own-parts.md"

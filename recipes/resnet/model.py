@@ -1,13 +1,18 @@
-"""Residual networks: torchvision's, and the small ones for 32-pixel images.
+"""The networks: torchvision's, timm's, and the small residual ones for 32-pixel images.
 
 Says nothing about how they are trained.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
+
+from dtf.core.errors import ConfigError
+from dtf.recipes.resnet.archs import FAMILY_OF, SMALL, TIMM
 
 
 class Pad(nn.Module):
@@ -71,7 +76,7 @@ def _stage(before: int, channels: int, blocks: int, stride: int) -> nn.Sequentia
 
 
 def large(arch: str, stem: str, classes: int, zero_init_residual: bool) -> nn.Module:
-    """One of torchvision's networks, `arch` by torchvision's name; it draws its parameters itself.
+    """One of torchvision's residual networks, `arch` by torchvision's name; it draws its parameters itself.
 
     `stem=cifar` makes the first convolution 3x3 with stride 1 and takes out the max-pooling, so that 32-pixel images
     keep their resolution; names stay, and all shapes but that of `conv1.weight`.
@@ -84,6 +89,57 @@ def large(arch: str, stem: str, classes: int, zero_init_residual: bool) -> nn.Mo
         network.maxpool = nn.Identity()
         _draw(network.conv1)
     return network
+
+
+def of_torchvision(arch: str, classes: int, pixels: int) -> nn.Module:
+    """Another classifier of torchvision, `arch` by its name, as its constructor makes it.
+
+    Networks made for images of one size are made for `pixels`. Those with auxiliary outputs have them, and normalise
+    their inputs as torchvision's files of weights want it (`transform_input`).
+    """
+    from torchvision.models import get_model
+
+    more: dict[str, Any] = {}
+    if FAMILY_OF[arch].auxiliary:
+        more = {"aux_logits": True, "transform_input": True, "init_weights": True}
+    elif arch.startswith("maxvit"):
+        more = {"input_size": (pixels, pixels)}
+    elif FAMILY_OF[arch].sized:
+        more = {"image_size": pixels}
+    return get_model(arch, weights=None, num_classes=classes, **more)
+
+
+def of_timm(name: str, classes: int, pixels: int) -> nn.Module:
+    """A network of timm by its name, perhaps with a tag, as its constructor makes it. Nothing is downloaded.
+
+    Networks made for images of one size are made for `pixels`, where they can be. ConfigError where timm cannot.
+    """
+    import timm
+
+    made, key = f"recipe.model.arch={TIMM}{name}", f"recipe.data.pixels={pixels}"
+    try:
+        known: Any = timm.get_pretrained_cfg(name, allow_unregistered=False)
+        own = known.input_size[-1]
+        more: dict[str, Any] = {"img_size": pixels} if known.fixed_input_size and pixels != own else {}
+        return timm.create_model(name, pretrained=False, num_classes=classes, **more)
+    except RuntimeError as error:
+        raise ConfigError(f"{made}: {error}") from error
+    except (TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"{key}: {made} cannot be made for images of that size ({error or type(error).__name__}); use "
+            f"recipe.data.pixels={own}"
+        ) from error
+
+
+def heads(arch: str, network: nn.Module) -> list[str]:
+    """Names of the layers that have an output for each class."""
+    if arch in SMALL:
+        return ["fc"]
+    if arch in FAMILY_OF:
+        return FAMILY_OF[arch].heads.split()
+    named = network.pretrained_cfg.get("classifier") or ()  # type: ignore[union-attr, operator]
+    names = [named] if isinstance(named, str) else [*named]
+    return [name for name in names if any(True for _ in network.get_submodule(name).parameters())]
 
 
 def _draw(convolutions: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Config nodes of the residual networks and of their images: `recipe.model` and `recipe.data`."""
+"""Config nodes of the networks and of their images: `recipe.model` and `recipe.data`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dtf.api.options import FineTuning
 from dtf.api.registry import option
 from dtf.core.errors import ConfigError, DataError
+from dtf.recipes.resnet.archs import FAMILY_OF, LARGE, OLDER_NAMES, SMALL, TIMM, check_arch
 from dtf.recipes.resnet.tree import SHAPE
 
 if TYPE_CHECKING:
@@ -18,87 +19,83 @@ if TYPE_CHECKING:
     from dtf.recipes.resnet.tree import Tree
 
 
-class Arch(Enum):
-    """Networks by name; those in SMALL are for small images."""
-
-    resnet8 = "resnet8"
-    resnet14 = "resnet14"
-    resnet20 = "resnet20"
-    resnet32 = "resnet32"
-    resnet44 = "resnet44"
-    resnet56 = "resnet56"
-    resnet110 = "resnet110"
-    resnet18 = "resnet18"
-    resnet34 = "resnet34"
-    resnet50 = "resnet50"
-    resnet101 = "resnet101"
-    resnet152 = "resnet152"
-    resnext50_32x4d = "resnext50_32x4d"
-    resnext101_32x8d = "resnext101_32x8d"
-    resnext101_64x4d = "resnext101_64x4d"
-    wide_resnet50_2 = "wide_resnet50_2"
-    wide_resnet101_2 = "wide_resnet101_2"
-
-
-SMALL = {
-    Arch.resnet8: 8,
-    Arch.resnet14: 14,
-    Arch.resnet20: 20,
-    Arch.resnet32: 32,
-    Arch.resnet44: 44,
-    Arch.resnet56: 56,
-    Arch.resnet110: 110,
-}
-"""Networks for small images -> depth; all others are torchvision's."""
-
-
-BASIC = {*SMALL, Arch.resnet18, Arch.resnet34}
-"""Networks of blocks with two convolutions; all others have bottlenecks of three."""
-
-
 class Stem(Enum):
+    auto = "auto"
     cifar = "cifar"
     imagenet = "imagenet"
 
 
 @dataclass(kw_only=True)
 class ModelOptions(FineTuning):
-    arch: Arch = option(
-        default=Arch.resnet20,
+    arch: str = option(
+        default="resnet20",
         doc="network: resnet8, 14, 20, 32, 44, 56 and 110 are the small ones for 32-pixel images (He et al. 2015, "
-        "section 4.2), the others are torchvision's, and their weight files fit",
+        "section 4.2); all classifiers of torchvision have torchvision's names, such as efficientnet_b0; those of timm "
+        "are timm/NAME. Weight files of both fit",
     )
     stem: Stem = option(
-        default=Stem.cifar,
-        doc="first layer: `cifar` 3x3 convolution with stride 1, no pooling; `imagenet` 7x7 with stride 2, then "
-        "max-pooling (torchvision's)",
+        default=Stem.auto,
+        doc="first layer of a ResNet: `cifar` 3x3 convolution with stride 1, no pooling; `imagenet` 7x7 with stride 2, "
+        "then max-pooling (torchvision's); `auto`: cifar for the small ones, else as the recipe has it. Other networks "
+        "have their own",
     )
     classes: int = option(default=10, least=2, doc="outputs")
     width: int = option(
         default=0,
         least=0,
         most=1024,  # a convolution of the last stage then has 600 MB
-        doc="channels of the first stage of a small network; 0: 16, as published; torchvision's networks have a fixed "
-        "width",
+        doc="channels of the first stage of a small network; 0: 16, as published; other networks have a fixed width",
     )
     zero_init_residual: bool = option(
         default=False,
-        doc="start each residual block as the identity: the weight of its last normalisation is initialised to zero",
+        doc="start each residual block of a ResNet as the identity: the weight of its last normalisation is "
+        "initialised to zero",
     )
+
+    @property
+    def is_resnet(self) -> bool:
+        """Whether it is a small network, or a residual one of torchvision."""
+        return self.arch in SMALL or self.arch in LARGE
+
+    def inactive_keys(self) -> tuple[str, ...]:
+        """Names of options that the network does not have."""
+        return (
+            *(() if self.is_resnet else ("stem", "zero_init_residual")),
+            *(() if self.arch in SMALL else ("width",)),
+        )
 
     def check(self) -> None:
         """Raise ConfigError for values that make no network."""
-        if self.arch in SMALL and self.stem is not Stem.cifar:
-            raise ConfigError(
-                f"recipe.model.stem={self.stem.name} does not exist for recipe.model.arch={self.arch.name}; use "
-                "recipe.model.stem=cifar"
-            )
+        check_arch(self.arch)
+        made = f"recipe.model.arch={self.arch}"
+        if self.arch in SMALL and self.stem is Stem.imagenet:
+            raise ConfigError(f"recipe.model.stem=imagenet does not exist for {made}; use recipe.model.stem=cifar")
         if self.width and self.arch not in SMALL:
-            small = ", ".join(arch.name for arch in SMALL)
             raise ConfigError(
-                f"recipe.model.width={self.width} does not apply to recipe.model.arch={self.arch.name}; use 0, or one "
-                f"of {small}"
+                f"recipe.model.width={self.width} does not apply to {made}; use 0, or one of {', '.join(SMALL)}"
             )
+        if self.is_resnet:
+            return
+        if self.stem is not Stem.auto:
+            raise ConfigError(
+                f"recipe.model.stem={self.stem.name} does not apply to {made}, which has a first layer of its own; use "
+                "recipe.model.stem=auto"
+            )
+        if self.zero_init_residual:
+            raise ConfigError(
+                f"recipe.model.zero_init_residual=true does not apply to {made}; it is for ResNets: use "
+                "recipe.model.zero_init_residual=false"
+            )
+
+    @property
+    def shaped_by(self) -> str:
+        family = FAMILY_OF.get(self.arch)
+        sized = (family is not None and family.sized) or self.arch.startswith(TIMM)
+        return "recipe.model and recipe.data.pixels" if sized else super().shaped_by
+
+    @property
+    def older_names(self) -> tuple[tuple[str, str], ...]:
+        return OLDER_NAMES
 
 
 @dataclass(kw_only=True)
@@ -110,6 +107,11 @@ class SplitOptions:
     eval_rows: int = option(
         default=0, least=0, doc="rows of the evaluation split, spread evenly over it; 0: all", unit="rows"
     )
+
+    @property
+    def smallest(self) -> int:
+        """Height and width of the smallest images of a training."""
+        return self.pixels
 
     def check(self) -> None:
         """Raise ConfigError or DataError for values that make no data set."""

@@ -1,4 +1,4 @@
-"""Residual networks on image files of any size, read and augmented anew in every epoch: ImageNet, Imagenette, one's own
+"""Networks on image files of any size, read and augmented anew in every epoch: ImageNet, Imagenette, one's own
 photographs.
 """
 
@@ -8,11 +8,11 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError
-from dtf.recipes.resnet.options import Arch, ModelOptions, SourceOptions, Stem
+from dtf.recipes.resnet.options import ModelOptions, SourceOptions, Stem
 from dtf.recipes.resnet.recipe import Classification
 
 if TYPE_CHECKING:
@@ -118,6 +118,10 @@ class PhotoOptions(SourceOptions):
         unit="threads",
     )
 
+    @property
+    def smallest(self) -> int:
+        return self.grow_from or self.pixels
+
     def check(self) -> None:
         super().check()
         for key, length, what in (
@@ -145,14 +149,14 @@ class PhotoOptions(SourceOptions):
 
 @register("recipe", "resnet_photos")
 class ResnetPhotos(Classification):
-    """A residual network on image files of any size and kind, in class folders or an archive of them, augmented anew in
+    """A network on image files of any size and kind, in class folders or an archive of them, augmented anew in
     every epoch.
     """
 
-    model: ModelOptions = option(
-        factory=lambda: ModelOptions(arch=Arch.resnet18, stem=Stem.imagenet), doc="the network"
-    )
+    model: ModelOptions = option(factory=lambda: ModelOptions(arch="resnet18"), doc="the network")
     data: PhotoOptions = option(factory=PhotoOptions, doc="the images")
+
+    stem_of_large: ClassVar[Stem] = Stem.imagenet
 
     def check(self) -> None:
         from dtf.recipes.resnet.store import read_index
@@ -248,13 +252,13 @@ class ResnetPhotos(Classification):
         colours = _colours(tuple(self.data.mean), tuple(self.data.std), inputs["pixels"].device)
         return to_floats(inputs, *colours, _buffers())
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         if targets.ndim == 1:
             return super().loss(outputs, targets)
         labels, partner, share = targets.unbind(1)
         return share * super().loss(outputs, labels.long()) + (1 - share) * super().loss(outputs, partner.long())
 
-    def measure(self, outputs: Tensor, batch: Batch, loss: Tensor) -> Tensor:
+    def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
         if batch.targets.ndim > 1:  # mixed: right is who names the row's own class
             batch = batch._replace(targets=batch.targets[:, 0].long())
         return super().measure(outputs, batch, loss)

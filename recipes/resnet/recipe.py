@@ -1,4 +1,4 @@
-"""Recipes for residual networks on labelled images: they put network, data and loss together."""
+"""Recipes for networks on labelled images: they put network, data and loss together."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dtf.api.layout import Layout, Split
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import option, register
 from dtf.api.sampler import RowTrait
 from dtf.core.errors import ConfigError
-from dtf.recipes.resnet.options import BASIC, SMALL, FolderOptions, ModelOptions, ShapesOptions, SplitOptions
+from dtf.recipes.resnet.archs import FAMILY_OF, LARGE, SMALL, TIMM, check_pixels
+from dtf.recipes.resnet.options import FolderOptions, ModelOptions, ShapesOptions, SplitOptions, Stem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,9 +24,13 @@ if TYPE_CHECKING:
     from dtf.recipes.resnet.images import Images
 
 
+BASIC = {*SMALL, "resnet18", "resnet34"}
+"""Residual networks of blocks with two convolutions; the others have bottlenecks of three."""
+
+
 @dataclass(kw_only=True)
 class Classification(Recipe):
-    """A residual network that classifies images. Subclasses say where the images come from."""
+    """A network that classifies images. Subclasses say where the images come from."""
 
     model: ModelOptions = option(factory=ModelOptions, doc="the network")
     label_smoothing: float = option(
@@ -51,8 +56,15 @@ class Classification(Recipe):
     def training_rows(self) -> int | None:
         return self.data.train_rows or None
 
+    stem_of_large: ClassVar[Stem] = Stem.cifar
+    """What stem=auto means for torchvision's residual networks."""
+
+    def inactive_keys(self) -> dict[str, str]:
+        return {f"recipe.model.{key}": "recipe.model.arch" for key in self.model.inactive_keys()}
+
     def check(self) -> None:
         self.model.check()
+        check_pixels(self.model.arch, self.data.pixels, self.data.smallest)
         self.data.check()
 
     def build_model(self) -> nn.Module:
@@ -62,9 +74,19 @@ class Classification(Recipe):
         if options.arch in SMALL:
             depth = SMALL[options.arch]
             return model.SmallResNet(depth, options.width or 16, options.classes, options.zero_init_residual)
-        return model.large(options.arch.name, options.stem.name, options.classes, options.zero_init_residual)
+        if options.arch in LARGE:
+            stem = self.stem_of_large if options.stem is Stem.auto else options.stem
+            return model.large(options.arch, stem.name, options.classes, options.zero_init_residual)
+        if options.arch in FAMILY_OF:
+            return model.of_torchvision(options.arch, options.classes, self.data.pixels)
+        return model.of_timm(options.arch.removeprefix(TIMM), options.classes, self.data.pixels)
 
     def layout(self, model: nn.Module) -> Layout:
+        from dtf.recipes.resnet.model import heads
+
+        ends = dict.fromkeys(heads(self.model.arch, model), Split.classes)
+        if not self.model.is_resnet:
+            return Layout(splits=ends)  # its blocks are found
         stages = [name for name, _ in model.named_children() if name.startswith("layer")]
         residual = [
             (f"{stage}.{block}",) for stage in stages for block, _ in model.get_submodule(stage).named_children()
@@ -74,25 +96,35 @@ class Classification(Recipe):
             if self.model.arch in BASIC
             else {"conv2": Split.row_scatter, "bn2": Split.local, "conv3": Split.row}
         )
-        if "resnext" in self.model.arch.name:
+        if "resnext" in self.model.arch:
             last["conv2"] = Split.local  # its channels come in groups
         inside = {"conv1": Split.column, "bn1": Split.local, **last}
         splits = {f"{block}.{name}": split for (block,) in residual for name, split in inside.items()}
-        return Layout((("conv1", "bn1"), *residual, ("fc",)), {**splits, "fc": Split.classes})
+        return Layout((("conv1", "bn1"), *residual, ("fc",)), {**splits, **ends})
 
     @abstractmethod
     def open_data(self, split: str, seed: int) -> Dataset: ...
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         from dtf.model.losses import cross_entropy
 
-        return cross_entropy(outputs.float() if outputs.dtype.itemsize < 4 else outputs, targets, self.label_smoothing)
+        def of(scores: Tensor) -> Tensor:
+            wide = scores.float() if scores.dtype.itemsize < 4 else scores
+            return cross_entropy(wide, targets, self.label_smoothing)
 
-    def measure(self, outputs: Tensor, batch: Batch, loss: Tensor) -> Tensor:
+        if not isinstance(outputs, tuple):
+            return of(outputs)
+        total = of(outputs[0])
+        for scores in outputs[1:]:  # of auxiliary outputs, which only training has
+            total = total + FAMILY_OF[self.model.arch].auxiliary * of(scores)
+        return total
+
+    def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
         from dtf.model.losses import target_rank
         from dtf.model.metrics import weighted_sums
 
-        place = target_rank(outputs, batch.targets)
+        scores = outputs[0] if isinstance(outputs, tuple) else outputs
+        place = target_rank(scores, batch.targets)
         return weighted_sums(batch.weight, loss, *(place <= k for k in (1, 5)[: len(self.train_metrics) - 1]))
 
     @abstractmethod

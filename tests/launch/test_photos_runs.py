@@ -172,3 +172,24 @@ def test_the_same_numbers_on_mixed_photos(tmp_path: Path, run_dtf: Any, strategy
     ]
     done = run_dtf(*common, "job.precisions=[fp64]", "job.steps=3", "train.epochs=3")
     assert done.code == 0, done.out + done.err
+
+
+def test_another_network_by_its_name_simply_works_and_its_blocks_are_shown(tmp_path: Path, run_dtf: Any) -> None:
+    """Those of a shufflenet are found; nobody names them."""
+    root = tree(tmp_path / "t", train=4, val=2)
+    done = run_dtf(
+        "recipe=resnet_photos",
+        f"recipe.data.root={root}",
+        f"recipe.data.cache={tmp_path}/cache",
+        "recipe.model.classes=2",
+        "recipe.model.arch=shufflenet_v2_x0_5",
+        "recipe.data.pixels=32",
+        "strategy=pipeline",
+        "launcher.processes=2",
+        "launcher.threads=1",
+        "step.batch_size=4",
+        "train.steps=2",
+    )
+    assert done.code == 0, done.err
+    table = json.loads((done.folder / "run.json").read_text())["table"]
+    assert table["blocks"].startswith("19 found in the model: 16 InvertedResidual")

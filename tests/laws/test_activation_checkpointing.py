@@ -23,7 +23,7 @@ from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.init import init_model
 from dtf.model.memory import Footprint
 from dtf.model.seeded_dropout import SeededDropout
-from dtf.recipes.resnet.options import Arch, ModelOptions
+from dtf.recipes.resnet.options import ModelOptions
 from dtf.recipes.resnet.recipe import ResnetShapes
 from tests.conftest import Result
 from tests.support.harness import spread, variants
@@ -137,7 +137,7 @@ def test_blocks_forget() -> None:
     """A residual block of ResNet-20 keeps four results; with `blocks` its input, with `selective` also those of its two
     convolutions.
     """
-    recipe = ResnetShapes(model=ModelOptions(arch=Arch.resnet20, classes=8))
+    recipe = ResnetShapes(model=ModelOptions(arch="resnet20", classes=8))
     found = {}
     for remat in Remat:
         model = init_model(recipe, 0)
@@ -280,13 +280,17 @@ class WithoutLayout(Toy):
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        ("without_layout", "has no layout() that names them"),
+        ("without_layout", "Sequential has no module with layers inside of it; name blocks in"),
         pytest.param("toy", "names no block that is a module with layers inside", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_could_forget_nothing_is_refused(run_dtf: Callable[..., Result], recipe: str, words: str) -> None:
     done = run_dtf(
-        "plugins=[tests.support.toy]", f"recipe={recipe}", "strategy=ddp", "train.steps=2", "step.remat=selective"
+        f"plugins=[tests.support.toy,{__name__}]",
+        f"recipe={recipe}",
+        "launcher.processes=1",
+        "train.steps=2",
+        "step.remat=selective",
     )
     assert done.code == Exit.CONFIG
     assert "step.remat=selective needs blocks to compute again" in done.err and words in done.err

@@ -33,7 +33,7 @@ from dtf.model.init import init_model
 from dtf.model.memory import Footprint, MemoryMeter, activations, table_row
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.observers.terminal import TerminalView
-from dtf.recipes.resnet.options import Arch, ModelOptions
+from dtf.recipes.resnet.options import ModelOptions
 from dtf.recipes.resnet.recipe import ResnetShapes
 from tests.conftest import Result
 from tests.support.harness import _enums
@@ -44,7 +44,7 @@ ROWS = 64
 
 
 def resnet(remat: Remat = Remat.none) -> nn.Module:
-    recipe = ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8))
+    recipe = ResnetShapes(model=ModelOptions(arch="resnet8", classes=8))
     model = init_model(recipe, 0)
     names = modules_to_checkpoint(recipe, model, recipe.layout(model), remat)
     apply_activation_checkpointing(model, names, remat, SeededDropout(model, 0, torch.device("cpu")))

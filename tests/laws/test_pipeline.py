@@ -27,7 +27,7 @@ from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
 from dtf.model.init import construct
 from dtf.optim.optimizers import AdamW
-from dtf.recipes.resnet.options import Arch, ModelOptions, ShapesOptions
+from dtf.recipes.resnet.options import ModelOptions, ShapesOptions
 from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.pipeline import cost_model
 from dtf.strategies.pipeline.graph_split import GraphSplit
@@ -53,7 +53,7 @@ def build(
 ) -> Any:
     torch.set_num_threads(1)
     recipe = recipe or ResnetShapes(
-        model=ModelOptions(arch=Arch.resnet8, classes=8), data=ShapesOptions(pixels=16, train_rows=64, eval_rows=8)
+        model=ModelOptions(arch="resnet8", classes=8), data=ShapesOptions(pixels=16, train_rows=64, eval_rows=8)
     )
     data = recipe.open_data("train", 0)
     task = Task(
@@ -126,7 +126,7 @@ def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
 def test_each_parameter_lives_on_one_rank_and_as_much_goes_back_as_forward(schedule: str, virtual: int) -> None:
     found = ranks(2, "tests.laws.test_pipeline:step", shared=True, schedule=schedule, virtual=virtual)
     names = [name for rank in found for name in rank["names"]]
-    whole = dict(ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8)).build_model().named_parameters())
+    whole = dict(ResnetShapes(model=ModelOptions(arch="resnet8", classes=8)).build_model().named_parameters())
     assert sorted(names) == sorted(whole)
     total = 3 * sum(p.numel() * p.element_size() for p in whole.values())
     assert total <= sum(rank["held"] for rank in found) <= 1.01 * total
@@ -175,7 +175,7 @@ def test_one_micro_batch_is_called_what_it_is(run_dtf: Any) -> None:
 
 def resnet() -> Task:
     recipe = ResnetShapes(
-        model=ModelOptions(arch=Arch.resnet8, classes=8), data=ShapesOptions(pixels=16, train_rows=64, eval_rows=8)
+        model=ModelOptions(arch="resnet8", classes=8), data=ShapesOptions(pixels=16, train_rows=64, eval_rows=8)
     )
     data = recipe.open_data("train", 0)
     return Task(recipe, AdamW(), Precision(), StepOptions(), 0, lambda rows: data.fetch(np.arange(rows), 0)[0])
@@ -270,8 +270,21 @@ class Plain(Toy):
 
 
 class Blockless(Toy):
-    def layout(self, model: nn.Module) -> Layout:
-        return Layout(splits=super().layout(model).splits)
+    """Nothing in it can be called by itself."""
+
+    layout = Recipe.layout
+
+    def build_model(self) -> nn.Module:
+        return Bare()
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
 
 
 class Careless(Toy):
@@ -311,7 +324,6 @@ def task(recipe: Recipe) -> Task:
     ("strategy", "recipe", "processes", "words"),
     [
         (Pipeline(degree=3), Toy(), 8, "strategy.degree=3 does not divide launcher.processes=8; use 1 or 2 or 4 or 8"),
-        (Pipeline(), Plain(), 2, "strategy=pipeline: Plain has no layout() that says which blocks its model has"),
         (
             Pipeline(memory_gb=1.0),
             Toy(),
@@ -338,7 +350,7 @@ def test_what_cannot_run_is_refused_before_launch(
 @pytest.mark.parametrize(
     ("recipe", "options", "words"),
     [
-        ("Blockless", {}, "the recipe's layout names no blocks"),
+        ("Blockless", {}, "no module of it that has parameters is called; name its blocks"),
         (
             "Toy",
             {"cuts": ["nowhere"]},

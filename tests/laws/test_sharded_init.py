@@ -14,7 +14,7 @@ from dtf.core.errors import ConfigError
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.optim.optimizers import AdamW
-from dtf.recipes.resnet.options import Arch, ModelOptions
+from dtf.recipes.resnet.options import ModelOptions
 from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.fsdp import Fsdp, Unit
 from tests.support.ranks import ranks
@@ -22,7 +22,7 @@ from tests.support.ranks import ranks
 
 def task() -> Task:
     return Task(
-        ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8)),
+        ResnetShapes(model=ModelOptions(arch="resnet8", classes=8)),
         AdamW(),
         Precision(),
         StepOptions(batch_size=8),

@@ -278,6 +278,7 @@ def refused(rank: int, size: int, splits: dict[str, str]) -> str:
     ("splits", "words"),
     [
         ({"norm": "row"}, "splits norm as row, which BatchNorm2d cannot be"),
+        ({"grouped": "classes"}, "the last layer grouped is Conv2d, and only a Linear is divided by classes"),
         ({"grouped": "column"}, "splits grouped as column, which Conv2d cannot be"),
         ({"grouped": "local"}, "grouped has 6 groups of channels, which strategy.degree=4 does not divide"),
         ({"out": "column"}, "out has 5 channels, of which strategy.degree=4 leaves a rank none"),

@@ -20,7 +20,7 @@ from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
 from dtf.optim.optimizers import AdamW
-from dtf.recipes.resnet.options import Arch, ModelOptions, ShapesOptions, Stem
+from dtf.recipes.resnet.options import ModelOptions, ShapesOptions, Stem
 from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.tensor import Tensor as TensorStrategy
 from tests.support.ranks import ranks
@@ -33,7 +33,7 @@ def program(rank: int, size: int, arch: str = "resnet8", degree: int = 0, remat:
     torch.set_num_threads(1)
     stem = Stem.imagenet if arch in ("resnet18", "resnet50") else Stem.cifar
     recipe = ResnetShapes(
-        model=ModelOptions(arch=Arch[arch], classes=8, stem=stem),
+        model=ModelOptions(arch=arch, classes=8, stem=stem),
         data=ShapesOptions(pixels=PIXELS, train_rows=64, eval_rows=64),
     )
     task = Task(recipe, AdamW(), Precision(), StepOptions(batch_size=ROWS, remat=remat), 0)

@@ -14,7 +14,8 @@ from dtf.core.errors import ConfigError
 from dtf.model import compiled_forward
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.compiled_forward import compile_modules, uncompiled
-from dtf.model.compiled_parts import describe_parts, parts_to_compile, repeated_blocks
+from dtf.model.compiled_parts import describe_parts, parts_to_compile
+from dtf.model.found_blocks import repeated_blocks
 from dtf.model.norm_calls import calls_of
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.recipes.resnet.model import SmallResNet

@@ -18,7 +18,7 @@ from dtf.core.errors import ConfigError
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.init import construct, init_model
 from dtf.model.seeded_dropout import SeededDropout
-from dtf.recipes.resnet.options import Arch, ModelOptions, Stem
+from dtf.recipes.resnet.options import ModelOptions, Stem
 from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.pipeline.graph_split import GraphSplit, Weights
 from tests.support.toy import Toy
@@ -105,7 +105,7 @@ class Tied(nn.Module):
 
 class Resnet(ResnetShapes):
     def __init__(self, arch: str, stem: str = "cifar") -> None:
-        super().__init__(model=ModelOptions(arch=Arch[arch], stem=Stem[stem]))
+        super().__init__(model=ModelOptions(arch=arch, stem=Stem[stem]))
 
 
 def of_recipe(recipe: Recipe, sample: Tensor) -> tuple[nn.Module, Sequence[Sequence[str]], Tensor]:
@@ -331,7 +331,7 @@ def without_gradient(model: Any, x: Tensor) -> Tensor:
 
 AB = [["a"], ["b"]]
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Sequence[Sequence[str]], str]] = {
-    "no blocks": (lambda: Made(straight), [], "Made cannot be cut into stages: the recipe's layout names no blocks"),
+    "no blocks": (lambda: Made(straight), [], "no module of it that has parameters is called"),
     "order": (lambda: Made(straight), [["b"], ["a"]], "its forward comes to b after a"),
     "back again": (lambda: Drawing(lambda m, x: m.a(m.b(m.a(x)))), AB, "its forward comes to a after b"),
     "never": (lambda: Made(lambda m, x: m.a(x)), AB, "its forward does not come to b"),

@@ -15,7 +15,7 @@ from dtf.config.compose import compose
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Batch
 from dtf.model.init import init_model
-from dtf.recipes.resnet.options import Arch, ModelOptions, ShapesOptions
+from dtf.recipes.resnet.options import ModelOptions, ShapesOptions
 from dtf.recipes.resnet.recipe import ResnetFolder, ResnetShapes
 
 
@@ -34,14 +34,14 @@ def test_the_default_run_is_resnet_shapes() -> None:
     composed = compose([])
     assert composed.choices["recipe"] == "resnet_shapes"
     settings = composed.check()
-    assert isinstance(settings.recipe, ResnetShapes) and settings.recipe.model.arch is Arch.resnet8
+    assert isinstance(settings.recipe, ResnetShapes) and settings.recipe.model.arch == "resnet8"
 
 
 def test_resnet_cifar10_composes_and_asks_for_its_data() -> None:
     settings = compose(["recipe=resnet_cifar10", "recipe.data.root=/no/such/place"]).settings
     assert (
         isinstance(settings.recipe, ResnetFolder)
-        and settings.recipe.model.arch is Arch.resnet14
+        and settings.recipe.model.arch == "resnet14"
         and settings.step.batch_size == 128
     )
     with pytest.raises(DataError, match=r"recipe.data.root=/no/such/place does not exist"):
@@ -139,7 +139,7 @@ def one_thread() -> Iterator[None]:
 def test_drawn_shapes_can_be_learnt(one_thread: None) -> None:
     """A few steps on a few rows: the loss of rows never seen falls well below that of guessing."""
     recipe = ResnetShapes(
-        model=ModelOptions(arch=Arch.resnet8, classes=3), data=ShapesOptions(pixels=16, train_rows=512, eval_rows=120)
+        model=ModelOptions(arch="resnet8", classes=3), data=ShapesOptions(pixels=16, train_rows=512, eval_rows=120)
     )
     torch.manual_seed(0)
     network = init_model(recipe, seed=0).train()

@@ -16,6 +16,8 @@ SAMPLE = {
     ("vit", "fsdp"),
     ("timm_levit", "ddp"),
     ("gpt_tied", "pipeline"),
+    ("mobilenet_v3", "pipeline"),
+    ("teacher", "pipeline"),
     ("rotary", "pserver"),
     ("siamese", "ddp"),
     ("codebook", "ddp"),
@@ -72,7 +74,7 @@ def test_the_zoo_is_large_and_its_refusals_few() -> None:
         ("hidden state", "the forward pass changes the buffer m, which only one process can keep right"),
         ("non-real parameters", "makes the parameter turn complex64; parameters are real numbers: make it a buffer"),
         ("loss", "Zoo.loss returned shape (); it must return a loss per row, (2,)"),
-        ("layout", "Net cannot be cut into stages: the recipe's layout names no blocks"),
+        ("layout", "Net cannot be cut into stages: no module of it that has parameters is called"),
         ("other", "strategy=dp: replicas share one generator"),
     ],
 )

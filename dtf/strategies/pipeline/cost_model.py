@@ -199,7 +199,7 @@ def _stand_in(block: nn.Module, device: torch.device) -> nn.Module:
     made: dict[int, Any] = {}
     for name, old in block.named_parameters():
         new = torch.empty(old.shape, dtype=old.dtype, device=device)
-        if new.dim() > 1:
+        if new.dim() > 1 and new.numel():
             bound = math.sqrt(3 * new.shape[0] / new.numel())
             new.uniform_(-bound, bound)
         else:
@@ -208,6 +208,9 @@ def _stand_in(block: nn.Module, device: torch.device) -> nn.Module:
     for old in block.buffers():
         full = torch.ones if old.dtype.is_floating_point else torch.zeros  # divided by, or used as an index
         made[id(old)] = full(old.shape, dtype=old.dtype, device=device)
+    for part in block.modules():  # what a hook makes of parameters before each pass; it makes it anew
+        computed = [value for value in vars(part).values() if isinstance(value, Tensor) and not value.is_leaf]
+        made |= {id(value): value.detach().to(device) for value in computed}
     return copy.deepcopy(block, made)  # deepcopy takes what it finds in `made` as copied already
 
 

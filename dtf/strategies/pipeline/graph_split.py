@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule, Node, Proxy, Tracer
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import inplace_methods
-from torch.utils._pytree import tree_leaves
 
-from dtf.core.errors import ConfigError, LayoutError
-from dtf.model.attributes import without_trace
-from dtf.model.author_errors import line_of
-
-DROPOUTS = (nn.modules.dropout._DropoutNd,)
-NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+from dtf.core.errors import LayoutError
+from dtf.model.seeded_dropout import is_seeded
+from dtf.strategies.pipeline.trace import NORMS, refusal, trace
 
 
 class GraphSplit:
@@ -41,21 +35,24 @@ class GraphSplit:
         self._model = model
         self._modules = dict(model.named_modules(remove_duplicate=False))
         if not blocks:
-            raise _refusal(
+            raise refusal(
                 model,
-                "the recipe's layout names no blocks; name its modules in the order in which data flows, in "
+                "no module of it that has parameters is called; name its blocks in the order in which data flows, in "
                 "Recipe.layout",
             )
+        taken = next((name for name in _members(model) if hasattr(GraphModule, name)), None)
+        if taken is not None:
+            raise refusal(model, f"it has a member named {taken}, as torch.fx's modules have; give it another name")
         self._block_of = {name: index for index, block in enumerate(blocks) for name in block}
         opened = self._opened(fine)
         for name in sorted({"", *opened}):
             if type(self._modules[name]).train is not nn.Module.train:
-                raise _refusal(
+                raise refusal(
                     model,
                     f"{name or 'it'} has a train() of its own, of which its parts would not hear; freeze parts in "
                     "modules of blocks instead",
                 )
-        self._nodes = _trace(
+        self._nodes = trace(
             model,
             opened,
             "inside of blocks; cut only between them" if fine else "outside of blocks; leave that to a module",
@@ -63,7 +60,7 @@ class GraphSplit:
         self._place: dict[Node, int] = {}  # the block of each node
         inputs = [node.name for node in self._nodes if node.op == "placeholder"]
         if len(inputs) != 1:
-            raise _refusal(
+            raise refusal(
                 model,
                 f"its forward takes {len(inputs)} arguments ({', '.join(inputs)}); take one, a tensor or a dict of "
                 "tensors",
@@ -153,7 +150,7 @@ class GraphSplit:
             if now is not None:
                 called.add(target)
                 if now < block:
-                    raise _refusal(
+                    raise refusal(
                         self._model,
                         f"its forward comes to {target} after {blocks[block][0]}; name the blocks in the order in "
                         "which data flows",
@@ -173,7 +170,7 @@ class GraphSplit:
             self._place[node] = 0 if _is_input(node) else len(labels) - 1
         missed = self._block_of.keys() - visited
         if missed:
-            raise _refusal(
+            raise refusal(
                 self._model,
                 f"its forward does not come to {', '.join(sorted(missed))}, which the layout names as part of a block",
                 LayoutError,
@@ -192,7 +189,7 @@ class GraphSplit:
         for node in self._nodes:
             target = str(node.target)
             if node.op == "get_attr" and target not in tensors:
-                raise _refusal(
+                raise refusal(
                     self._model,
                     f"its forward uses the tensor {target}, which is neither a parameter nor a buffer; register it as "
                     "a buffer",
@@ -203,8 +200,8 @@ class GraphSplit:
             if node.op == "call_module":
                 used = [id(tensor) for _, tensor in _tensors(self._modules[target])]
                 for part in self._modules[target].modules():
-                    if isinstance(part, DROPOUTS) and drawing.setdefault(part, self._place[node]) != self._place[node]:
-                        raise _refusal(
+                    if _draws(part) and drawing.setdefault(part, self._place[node]) != self._place[node]:
+                        raise refusal(
                             self._model,
                             f"a {type(part).__name__} of {target} is called in two blocks, and its masks depend on how "
                             "often; use one for each block",
@@ -216,14 +213,14 @@ class GraphSplit:
         for name, blocks in uses.items():
             if len(blocks) > 1 and name in changing:
                 where = " and ".join(self.names[block] for block in sorted(blocks)[:2])
-                raise _refusal(
+                raise refusal(
                     self._model,
                     f"{name} changes in a pass and is used in two blocks, {where}; name them as one, and cut only "
                     "between blocks",
                 )
         unused = [name for name, key in tensors.items() if first[key] not in uses]
         if unused:
-            raise _refusal(self._model, f"its forward does not use {', '.join(unused)}; leave them out of the model")
+            raise refusal(self._model, f"its forward does not use {', '.join(unused)}; leave them out of the model")
         return {name: sorted(uses[name]) for name in first.values()}
 
     def shared_parameters(self, block: int) -> dict[str, nn.Parameter]:
@@ -251,103 +248,6 @@ class Weights(nn.Module):
     """Stands for a module of which a segment uses tensors, and which it does not call."""
 
 
-class _Tracer(Tracer):
-    """Looks into the modules named `opened` only."""
-
-    def __init__(self, opened: set[str], model: nn.Module) -> None:
-        super().__init__()
-        self._opened = opened
-        self._settings = {part: _settings(part) for part in model.modules()}
-        self._modes = _modes()
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name not in self._opened
-
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        for name, part in m.named_modules():
-            if self._settings.get(part, _settings(part)) != _settings(part):
-                target = ".".join(filter(None, (self.path_of_module(m), name)))
-                raise ValueError(f"it sets the mode or the momentum of {target}, which leaves no trace")
-        return super().call_module(m, forward, args, kwargs)
-
-    def create_node(
-        self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any | None = None
-    ) -> Node:
-        if _modes() != self._modes:
-            raise ValueError(f"{target} runs under torch.no_grad or torch.autocast, which leave no trace")
-        if kind == "call_function" and "dropout" in getattr(target, "__name__", ""):
-            raise ValueError(
-                f"{target.__name__} draws from a generator that the parts of a model do not share; use nn.Dropout"
-            )
-        return super().create_node(kind, target, args, kwargs, name, type_expr)
-
-
-def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """What a call of a module depends on besides its arguments, and what its callers are known to set."""
-    return module.training, getattr(module, "momentum", None) if isinstance(module, NORMS[0]) else None
-
-
-@contextmanager
-def _constructors_followed() -> Iterator[None]:
-    """A context in which tensors that are made from the sizes of others are a part of the graph."""
-    plain = {name: getattr(torch, name) for name in ("arange", "zeros", "ones", "full", "empty")}
-
-    def following(function: Any) -> Any:
-        def _make(*args: Any, **kwargs: Any) -> Any:
-            proxies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Proxy)]
-            if proxies:
-                return proxies[0].tracer.create_proxy("call_function", function, args, kwargs)
-            return function(*args, **kwargs)
-
-        return _make
-
-    try:
-        for name, function in plain.items():
-            setattr(torch, name, following(function))
-        yield
-    finally:
-        for name, function in plain.items():
-            setattr(torch, name, function)
-
-
-def _modes() -> tuple[bool, ...]:
-    return (torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")))
-
-
-def _trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
-    """The nodes of the model's forward, the same in training and evaluation; the model is left as it was."""
-    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-    places = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    buffers = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
-    graphs, changed = [], ""
-    for mode in (True, False):
-        for module in model.modules():
-            module.training = mode
-        try:
-            with without_trace([model]), _constructors_followed():
-                graphs.append(_Tracer(opened, model).trace(model))
-                now = dict(model.named_buffers())
-                changed = changed or next(
-                    (name for name, (buffer, version) in buffers.items() if _differs(now.get(name), buffer, version)),
-                    "",
-                )
-        except Exception as error:  # the model's own code, run on stand-ins for tensors, may raise anything
-            line = line_of(error)
-            place = f"at {line}, {where}" if line else where
-            raise _refusal(model, f"its forward cannot be followed: {error}, {place}") from error
-        finally:  # constants that the tracer met, and stand-ins that the forward assigned
-            for values, before in [*attributes, *places]:
-                values.clear()
-                values.update(before)
-    if changed:
-        raise _refusal(
-            model, f"the forward pass changes the buffer {changed}, which only one process can keep right, {where}"
-        )
-    if str(graphs[0]) != str(graphs[1]):
-        raise _refusal(model, f"its forward asks for self.training {where}, e.g. nn.Dropout")
-    return list(graphs[0].nodes)
-
-
 def refuse_hooks_of_root(model: nn.Module) -> None:
     """Raise ConfigError for hooks of the whole model, or a forward of this one alone: no stage is the whole model."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -355,14 +255,9 @@ def refuse_hooks_of_root(model: nn.Module) -> None:
     if "forward" in vars(model):
         found = "a forward() of its own object"
     if found:
-        raise _refusal(
+        raise refusal(
             model, f"the whole model has {found}, and no stage is the whole model; put them on a module in it"
         )
-
-
-def _differs(now: Any, buffer: torch.Tensor, version: int) -> bool:
-    """Whether a buffer was changed or replaced. What stands in its place may be a stand-in, which has no version."""
-    return now is not buffer or buffer._version != version
 
 
 def _is_input(node: Node) -> bool:
@@ -373,14 +268,16 @@ def _is_input(node: Node) -> bool:
     return isinstance(origin, Node) and origin.op == "placeholder"
 
 
-def _refusal(model: nn.Module, why: str, error: type[ConfigError] = ConfigError) -> ConfigError:
-    return error(f"{type(model).__name__} cannot be cut into stages: {why}")
-
-
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers by all their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+
+
+def _members(module: nn.Module) -> Iterator[str]:
+    """Names of its own parameters, buffers and children."""
+    for members in (module._parameters, module._buffers, module._modules):
+        yield from members
 
 
 def _is_container(module: nn.Module) -> bool:
@@ -389,9 +286,14 @@ def _is_container(module: nn.Module) -> bool:
     return not own and not module._parameters and any(True for _ in module.parameters())
 
 
+def _draws(module: nn.Module) -> bool:
+    """Whether its masks depend on how often it was called."""
+    return isinstance(module, nn.modules.dropout._DropoutNd) or is_seeded(module)
+
+
 def _keeps(module: nn.Module) -> bool:
     """Whether two calls of a module in one pass know of each other: by buffers, or by how often it drew."""
-    return any(True for _ in module.buffers()) or any(isinstance(part, DROPOUTS) for part in module.modules())
+    return any(True for _ in module.buffers()) or any(map(_draws, module.modules()))
 
 
 def _label(names: list[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from dtf.api.layout import Layout
 from dtf.api.options import Remat
 from dtf.api.precision import Cast
 from dtf.api.task import Task
@@ -20,6 +21,7 @@ from dtf.model.init import DTYPES, layout_of
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import state_bytes, trial_update
 from dtf.strategies.pipeline import cost_model, partition
+from dtf.strategies.pipeline.flow_order import blocks_in_order, found_blocks_named
 from dtf.strategies.pipeline.graph_split import GraphSplit
 from dtf.strategies.sharded_init import cast_parts
 
@@ -49,27 +51,28 @@ def broadcast_plan(model: nn.Module, spec: PipelineSpec, task: Task, world: Worl
     A run that goes on has the plan of its first start. Collective. ConfigError on all ranks for a model that cannot be
     cut as `spec` says.
     """
-    blocks = layout_of(task.recipe, model).blocks
+    layout = layout_of(task.recipe, model)
     plan: dict[str, Any] = {}
     known, key = task.start_check.plans, f"pipeline: {spec}"
     if world.rank == 0:
         try:
-            plan = json.loads(known[key]) if key in known else _plan(model, blocks, spec, task, world)
+            plan = json.loads(known[key]) if key in known else _plan(model, layout, spec, task, world)
         except ConfigError as error:
             plan = {"refused": str(error), "layout": isinstance(error, LayoutError)}
     plan = world.broadcast(plan)
     if "refused" in plan:
         raise (LayoutError if plan["layout"] else ConfigError)(plan["refused"])
     known[key] = json.dumps(plan)
-    return GraphSplit(model, blocks, plan["fine"]), plan["bounds"], plan["table"]
+    return GraphSplit(model, blocks_in_order(model, layout), plan["fine"]), plan["bounds"], plan["table"]
 
 
-def _plan(
-    model: nn.Module, blocks: tuple[tuple[str, ...], ...], spec: PipelineSpec, task: Task, world: World
-) -> dict[str, Any]:
+def _plan(model: nn.Module, layout: Layout, spec: PipelineSpec, task: Task, world: World) -> dict[str, Any]:
     """Rank 0's plan: `fine`, whether blocks are cut inside, `bounds` and `table`. ConfigError where there is none."""
+    with found_blocks_named(layout):
+        blocks = blocks_in_order(model, layout)
+        GraphSplit(model, blocks)
     sample = _sample(spec, task, world)
-    checkpointed = modules_to_checkpoint(task.recipe, model, layout_of(task.recipe, model), task.step.remat)
+    checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
     stages = spec.ranks * spec.virtual
     places, unit = [s % spec.ranks for s in range(stages)], "time" if spec.timed else "FLOPs"
     plan: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dtf.api.options import Compile
 from dtf.api.registry import option, register
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program, Strategy, check_divides, check_layout, check_tables
+from dtf.api.strategy import Program, Strategy, check_divides, check_tables
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.strategies.pipeline.schedules import Schedule, bubble, in_flight
@@ -49,6 +49,8 @@ class Pipeline(Strategy):
     stages on each and m micro-batches of equal length; for longer where v > 1 and p does not divide m. Sources: Huang
     et al. 2019 (arXiv:1811.06965); Narayanan et al. 2019, 2021 (arXiv:1806.03377, arXiv:2104.04473).
     """
+
+    uses_blocks = True
 
     tables: Placement = option(
         default=Placement.row_wise,
@@ -92,7 +94,6 @@ class Pipeline(Strategy):
     def check(self, task: Task, processes: int, devices: str) -> None:
         check_tables(task, self.tables, processes)
         check_divides("strategy.degree", self.degree, processes)
-        check_layout("pipeline", task.recipe, "which blocks its model has")
         ranks = self.degree or processes
         if ranks == 1 and self.virtual > 1:
             raise ConfigError(

@@ -98,7 +98,7 @@ class StartTrials:
             self._passes.watch = outside[-1].look  # the last stage has the loss
             stack.callback(setattr, self._passes, "watch", None)
             written = [WrittenParameters(stage.model) for stage in self._stages]
-            asks = AsksForOthers()
+            asks = AsksForOthers("the model or its loss")  # others do not come to the loss
             everyone = world.gather(
                 [self._drew(few, a, written, asks), [name for held in outside for name in held.learning()], asks.found]
             )

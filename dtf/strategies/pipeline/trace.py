@@ -1,0 +1,157 @@
+"""The forward pass of a model as a graph of the modules that it calls; the model and its code stay as they are.
+
+Says nothing about what is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node, Proxy, Tracer
+from torch.utils._pytree import tree_leaves
+
+from dtf.core.errors import ConfigError
+from dtf.model.attributes import without_trace
+from dtf.model.author_errors import line_of
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+
+
+class _Tracer(Tracer):
+    """Looks into the modules named `opened` only."""
+
+    def __init__(self, opened: set[str], model: nn.Module) -> None:
+        super().__init__()
+        self._opened = opened
+        self._settings = {part: _settings(part) for part in model.modules()}
+        self._modes = _modes()
+
+    def proxy(self, node: Node) -> Proxy:
+        return _Proxy(node, self)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name not in self._opened
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        for name, part in m.named_modules():
+            if self._settings.get(part, _settings(part)) != _settings(part):
+                target = ".".join(filter(None, (self.path_of_module(m), name)))
+                raise ValueError(f"it sets the mode or the momentum of {target}, which leaves no trace")
+        return super().call_module(m, forward, args, kwargs)
+
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any | None = None
+    ) -> Node:
+        if _modes() != self._modes:
+            raise ValueError(f"{target} runs under torch.no_grad or torch.autocast, which leave no trace")
+        if kind == "call_function" and "dropout" in getattr(target, "__name__", ""):
+            raise ValueError(
+                f"{target.__name__} draws from a generator that the parts of a model do not share; use nn.Dropout"
+            )
+        return super().create_node(kind, target, args, kwargs, name, type_expr)
+
+
+class _Proxy(Proxy):
+    """Stands for a tensor. What is assigned to it would be lost."""
+
+    def __init__(self, node: Node, tracer: Tracer) -> None:
+        super().__init__(node, tracer)
+        object.__setattr__(self, "_made", True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_made" in vars(self):
+            raise ValueError(f"it assigns the .{name} of a tensor, which leaves no trace")
+        object.__setattr__(self, name, value)
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """What a call of a module depends on besides its arguments, and what its callers are known to set."""
+    return module.training, getattr(module, "momentum", None) if isinstance(module, NORMS[0]) else None
+
+
+@contextmanager
+def _constructors_followed() -> Iterator[None]:
+    """A context in which tensors that are made from the sizes of others are a part of the graph."""
+    plain = {name: getattr(torch, name) for name in ("arange", "zeros", "ones", "full", "empty")}
+
+    def following(function: Any) -> Any:
+        def _make(*args: Any, **kwargs: Any) -> Any:
+            proxies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Proxy)]
+            if proxies:
+                return proxies[0].tracer.create_proxy("call_function", function, args, kwargs)
+            return function(*args, **kwargs)
+
+        return _make
+
+    try:
+        for name, function in plain.items():
+            setattr(torch, name, following(function))
+        yield
+    finally:
+        for name, function in plain.items():
+            setattr(torch, name, function)
+
+
+def _modes() -> tuple[bool, ...]:
+    return (torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")))
+
+
+def trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
+    """The nodes of the model's forward, the same in training and evaluation; the model is left as it was."""
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        raise refusal(
+            model, f"{scripted[0] or 'it'} is TorchScript, whose code cannot be followed; leave torch.jit out"
+        )
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    places = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    buffers = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+    parameters = [(name, parameter, _state(parameter)) for name, parameter in model.named_parameters()]
+    graphs, changed = [], ""
+    for mode in (True, False):
+        for module in model.modules():
+            module.training = mode
+        try:
+            with without_trace([model]), _constructors_followed():
+                graphs.append(_Tracer(opened, model).trace(model))
+                now = dict(model.named_buffers())
+                changed = changed or next(
+                    (name for name, (buffer, version) in buffers.items() if _differs(now.get(name), buffer, version)),
+                    "",
+                )
+        except Exception as error:  # the model's own code, run on stand-ins for tensors, may raise anything
+            line = line_of(error)
+            place = f"at {line}, {where}" if line else where
+            raise refusal(model, f"its forward cannot be followed: {error}, {place}") from error
+        finally:  # constants that the tracer met, and stand-ins that the forward assigned
+            for values, before in [*attributes, *places]:
+                values.clear()
+                values.update(before)
+    if changed:
+        raise refusal(
+            model, f"the forward pass changes the buffer {changed}, which only one process can keep right, {where}"
+        )
+    written = next((name for name, parameter, state in parameters if _state(parameter) != state), None)
+    if written is not None:
+        raise refusal(model, f"the forward pass itself changes the parameter {written}, or whether it learns, {where}")
+    if str(graphs[0]) != str(graphs[1]):
+        raise refusal(model, f"its forward asks for self.training {where}, e.g. nn.Dropout")
+    return list(graphs[0].nodes)
+
+
+def _state(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """Differs after the parameter was changed, or replaced by assigning its data."""
+    return parameter.requires_grad, parameter._version, parameter.untyped_storage()._cdata
+
+
+def _differs(now: Any, buffer: torch.Tensor, version: int) -> bool:
+    """Whether a buffer was changed or replaced. What stands in its place may be a stand-in, which has no version."""
+    return now is not buffer or buffer._version != version
+
+
+def refusal(model: nn.Module, why: str, error: type[ConfigError] = ConfigError) -> ConfigError:
+    return error(f"{type(model).__name__} cannot be cut into stages: {why}")
