@@ -26,7 +26,7 @@ class FirstRows(Dataset):
         self._rows, self._count = rows, count
         self.wrapped = rows
         self.prefetch, self.queue_rows, self.threads = rows.prefetch, rows.queue_rows, rows.threads
-        self.bad, self.allowed = rows.bad, rows.allowed
+        self.bad, self.allowed, self.left_out = rows.bad, rows.allowed, rows.left_out
 
     def __len__(self) -> int:
         return self._count

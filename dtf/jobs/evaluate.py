@@ -15,6 +15,9 @@ from dtf.core.text import number_text, plain_text
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
 
+NAMED = 10
+"""Rows that cannot be read in the printed text."""
+
 SHOWN = 40
 """Classes in the printed table; of more, those with the lowest recall."""
 
@@ -50,7 +53,7 @@ class EvaluateJob(Job):
 
         check_split(composed.settings.recipe, self.split)
         try:
-            folder = launch(composed, "dtf.jobs.rank_evaluate:work")
+            folder = launch(composed, "dtf.jobs.rank_evaluate:work", [self.split])
         except RanksEnded as ended:
             return ended.exit
         if folder is None:
@@ -67,6 +70,10 @@ def _text(result: dict[str, Any]) -> str:
     values = " ".join(f"{name}={number_text(value)}" for name, value in result["metrics"].items())
     unread = f" of which {result['unread']:,} cannot be read" if result["unread"] else ""
     lines = [result["model"], f"{result['split']} split, {result['rows']:,} rows{unread}: {values}"]
+    named = result["unread_rows"][:NAMED]
+    lines += [f"  skipped {plain_text(why)}" for why in named]
+    if len(named) < result["unread"]:
+        lines.append(f"  and {result['unread'] - len(named):,} more, named in evaluation.json")
     classes = result["classes"]
     if classes:
         worst = (

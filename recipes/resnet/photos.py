@@ -23,6 +23,7 @@ from torch._C._nn import _upsample_bilinear2d_aa
 from dtf.api.recipe import Dataset
 from dtf.core.errors import DataError
 from dtf.core.seeding import draws
+from dtf.core.text import plain_text
 from dtf.recipes.resnet import augment, jpeg
 from dtf.recipes.resnet.buffers import Buffers
 from dtf.recipes.resnet.crops import CROP_DRAWS, Part, random_part, shorter_side
@@ -176,7 +177,7 @@ class Photos(Dataset):
                     "recipe.data.bad_records=skip"
                 ) from error
             if row not in self.bad:
-                _log.warning("%s cannot be used and is skipped: %s", name, error)
+                _log.warning("%s cannot be used and is skipped: %s", plain_text(name), error)
             self.bad[row] = f"{name}: {error}"
             out.zero_()
 
