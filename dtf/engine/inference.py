@@ -197,12 +197,9 @@ class Inference:
                     stops, errors = self.world.reduce(torch.tensor(here, dtype=torch.float64)).tolist()
                     bad += int(errors)
                     if bad > most_bad:
-                        raise by_all(
-                            DataError(
-                                f"{bad} of {done} rows cannot be read, job.bad_share allows {most_bad:g} of all "
-                                f"{len(self.rows)}; repair them, or raise it and start again with the same run.dir"
-                            )
-                        )
+                        text = f"{bad} of {done} rows cannot be read, job.bad_share allows {most_bad:g} of all"
+                        advice = "repair them, or raise it and start again with the same run.dir"
+                        raise by_all(DataError(f"{text} {len(self.rows)}; {advice}"))
                     if stops and done < len(self.rows):
                         raise Preempted(
                             f"asked to stop after {done} of {len(self.rows)} rows; start again with the same run.dir "

@@ -329,10 +329,7 @@ def test_there_is_a_prediction_for_each_row_or_an_error(folder: Path, run_dtf: R
     for mode in ("memory", "queue"):
         result = run_dtf("job=predict", *of_split, f"recipe.data.mode={mode}")
         assert result.code == 0 and len(answers(result)) == 70, result.err
-        assert answers(result)[40] == {
-            "row": 40,
-            "error": f"{tmp_path}/eval.tsv:41: the label is neither 0 nor 1",
-        }
+        assert answers(result)[40] == {"row": 40, "error": f"{tmp_path}/eval.tsv:41: the label is neither 0 nor 1"}
     assert "70 rows of which 1 cannot be read: loss=" in run_dtf("job=evaluate", *of_split).out
 
 
