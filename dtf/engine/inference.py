@@ -168,6 +168,7 @@ class Inference:
         Preempted on all ranks, after the current batch, when one was asked to stop; DataError likewise when more than
         `most_bad` rows could not be read. DtfError when a row is lost.
         """
+        self._refuse_bad(bad, first, most_bad)
         start = first - first % self._micro_batch_rows
         count = self.program.evaluation_micro_batches
         loader = evaluation_loader(
@@ -196,10 +197,7 @@ class Inference:
                     here = [float(stop()), float(sum(bool(row.error) for row in predictions))]  # of rank 0
                     stops, errors = self.world.reduce(torch.tensor(here, dtype=torch.float64)).tolist()
                     bad += int(errors)
-                    if bad > most_bad:
-                        text = f"{bad} of {done} rows cannot be read, job.bad_share allows {most_bad:g} of all"
-                        advice = "repair them, or raise it and start again with the same run.dir"
-                        raise by_all(DataError(f"{text} {len(self.rows)}; {advice}"))
+                    self._refuse_bad(bad, done, most_bad)
                     if stops and done < len(self.rows):
                         raise Preempted(
                             f"asked to stop after {done} of {len(self.rows)} rows; start again with the same run.dir "
@@ -207,6 +205,12 @@ class Inference:
                         )
         finally:
             loader.close()
+
+    def _refuse_bad(self, bad: int, done: int, most_bad: float) -> None:
+        """Raise DataError on all ranks when more rows cannot be read than are allowed."""
+        if bad > most_bad:
+            text = f"{bad} of {done} rows cannot be read, job.bad_share allows {most_bad:g} of all {len(self.rows)}"
+            raise by_all(DataError(f"{text}; repair them, or raise it and start again with the same run.dir"))
 
     def _gathered(self, expected: range) -> list[Prediction]:
         bad = self.rows.bad  # of the rows that this rank reads, which may be others than those that it computes

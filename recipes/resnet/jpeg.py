@@ -8,6 +8,7 @@ lets go of the interpreter's lock, so that threads share the cores.
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ another marker it complains as it reads a damaged header, when it has decoded no
 """
 
 _EXIF = b"Exif\0\0"
+_XMP_TURN = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _SHORT = 3  # the type of a number in Exif data
 _MCU = 16  # rows of the largest unit of a file; one more is decoded, since chroma is interpolated across units
 _WORTHWHILE = 1 << 13
@@ -133,7 +135,8 @@ def _room(size: int) -> np.ndarray:
 def _upright(segment: bytes) -> bool:
     """Whether nothing in the segment of a marker APP1, Exif or XMP, says that the picture is to be turned."""
     if not segment.startswith(_EXIF):
-        return b"Orientation" not in segment
+        turn = _XMP_TURN.search(segment)
+        return turn is None or turn[1] not in b"2345678"
     tiff = segment[6:]
     order = {b"II": "little", b"MM": "big"}.get(tiff[:2])
     if order is None:

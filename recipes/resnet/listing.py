@@ -105,24 +105,31 @@ def _look(path: str) -> str:
         return "" if is_image(head, lambda: head + file.read()) else NO_IMAGE
 
 
-def list_folder(root: Path, judgements: Judgements, deepest: int = DEEPEST) -> Listing:
+def list_folder(root: Path, judgements: Judgements, deepest: int = DEEPEST, strict: bool = True) -> Listing:
     """The files below `root`. Links to files and folders are followed, wherever they lead.
 
-    `deepest`: names in a path; what lies deeper is left out. DataError for a folder that cannot be listed.
+    `deepest`: names in a path; what lies deeper is left out. DataError for `root` where it cannot be listed, `strict`:
+    for any folder; others are left out.
     """
     listing = Listing()
-    _descend(root, "", listing, judgements, deepest, ())
+    _descend(root, "", listing, judgements, (deepest, strict), ())
     judgements.keep()
     return listing
 
 
 def _descend(
-    root: Path, inside: str, listing: Listing, judgements: Judgements, deepest: int, above: tuple[tuple[int, int], ...]
+    root: Path,
+    inside: str,
+    listing: Listing,
+    judgements: Judgements,
+    limits: tuple[int, bool],
+    above: tuple[tuple[int, int], ...],
 ) -> bool:
     """List what lies in the folder `inside` (its path with a `/` behind it, or ""); whether there is any file.
 
-    `above`: device and inode of each folder on the way to it.
+    `limits`: as `list_folder`. `above`: device and inode of each folder on the way to it.
     """
+    deepest, strict = limits
     try:
         status = os.stat(root / inside)
         here = status.st_dev, status.st_ino
@@ -132,7 +139,10 @@ def _descend(
         with os.scandir(root / inside) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
-        raise DataError(f"{root / inside} cannot be listed: {error.strerror}") from error
+        if strict or not inside:
+            raise DataError(f"{root / inside} cannot be listed: {error.strerror}") from error
+        listing.left_out[inside] = f"it cannot be listed: {error.strerror}"
+        return True
     any_file = False
     for entry in found:
         file = entry.name
@@ -142,7 +152,7 @@ def _descend(
                 listing.left_out[f"{name}/"] = HIDDEN
             elif name.count("/") + 2 > deepest:
                 listing.left_out[f"{name}/"] = TOO_DEEP
-            elif _descend(root, f"{name}/", listing, judgements, deepest, (*above, here)):
+            elif _descend(root, f"{name}/", listing, judgements, limits, (*above, here)):
                 any_file = True
             elif os.path.splitext(file)[1].lower() in SUFFIXES:
                 listing.left_out[f"{name}/"] = FOLDER

@@ -95,6 +95,11 @@ class Store:
             self._file = -1
 
 
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, without a path and a number."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def _refuse_enormous(size: int) -> None:
     if size > _MOST:
         raise OSError(errno.EFBIG, f"a file of {size} bytes, more than {_MOST}")

@@ -16,7 +16,7 @@ from dtf.core.errors import DataError
 from dtf.recipes.resnet.decode import decode_image
 from dtf.recipes.resnet.images import Images
 from dtf.recipes.resnet.listing import Judgements, Listing, list_folder
-from dtf.recipes.resnet.store import Store
+from dtf.recipes.resnet.store import Store, reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ def list_inputs(folder: Path) -> Listing:
     if not folder.is_dir():
         raise DataError(f"job.input={folder} is no folder of images")
     try:
-        found = list_folder(folder, Judgements(folder, None), DEEPEST)
+        found = list_folder(folder, Judgements(folder, None), DEEPEST, strict=False)
     except DataError as error:
         raise DataError(f"job.input={folder}: {error}") from error
     if not found.names:
@@ -72,8 +72,8 @@ class Unlabelled(Dataset):
         try:
             return decode_image(self._store[row], self._pixels)
         except (OSError, ValueError) as error:
-            name = self._store.names[row]
+            name, why = self._store.names[row], reason(error)
             if not self.allowed:
-                raise DataError(f"{self._folder / name} cannot be used: {error}; replace or remove it") from error
-            self.bad[row] = f"{name}: {error}"
+                raise DataError(f"{self._folder / name} cannot be used: {why}; replace or remove it") from error
+            self.bad[row] = f"{name}: {why}"
             return np.zeros((self._pixels, self._pixels, 3), np.uint8)

@@ -35,7 +35,6 @@ MODES = {
     "ICO": ("RGB", "RGBA"),
     "DDS": ("RGB", "RGBA", "L"),
     "SGI": ("RGB", "L"),
-    "IM": ("RGB", "L"),
     "MSP": ("1",),
     "XBM": ("1",),
     "ICNS": ("RGBA",),
@@ -45,9 +44,9 @@ MODES = {
 }
 """Formats that Pillow writes, with modes that it reads back."""
 
-LOSSLESS = ("PNG", "TIFF", "BMP", "TGA", "PCX", "PPM", "DDS", "SGI", "IM", "QOI", "DIB")
-_SUFFIX = {"JPEG": ".jpg", "TIFF": ".tif", "JPEG2000": ".jp2", "PPM": ".ppm", "IM": ".im"}
-_WITHOUT_SIGNATURE = ("TGA", "IM", "DIB")
+LOSSLESS = ("PNG", "TIFF", "BMP", "TGA", "PCX", "PPM", "DDS", "SGI", "QOI", "DIB")
+_SUFFIX = {"JPEG": ".jpg", "TIFF": ".tif", "JPEG2000": ".jp2", "PPM": ".ppm"}
+_WITHOUT_SIGNATURE = ("TGA", "DIB")
 
 
 class Odd(NamedTuple):

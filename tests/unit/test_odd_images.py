@@ -106,6 +106,8 @@ def test_the_fast_path_leaves_whatever_may_be_turned_to_pillow() -> None:
         assert jpeg.read_header(content) is None and decode_any(content).shape == (60, 40, 3), name
     damaged = files["turned/damaged.jpg"]
     assert jpeg.read_header(damaged) is not None and decode_any(damaged).shape == (40, 60, 3)
+    for text in (b'tiff:Orientation="1"', b"<tiff:Orientation>1</tiff:Orientation>", b"Orientation"):
+        assert jpeg.read_header(saved("JPEG", "RGB", xmp=text)) is not None, "as picture editors write it"
     plain = saved("JPEG", "RGB", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\0\0\0\0\0")
     assert jpeg.read_header(plain) is not None
     at = plain.index(b"\xff\xe1")
@@ -376,6 +378,22 @@ def test_an_image_is_prepared_from_model_json_alone(who: str, tmp_path: Path) ->
             assert apart.mean() <= most["mean_levels_of_large_jpegs"], (name, apart.mean())
         else:
             assert apart.max() <= most["levels"], (name, apart.max())
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a run; predictions do without it."""
+    root, real = tree(tmp_path / "t"), os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("c1"):
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match="recipe.data.root=.*train/c1 cannot be listed: Permission denied"):
+        recipe(root).check()
+    names, rows = recipe(root).open_inputs(root)
+    assert len(names) == 6 and rows.left_out["val/c1/"] == "it cannot be listed: Permission denied"
 
 
 def test_an_empty_name_or_folder_is_no_trap(tmp_path: Path) -> None:
