@@ -17,7 +17,7 @@ from tests.support.image_files import encode, picture, tree
 from tests.support.odd_images import BAD, LEFT_OUT, odd_files, write
 from tests.unit.test_photos import recipe
 
-WATCHED = ["observer=[console,jsonl]"]
+WATCHED, LINES = ["observer=[console,jsonl]"], ["train.log_every=3"]
 SHORT = [
     "recipe=resnet_photos",
     "recipe.model.arch=resnet8",
@@ -64,7 +64,9 @@ def test_a_bad_file_is_counted_once_however_many_ranks_meet_it(tmp_path: Path, r
         "launcher.processes=2",
         "launcher.threads=1",
     ]
-    done = run_dtf(*common, "recipe.data.bad_records=skip", "recipe.data.bad_share=0.01", "train.epochs=6", *WATCHED)
+    done = run_dtf(
+        *common, "recipe.data.bad_records=skip", "recipe.data.bad_share=0.01", "train.epochs=6", *WATCHED, *LINES
+    )
     assert done.code == 0, done.err
     assert skipped(done.folder) == {"train": [1] * 6, "eval": [1] * 6}
     assert " skipped_rows=1 " in done.out and " skipped_train_rows=6 " in done.out

@@ -246,7 +246,7 @@ def test_a_broken_image_gets_a_line_with_an_error(trained: Path, images: Path, r
     (images / "empty.webp").write_bytes(b"")
     command = ("job=predict", f"job.model={trained}", f"job.input={images}", f"job.format={form}", *INLINE)
     result = run_dtf(*command, "job.bad_share=0.1", "step.batch_size=4")
-    assert result.code == 65 and "2 of 12 rows cannot be read, job.bad_share allows 1 of all 12" in result.err
+    assert result.code == 65 and "2 of 8 rows cannot be read, job.bad_share allows 1 of all 12" in result.err
     result = run_dtf(*command, folder=result.folder)
     assert result.code == 0 and result.err.endswith("dtf: 12 rows: 10 predicted, 2 errors\n"), result.err
     assert "left out: 1 .txt (no image); left_out.txt in the run folder names them" in result.err
