@@ -125,9 +125,7 @@ class Inference:
         kind = place.device.partition(":")[0]
         self.world = World.join(place, settings.strategy.communication(kind))
         self.recipe, self._kind, self._micro_batch_rows = settings.recipe, kind, settings.step.evaluation_rows
-        stored = _stored(settings, model)
-        if known := stored.scalars.get("classes"):
-            self.recipe.use_classes(tuple(map(str, known)))
+        stored = open_model(settings, model)
         self.rows = data(settings.recipe)
         if not len(self.rows):
             raise DataError("there are no rows to use the model on")
@@ -240,13 +238,19 @@ def weights_of(settings: Settings, model: str, stored: Weights | None = None) ->
     `stored`: what is there, where it is open already.
     """
     key = "job.model" if model else "recipe.model.weights"
-    weights = stored or _stored(settings, model)
+    weights = stored or open_model(settings, model)
     return match_weights(weights, settings.recipe, construct(settings.recipe), key, whole=True)[0]
 
 
-def _stored(settings: Settings, model: str) -> Weights:
+def open_model(settings: Settings, model: str) -> Weights:
+    """The numbers at the place that `job.model` names, else recipe.model.weights, whatever they are of. The recipe is
+    told which classes they know.
+    """
     place, key = (model, "job.model") if model else (settings.recipe.fine_tuning.weights, "recipe.model.weights")
-    return open_weights(place, key)
+    stored = open_weights(place, key)
+    if known := stored.scalars.get("classes"):
+        settings.recipe.use_classes(tuple(map(str, known)))
+    return stored
 
 
 def names_of(recipe: Recipe, weights: Weights) -> tuple[str, ...]:
