@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtf.core.errors import DataError
-from dtf.recipes.resnet.listing import CIRCLE, DEEPEST, EMPTY, HIDDEN, NO_FILE, NO_IMAGE, SUFFIXES, TOO_DEEP, Listing
+from dtf.recipes.resnet.listing import CIRCLE, DEEPEST, EMPTY, HIDDEN, MOST, NO_FILE, NO_IMAGE, SUFFIXES, TOO_DEEP, Listing
 
 READ_ERRORS = (OSError, EOFError, tarfile.TarError, zlib.error)
 _SPARSE = "a sparse file; pack the archive without --sparse"
@@ -110,7 +110,7 @@ def _judge(member: tarfile.TarInfo, archive: tarfile.TarFile, name: str, reasons
     assert content is not None
     head = content.read(HEAD)
     reasons[name] = reason = (
-        EMPTY if not head else "" if is_image(head, lambda: head + content.read()) else NO_IMAGE
+        EMPTY if not head else "" if is_image(head, lambda: head + content.read(MOST)) else NO_IMAGE
     )
     return reason
 

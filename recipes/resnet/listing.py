@@ -58,6 +58,10 @@ class Listing:
             self.names.append(name)
 
 
+MOST = 1 << 28
+"""Bytes of a file without a signature that are decoded, to see whether it is an image."""
+
+
 class Judgements:
     """What was found in files whose names say nothing, kept in a file until they change. `path=None`: kept nowhere."""
 
@@ -102,7 +106,7 @@ def _look(path: str) -> str:
         head = file.read(HEAD)
         if not head:
             return EMPTY
-        return "" if is_image(head, lambda: head + file.read()) else NO_IMAGE
+        return "" if is_image(head, lambda: head + file.read(MOST)) else NO_IMAGE
 
 
 def list_folder(root: Path, judgements: Judgements, deepest: int = DEEPEST, strict: bool = True) -> Listing:
