@@ -149,9 +149,9 @@ def _fault(split: str, found: dict[str, dict[str, list[tuple[str, str]]]], seen:
     kinds = found[split]
     if not kinds:
         others = " and ".join(f"{other}/" for other in SPLITS if found[other])
-        here = f"; there is {others}" if others else ""
+        here = f", but in {others}" if others else ""
         return (
-            f"recipe.data.root={root} has no images in {split}/ ({seen} images in all{here}); it must hold {SHAPE}, and "
+            f"recipe.data.root={root} has no images in {split}/ ({seen} images in all){here}; it must hold {SHAPE}, and "
             "for job.split=test test/ likewise"
         )
     if found["train"] and (unknown := sorted(set(kinds) - set(found["train"]))):

@@ -306,7 +306,7 @@ def test_a_folder_to_evaluate_needs_no_train(who: str, tmp_path: Path) -> None:
     if who == "squares":
         task = ResnetFolder(data=FolderOptions(**options))
     task.model = ModelOptions(classes=3)
-    with pytest.raises(DataError, match=r"has no images in train/ \(4 images in all; there is test/\)"):
+    with pytest.raises(DataError, match=r"has no images in train/ \(4 images in all\), but in test/; it must"):
         task.check()
     task.needed_splits = (Split.test,)
     task.check()

@@ -119,7 +119,8 @@ def break_tree(folder: Path, how: str) -> None:
             shutil.rmtree(folder / "val")
         case "no images":
             for file in (folder / "train").rglob("*.jpg"):
-                file.rename(file.with_suffix(".txt"))
+                file.unlink()
+                file.with_suffix(".txt").write_text("no image")
         case "unknown class":
             (folder / "val" / "cow").rename(folder / "val" / "dog")
         case "no class folder":
@@ -277,7 +278,7 @@ def test_a_damaged_cache_is_decoded_anew(recipe: ResnetFolder, decodings: list[P
 
 def test_what_a_killed_process_left_behind_is_cleared_away(recipe: ResnetFolder, decodings: list[Path]) -> None:
     root, store = recipe.data.places()
-    place = cache.location(root, 12, store)
+    place = cache.location(root, 12, store, "train")
     stale = place.with_name(f"{place.name}.tmp")
     stale.mkdir(parents=True)
     (stale / "train.u8").write_bytes(b"half")
