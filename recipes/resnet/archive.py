@@ -1,5 +1,6 @@
-"""The files of a tar archive: which are taken for images, where they lie, and where links lead. Links are followed inside
-the archive; nothing outside of it is ever read. Decodes nothing, needs no torch.
+"""The files of a tar archive: which are taken for images, where they lie, and where links lead.
+
+Links are followed inside the archive; nothing outside of it is ever read. Decodes nothing, needs no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtf.core.errors import DataError
-from dtf.recipes.resnet.listing import CIRCLE, DEEPEST, EMPTY, HIDDEN, MOST, NO_FILE, NO_IMAGE, SUFFIXES, TOO_DEEP, Listing
+from dtf.recipes.resnet.listing import (
+    CIRCLE,
+    DEEPEST,
+    EMPTY,
+    HIDDEN,
+    MOST,
+    NO_FILE,
+    NO_IMAGE,
+    SUFFIXES,
+    TOO_DEEP,
+    Listing,
+)
 
 READ_ERRORS = (OSError, EOFError, tarfile.TarError, zlib.error)
 _SPARSE = "a sparse file; pack the archive without --sparse"

@@ -14,8 +14,42 @@ from dtf.core.errors import DataError
 from dtf.core.files import replace_text
 
 SUFFIXES = frozenset(
-    ".jpg .jpeg .jpe .jfif .mpo .png .apng .gif .bmp .dib .webp .tif .tiff .avif .avifs .jp2 .j2k .j2c .jpc .jpx "
-    ".ppm .pgm .pbm .pnm .pfm .tga .ico .icns .pcx .dcx .psd .dds .qoi .sgi".split()
+    [
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".jfif",
+        ".mpo",
+        ".png",
+        ".apng",
+        ".gif",
+        ".bmp",
+        ".dib",
+        ".webp",
+        ".tif",
+        ".tiff",
+        ".avif",
+        ".avifs",
+        ".jp2",
+        ".j2k",
+        ".j2c",
+        ".jpc",
+        ".jpx",
+        ".ppm",
+        ".pgm",
+        ".pbm",
+        ".pnm",
+        ".pfm",
+        ".tga",
+        ".ico",
+        ".icns",
+        ".pcx",
+        ".dcx",
+        ".psd",
+        ".dds",
+        ".qoi",
+        ".sgi",
+    ]
 )
 """A file with such a name is an image, or a bad one. Into all others one has to look."""
 

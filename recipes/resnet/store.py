@@ -182,8 +182,7 @@ def _load(index_file: Path, plain: Path, root: Path) -> Index | None:
         tree = tree_of(Listing(listed["names"], dict(listed["unreadable"]), dict(listed["left_out"])), root)
         place_of = dict(zip(listed["names"], listed["places"], strict=True))
         places = {
-            split: np.array([place_of[name] for name in tree.files[split]], np.int64).reshape(-1, 2)
-            for split in SPLITS
+            split: np.array([place_of[name] for name in tree.files[split]], np.int64).reshape(-1, 2) for split in SPLITS
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError, DataError):
         return None

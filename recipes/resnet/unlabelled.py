@@ -48,9 +48,7 @@ def digest(names: Sequence[str]) -> str:
 class Unlabelled(Dataset):
     """Images of a folder, of `pixels` x `pixels`; the label of each is 0. One that cannot be read is black."""
 
-    def __init__(
-        self, folder: Path, found: Listing, pixels: int, mean: Sequence[float], std: Sequence[float]
-    ) -> None:
+    def __init__(self, folder: Path, found: Listing, pixels: int, mean: Sequence[float], std: Sequence[float]) -> None:
         names = tuple(found.names)
         self._store = Store(folder, names, None, digest(names), found.unreadable)
         self._folder, self._pixels, self._mean, self._std = folder, pixels, mean, std
