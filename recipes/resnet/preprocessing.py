@@ -10,7 +10,8 @@ from typing import Any
 from dtf.recipes.resnet.decode_any import CONVERSION
 
 _SAME = {"levels": 0.01, "with": "Pillow of the version that dtf ran with"}
-"""How far what one prepares by these words may be from the model's input, in levels of a byte: rounding of fp32 here."""
+"""How far what one prepares by these words may be from the model's input, in levels of a byte. This is fp32's rounding.
+"""
 
 _NEAR = {"levels": 1.01, "mean_levels_of_large_jpegs": 2.0, "with": "Pillow, which rounds otherwise than torch"}
 """Where torch's kernel resamples. A JPEG file that is decoded at a fraction of its size is as near on average."""

@@ -151,8 +151,8 @@ def _fault(split: str, found: dict[str, dict[str, list[tuple[str, str]]]], seen:
         others = " and ".join(f"{other}/" for other in SPLITS if found[other])
         here = f", but in {others}" if others else ""
         return (
-            f"recipe.data.root={root} has no images in {split}/ ({seen} images in all){here}; it must hold {SHAPE}, and "
-            "for job.split=test test/ likewise"
+            f"recipe.data.root={root} has no images in {split}/ ({seen} images in all){here}; it must hold {SHAPE}, "
+            "and for job.split=test test/ likewise"
         )
     if found["train"] and (unknown := sorted(set(kinds) - set(found["train"]))):
         return (
@@ -171,8 +171,8 @@ def labels_of(classes: Sequence[str], known: Sequence[str], outputs: int, root: 
     if not known:
         if len(classes) != outputs:
             raise DataError(
-                f"recipe.data.root={root} has {len(classes)} of {outputs} classes, and the model has no names of classes "
-                "that say which; give a checkpoint of a run, or all class folders"
+                f"recipe.data.root={root} has {len(classes)} of {outputs} classes, and the model has no names of "
+                "classes that say which; give a checkpoint of a run, or all class folders"
             )
         return list(range(outputs))
     places = {name: place for place, name in enumerate(known)}
