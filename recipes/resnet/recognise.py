@@ -4,6 +4,7 @@ format has no signature.
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Callable
 from functools import lru_cache
@@ -54,7 +55,7 @@ def is_image(head: bytes, content: Callable[[], bytes]) -> bool:
         return True
     if head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"):
         return "AVIF" in formats()
-    try:
+    with contextlib.suppress(Exception):  # what is no image makes Pillow's parsers stumble over anything
         with Image.open(io.BytesIO(head), formats=formats()) as file:
             kind = file.format or ""
         if kind in Image.OPEN and Image.OPEN[kind][1] is not None:
@@ -62,5 +63,4 @@ def is_image(head: bytes, content: Callable[[], bytes]) -> bool:
         with Image.open(io.BytesIO(content()), formats=(kind,)) as file:
             file.load()
         return True
-    except Exception:  # what is no image makes Pillow's parsers stumble over anything
-        return False
+    return False
