@@ -44,7 +44,10 @@ def decode_any(content: bytes) -> np.ndarray:
             bits = _bits(file)
             file.load()
             _turn(file)
-            return _in_bytes(file, bits)
+            pixels = _in_bytes(file, bits)
+            if not pixels.size:
+                raise ValueError("it has no pixels")
+            return pixels
     except ValueError:
         raise
     except Image.UnidentifiedImageError:

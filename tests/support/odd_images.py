@@ -200,6 +200,16 @@ def _damaged() -> Iterator[Odd]:
     whole = saved("JPEG", "RGB")
     yield Odd("damaged/half", BAD, whole[: len(whole) // 2])
     yield Odd("damaged/half.txt", BAD, saved("PNG", "RGB")[:200])
+    for kind in ("GIF", "PPM", "TGA", "PCX", "ICO", "SGI"):
+        content = saved(kind, "L" if kind == "GIF" else "RGB")
+        yield Odd(f"damaged/cut_{kind}{suffix_of(kind)}", BAD, content[: len(content) * 3 // 5])
+    yield Odd("damaged/no_pixels.ppm", BAD, b"P6 0 0 255\n")
+    yield Odd("damaged/no_rows.png", BAD, _png_head(5, 0))
+    yield Odd("damaged/no_columns.gif", BAD, b"GIF89a\0\0\5\0\0\0\0,\0\0\0\0\0\0\5\0\0\2\2L\1\0;")
+    for at in (18, 22):
+        bmp = bytearray(saved("BMP", "RGB"))
+        bmp[at : at + 4] = bytes(4)
+        yield Odd(f"damaged/no_side_{at}.bmp", BAD, bytes(bmp))
     for share in (30, 60, 90):
         cut = saved("JPEG", "RGB", progressive=True)
         yield Odd(f"damaged/progressive_{share}.jpg", BAD, cut[: len(cut) * share // 100])
