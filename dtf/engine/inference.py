@@ -52,6 +52,13 @@ class Rest(Dataset):
         return self._rows.fetch(ids + self._first, epoch)
 
 
+def _allow_all(rows: Dataset | None) -> None:
+    """Let any number of rows be unreadable, also where a data set wraps another one."""
+    while rows is not None:
+        rows.allowed = len(rows)
+        rows = getattr(rows, "wrapped", None)
+
+
 class _FromFirst(Mapping[int, str]):
     """A mapping of rows whose numbers are counted from `first` on."""
 
@@ -130,7 +137,7 @@ class Inference:
         if not len(self.rows):
             raise DataError("there are no rows to use the model on")
         if whole:
-            self.rows.allowed = len(self.rows)  # `batches` has a limit of its own
+            _allow_all(self.rows)  # `batches` has a limit of its own
         self.weights = weights_of(settings, model, stored)
         digest = self.weights.digest() if self.world.rank == 0 else ""
         self.digest: str = self.world.broadcast(digest)

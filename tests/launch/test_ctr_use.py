@@ -321,7 +321,7 @@ def test_there_is_a_prediction_for_each_row_or_an_error(folder: Path, run_dtf: R
     assert [row["row"] for row in answers(result) if "error" in row] == [40]
     assert answers(result)[40]["input"] == f"{tmp_path}/bad.tsv:41"
     result = run_dtf("job=predict", *of_inputs, "job.bad_share=0")
-    assert result.code == 65 and "1 of 70 rows cannot be read, job.bad_share allows 0" in result.err
+    assert result.code == 65 and "1 of 50 rows cannot be read, job.bad_share allows 0" in result.err
     lines = (folder / "eval.tsv").read_text().splitlines()
     lines[40] = "what"
     (tmp_path / "eval.tsv").write_text("\n".join(lines))
