@@ -5,7 +5,7 @@ types.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -73,7 +73,12 @@ class Dataset(ABC):
     """Rows that could not be read so far -> the reason. `fetch` returns any values for them; they get weight 0."""
 
     allowed: int = 0
-    """How many rows of a run may be unreadable, over all ranks."""
+    """How many rows of a run may be unreadable, over all ranks; 0: the first is a DataError of `fetch`. `job=predict`
+    sets it.
+    """
+
+    left_out: Mapping[str, str] = MappingProxyType({})
+    """Files that were found with the rows and are none -> why. They are counted at the start of a run."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -282,6 +287,15 @@ class Recipe(ABC):
 
     splits: tuple[Split, ...] = (Split.train, Split.eval)
     """The splits that `open_data` can open."""
+
+    needed_splits: tuple[Split, ...] = (Split.train, Split.eval)
+    """The splits that the job opens; `check` need not look for others. Jobs that do not train set it."""
+
+    def use_classes(self, names: Sequence[str]) -> None:
+        """Called before `open_data` where a model exists that knows its classes by name: labels are places among them.
+
+        Default: nothing, the data alone say what a label means.
+        """
 
     @abstractmethod
     def open_data(self, split: str, seed: int) -> Dataset:

@@ -26,7 +26,8 @@ class FirstRows(Dataset):
         self._rows, self._count = rows, count
         self.wrapped = rows
         self.prefetch, self.queue_rows, self.threads = rows.prefetch, rows.queue_rows, rows.threads
-        self.bad, self.allowed, self.shapes_vary = rows.bad, rows.allowed, rows.shapes_vary
+        self.bad, self.allowed, self.left_out = rows.bad, rows.allowed, rows.left_out
+        self.shapes_vary = rows.shapes_vary
 
     def __len__(self) -> int:
         return self._count

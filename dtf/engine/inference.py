@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from dtf.api.registry import lookup, name_of
 from dtf.api.task import Task
 from dtf.config.settings import Settings
 from dtf.core import nest
-from dtf.core.errors import ConfigError, DataError, DtfError, Preempted
+from dtf.core.errors import ConfigError, DataError, DtfError, Preempted, by_all
 from dtf.core.types import Batch, Evaluated, Event, Measured, Place
 from dtf.data.splits import evaluation_loader
 from dtf.distributed.sharding import is_dtensor
@@ -37,26 +38,42 @@ REPORT_S = 5.0
 
 
 class Rest(Dataset):
-    """The rows of a data set from `first` on. `whole`: a row that cannot be read is an error, whatever is allowed."""
+    """The rows of a data set from `first` on."""
 
-    def __init__(self, rows: Dataset, first: int, whole: bool) -> None:
-        self._rows, self._first, self._whole = rows, first, whole
+    def __init__(self, rows: Dataset, first: int) -> None:
+        self._rows, self._first = rows, first
         self.wrapped = rows
         self.prefetch, self.queue_rows, self.threads = rows.prefetch, rows.queue_rows, rows.threads
-        # by numbers of all rows; `first` is 0 where bad rows are counted
-        self.bad, self.allowed, self.shapes_vary = rows.bad, rows.allowed, rows.shapes_vary
+        self.bad, self.allowed, self.shapes_vary = _FromFirst(rows.bad, first), rows.allowed, rows.shapes_vary
 
     def __len__(self) -> int:
         return len(self._rows) - self._first
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
-        rows = self._rows.fetch(ids + self._first, epoch)
-        if self._whole and self.bad:
-            raise DataError(
-                f"{next(iter(self.bad.values()))}; there is a prediction for every row or none; repair or remove this "
-                "one"
-            )
-        return rows
+        return self._rows.fetch(ids + self._first, epoch)
+
+
+def _allow_all(rows: Dataset | None) -> None:
+    """Let any number of rows be unreadable, also where a data set wraps another one."""
+    while rows is not None:
+        rows.allowed = len(rows)
+        rows = getattr(rows, "wrapped", None)
+
+
+class _FromFirst(Mapping[int, str]):
+    """A mapping of rows whose numbers are counted from `first` on."""
+
+    def __init__(self, rows: Mapping[int, str], first: int) -> None:
+        self._rows, self._first = rows, first
+
+    def __getitem__(self, row: int) -> str:
+        return self._rows[row + self._first]
+
+    def __iter__(self) -> Iterator[int]:
+        return (row - self._first for row in self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 @dataclass
@@ -93,7 +110,7 @@ class _Record:
             batch.ids.tolist(), batch.weight.tolist(), labels, order.tolist(), best.tolist(), strict=True
         ):
             if id >= 0:
-                # a row that could not be read has no label in a table
+                # a row that could not be read has no label in a table; where a prediction is asked for it has an error
                 self.rows.append([id, label if weight else None, classes, chance, width])
         return self.recipe.measure(outputs, batch, loss)
 
@@ -109,21 +126,26 @@ class Inference:
     def __init__(
         self, settings: Settings, place: Place, model: str, data: Callable[[Recipe], Dataset], top: int, whole: bool
     ) -> None:
-        """`whole`: a row that cannot be read, or gets no prediction, is an error, whatever the recipe allows."""
+        """`whole`: each row gets a prediction, or an error where it cannot be read, whatever the recipe allows; a model
+        that gives none is an error.
+        """
         torch.set_num_threads(place.threads)
         set_switches(settings.precision)
         kind = place.device.partition(":")[0]
         self.world = World.join(place, settings.strategy.communication(kind))
         self.recipe, self._kind, self._micro_batch_rows = settings.recipe, kind, settings.step.evaluation_rows
+        stored = open_model(settings, model)
         self.rows = data(settings.recipe)
         if not len(self.rows):
             raise DataError("there are no rows to use the model on")
-        self.weights = weights_of(settings, model)
+        if whole:
+            _allow_all(self.rows)  # `batches` has a limit of its own
+        self.weights = weights_of(settings, model, stored)
         digest = self.weights.digest() if self.world.rank == 0 else ""
         self.digest: str = self.world.broadcast(digest)
         self.names = names_of(self.recipe, self.weights)
         self.unread = 0  # rows of the data that this rank could not read so far
-        self._record, self._whole = _Record(self.recipe, top, whole, []), whole
+        self._record = _Record(self.recipe, top, whole, [])
         recipe = copy.copy(self.recipe)
         vars(recipe)["measure"] = self._record.measure  # type: ignore[index]
         step = replace(settings.step, ema=0.0, micro_batch_rows=self._micro_batch_rows, remat=Remat.none)
@@ -137,7 +159,12 @@ class Inference:
             nest.know_classes(self.rows.fetch(np.arange(1), 0))
 
     def batches(
-        self, first: int, beat: Callable[[str, int], None], stop: Callable[[], bool]
+        self,
+        first: int,
+        beat: Callable[[str, int], None],
+        stop: Callable[[], bool],
+        bad: int = 0,
+        most_bad: float = math.inf,
     ) -> Iterator[tuple[int, Evaluated, list[Prediction]]]:
         """For each batch from row `first` on: the rows done so far, what this rank measured, and on rank 0 the
         predictions in order. Collective.
@@ -145,12 +172,16 @@ class Inference:
         Micro-batches are those of an evaluation of all rows: of one that has `first` in its middle, the rows before it
         are computed again, for what the model or `Recipe.receive` makes of several rows.
 
-        Preempted on all ranks, after the current batch, when one was asked to stop. DtfError when a row is lost.
+        `bad`: rows before `first` that could not be read; `most_bad`: how many may be so in all.
+
+        Preempted on all ranks, after the current batch, when one was asked to stop; DataError likewise when more than
+        `most_bad` rows could not be read. DtfError when a row is lost.
         """
+        self._refuse_bad(bad, first, most_bad)
         start = first - first % self._micro_batch_rows
         count = self.program.evaluation_micro_batches
         loader = evaluation_loader(
-            Rest(self.rows, start, self._whole),
+            Rest(self.rows, start),
             self.program.shard,
             self._micro_batch_rows,
             count,
@@ -169,9 +200,14 @@ class Inference:
                     self.unread = loader.bad(0)
                     end = start + (index + 1) * count * self._micro_batch_rows
                     expected = range(done, min(end, len(self.rows)))
-                    yield expected.stop, measured, self._gathered(expected)
+                    predictions = self._gathered(expected)
+                    yield expected.stop, measured, predictions
                     done = expected.stop
-                    if self.world.reduce(torch.tensor([float(stop())])).item() and done < len(self.rows):
+                    here = [float(stop()), float(sum(bool(row.error) for row in predictions))]  # of rank 0
+                    stops, errors = self.world.reduce(torch.tensor(here, dtype=torch.float64)).tolist()
+                    bad += int(errors)
+                    self._refuse_bad(bad, done, most_bad)
+                    if stops and done < len(self.rows):
                         raise Preempted(
                             f"asked to stop after {done} of {len(self.rows)} rows; start again with the same run.dir "
                             "to go on"
@@ -179,12 +215,21 @@ class Inference:
         finally:
             loader.close()
 
+    def _refuse_bad(self, bad: int, done: int, most_bad: float) -> None:
+        """Raise DataError on all ranks when more rows cannot be read than are allowed."""
+        if bad > most_bad:
+            text = f"{bad} of {done} rows cannot be read, job.bad_share allows {most_bad:g} of all {len(self.rows)}"
+            raise by_all(DataError(f"{text}; repair them, or raise it and start again with the same run.dir"))
+
     def _gathered(self, expected: range) -> list[Prediction]:
-        parts = self.world.gather(self._record.take())
+        bad = self.rows.bad  # of the rows that this rank reads, which may be others than those that it computes
+        parts = self.world.gather([self._record.take(), [[row, bad[row]] for row in expected if row in bad]])
         if parts is None:
             return []
         # ranks that compute a row together all record it
-        predictions = {id: Prediction(id, *rest) for part in parts for id, *rest in part if id >= expected.start}
+        predictions = {id: Prediction(id, *rest) for part, _ in parts for id, *rest in part if id >= expected.start}
+        for row, error in (pair for _, part in parts for pair in part):
+            predictions[row] = Prediction(row, None, [], [], 0, error)
         if sorted(predictions) != list(expected):
             raise DtfError(
                 f"rows {expected.start} to {expected.stop - 1} gave {len(predictions)} answers; a row was lost or "
@@ -198,10 +243,25 @@ class Inference:
         )
 
 
-def weights_of(settings: Settings, model: str) -> Weights:
-    """All numbers of the recipe's model: those at the place that `job.model` names, else recipe.model.weights."""
+def weights_of(settings: Settings, model: str, stored: Weights | None = None) -> Weights:
+    """All numbers of the recipe's model: those at the place that `job.model` names, else recipe.model.weights.
+
+    `stored`: what is there, where it is open already.
+    """
+    key = "job.model" if model else "recipe.model.weights"
+    weights = stored or open_model(settings, model)
+    return match_weights(weights, settings.recipe, construct(settings.recipe), key, whole=True)[0]
+
+
+def open_model(settings: Settings, model: str) -> Weights:
+    """The numbers at the place that `job.model` names, else recipe.model.weights, whatever they are of. The recipe is
+    told which classes they know.
+    """
     place, key = (model, "job.model") if model else (settings.recipe.fine_tuning.weights, "recipe.model.weights")
-    return match_weights(open_weights(place, key), settings.recipe, construct(settings.recipe), key, whole=True)[0]
+    stored = open_weights(place, key)
+    if known := stored.scalars.get("classes"):
+        settings.recipe.use_classes(tuple(map(str, known)))
+    return stored
 
 
 def names_of(recipe: Recipe, weights: Weights) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dtf.api.recipe import Peers, Recipe
 from dtf.api.strategy import Program
-from dtf.core.errors import ConfigError, DivergedError, DtfError
+from dtf.core.errors import DivergedError, DtfError
 from dtf.core.types import (
     Batch,
     Batches,
@@ -31,7 +31,6 @@ from dtf.core.types import (
     Poll,
     Save,
     Saved,
-    StepOutput,
     Stop,
     Train,
 )
@@ -40,6 +39,7 @@ from dtf.engine.divergence import Everyone, diverged
 from dtf.engine.guarded_steps import GuardedSteps
 from dtf.engine.stopwatch import Stopwatch
 from dtf.engine.unreadable_rows import UnreadableRows, refuse_unreadable
+from dtf.engine.window import Window
 
 if TYPE_CHECKING:
     from dtf.checkpoint.saves import Saves
@@ -48,44 +48,12 @@ RECENT = 256
 """Measurements that a checkpoint holds and a resumed run sends again: more than are on their way at any time."""
 
 
+SKIPPED, SKIPPED_TRAIN = "skipped_rows", "skipped_train_rows"
+"""Values of a measurement, where rows may be unreadable: how many were so in this stretch of training, or in this
+evaluation; at the end of a run, in all of its training. A row counts in each epoch.
+"""
+
 NO_IDS = np.empty(0, np.int64)
-
-
-class Window:
-    """Sums since the last report, on the device; one small reduction closes it."""
-
-    def __init__(self, carried: list[float] | None = None) -> None:
-        self._sums: Tensor | None = None
-        self._norms: Tensor | None = None  # where the device has them
-        self._norm, self._known = 0.0, 0.0  # where the host has them
-        self._carried = carried  # totals from before a checkpoint, the same on every rank
-
-    def add(self, output: StepOutput) -> None:
-        """No synchronisation, and no operation on tensors for what the host knows."""
-        sums, norms = output
-        self._sums = sums.clone() if self._sums is None else self._sums.add_(sums)
-        if isinstance(norms, tuple):
-            self._norm, self._known = self._norm + norms[0], self._known + norms[1]
-        else:
-            self._norms = norms.double() if self._norms is None else self._norms + norms
-
-    def total(self, world: Peers, width: int) -> list[float]:
-        """Sums over ranks, [metric sums (M), sum of norms, their number]; waits for the device. Collective."""
-        local = torch.zeros(width + 2, dtype=torch.float64)
-        if self._sums is not None:
-            if self._sums.shape != (width,):
-                raise ConfigError(
-                    f"the program's steps return sums of shape {tuple(self._sums.shape)}, and the recipe's metric "
-                    f"state has {width} numbers; StepOutput.sums is what Recipe.measure returns"
-                )
-            local[:width] += self._sums.cpu()
-        local[width:] += torch.tensor([self._norm, self._known], dtype=torch.float64)
-        if self._norms is not None:
-            local[width:] += self._norms.cpu()
-        total = world.reduce(local)
-        if self._carried is not None:
-            total += torch.tensor(self._carried, dtype=torch.float64)
-        return total.tolist()
 
 
 @dataclass
@@ -113,6 +81,7 @@ class Loop:
     record: Callable[[int, np.ndarray], None] | None = None
     carried: list[float] | None = None  # the window of the checkpoint resumed from
     updated: bool = False  # whether an update was made before it
+    skipped: int = 0  # training rows that could not be read before its window
     averages: bool = False  # evaluate the averages of the weights
     compares_replicas: bool = True  # before a save
     guard: GuardedSteps | None = None
@@ -128,7 +97,8 @@ class Loop:
 
 
 def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
-    """Follow the clock to its Stop; returns it with the last evaluation's values. Collective.
+    """Follow the clock to its Stop; returns it with the last evaluation's values and, where rows may be unreadable, how
+    many of training were. Collective.
 
     Raises DivergedError on all ranks alike: before a save, when more updates were skipped than allowed; at the end,
     when a loss scale let none be made.
@@ -148,7 +118,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 handler.save(ticket)
             case Stop():
                 handler.stop(ticket)
-                return ticket, handler.evaluated
+                return ticket, handler.evaluated | handler.skipped_values(SKIPPED_TRAIN, handler.skipped)
     raise AssertionError("a clock ends with a Stop")
 
 
@@ -160,8 +130,10 @@ class _TicketHandler:
         self.width = 1 + len(loop.recipe.train_metrics)
         self.window, self.stopwatch = Window(loop.carried), Stopwatch()
         self.updated = loop.updated  # whether an update was ever made
-        # prepared one batch ahead, by (epoch, index)
-        self.ready: tuple[tuple[int, int], Batch | None] | None = None
+        # prepared one batch ahead, by (epoch, index), and how many of its rows this rank could not read
+        self.ready: tuple[tuple[int, int], Batch | None, int] | None = None
+        self.skipped = loop.skipped  # rows of closed windows that could not be read, over all ranks
+        self.leased_skipped: dict[int, int] = {}  # epoch -> rows that other processes could not read, as counted so far
         self.evaluated = next((measured.values for measured in reversed(loop.recent) if measured.split == "eval"), {})
         self.evaluated_at = -1  # the step of that evaluation, if this process made it
         self.lr = 0.0  # of the last step
@@ -177,13 +149,15 @@ class _TicketHandler:
         key = (ticket.epoch, ticket.index)
         if self.ready is None or self.ready[0] != key:
             loop.beat("fetch", ticket.step)
-            self.ready = key, program.prepare(train.get(*key))
-        batch = self.ready[1]
+            self.ready = self._prepared(key)
+        _, batch, skipped = self.ready
         loop.beat("step", ticket.step)
         guarded = loop.guard is not None and loop.guard.due(ticket.step)
         self.window.add(loop.guard.step(ticket, batch) if loop.guard and guarded else program.step(ticket, batch))
         if loop.record is not None:
             loop.record(ticket.step, batch.ids if program.shard is not None and batch is not None else NO_IDS)
+        self.window.skip(skipped)
+        self.leased_skipped.setdefault(ticket.epoch, 0)
         _record_consumed(loop)
         self.lr = ticket.lr
         self.unreadable.trained(ticket.epoch)
@@ -195,7 +169,17 @@ class _TicketHandler:
         self.ready = None
         if coming:
             loop.beat("fetch", ticket.step + 1)
-            self.ready = coming[0], program.prepare(train.get(*coming[0]))
+            self.ready = self._prepared(coming[0])
+
+    def _prepared(self, key: tuple[int, int]) -> tuple[tuple[int, int], Batch | None, int]:
+        batch, skipped = self.loop.train.get(*key), 0
+        if self.loop.train.allowed and batch is not None:
+            skipped = int(((batch.weight == 0).numpy() & (batch.ids >= 0)).sum())
+        return key, self.program.prepare(batch), skipped
+
+    def skipped_values(self, name: str, rows: float) -> dict[str, float]:
+        """What a measurement says of rows that could not be read: nothing where none may be so."""
+        return {name: int(rows)} if self.loop.train.allowed or self.loop.evaluation.allowed else {}
 
     def log(self, ticket: Log) -> None:
         """Report the window and open a new one. DivergedError when too many updates were skipped."""
@@ -211,8 +195,10 @@ class _TicketHandler:
         self.window = Window()
         metrics = loop.recipe.summarise(total[: self.width])
         values = {**metrics, "grad_norm": _ratio(total[self.width], total[self.width + 1])}
+        self.skipped += int(total[-1])
         rows_per_s = (total[0] - self.rows_before) / self.stopwatch.lap()
         shown = {**values, "lr": self.lr, "rows_per_s": rows_per_s, **loop.train.reading()}
+        shown |= self.skipped_values(SKIPPED, total[-1])
         loop.report(Measured("train", step, step / loop.steps_per_epoch, self.stopwatch.total(), shown))
         self.rows_before = 0.0
         self.clock.done(ticket, values)
@@ -273,6 +259,7 @@ class _TicketHandler:
                     "clock": self.clock.state(),
                     "window": carried,
                     "updated": self.updated,
+                    "skipped": self.skipped,
                     "clean": loop.guard.clean if loop.guard else None,
                     "recent": [asdict(measured) for measured in loop.recent],
                 }
@@ -295,11 +282,12 @@ class _TicketHandler:
             self.loop.beat("save", ticket.step)
             self.loop.saver.finish()
         self.program.sync()
-        _add_rest(self.loop, self.window)
+        total = self._close_window()
         self.unreadable.judge(self.loop.world.reduce(torch.tensor([0.0, *self.unreadable.here()]).double()).tolist())
+        self.skipped += int(total[-1])
         self._refuse_divergence(ticket.step)
         at_the_end = ticket.step and ticket.reason in ("finished", "early_stop")
-        if at_the_end and not self.updated and not self.window.total(self.loop.world, self.width)[-1]:
+        if at_the_end and not self.updated:
             raise DivergedError(
                 f"gradients overflowed in each of the {ticket.step} steps, which halved precision.loss_scale every "
                 "time, and no update was made; set a smaller precision.loss_scale, train longer or use precision=bf16"
@@ -318,8 +306,12 @@ class _TicketHandler:
     def _close_window(self) -> list[float]:
         """The window's sums over ranks, with what the program had not yet reported. Waits for the device."""
         _add_rest(self.loop, self.window)
+        for epoch, counted_before in self.leased_skipped.items():
+            self.leased_skipped[epoch] = self.program.leased.unread("train", epoch)
+            self.window.skip(self.leased_skipped[epoch] - counted_before)
+        self.leased_skipped = dict(list(self.leased_skipped.items())[-2:])  # nothing comes in for earlier epochs
         total = self.window.total(self.loop.world, self.width)
-        self.updated = self.updated or total[-1] > 0
+        self.updated = self.updated or total[self.width + 1] > 0
         return total
 
 
@@ -349,19 +341,17 @@ def evaluate(loop: Loop, step: int) -> dict[str, float]:
         total += sums.cpu()
     if loop.averages:
         loop.program.swap_ema(False)
-    values = counted(
-        loop.world,
-        total,
-        loop.recipe,
-        loop.evaluation_rows,
-        loop.evaluation.bad(0) + loop.program.leased.unread("eval", 0),
-        loop.evaluation.allowed,
-    )
+    bad = loop.evaluation.bad(0) + loop.program.leased.unread("eval", 0)
+    values, skipped = counted(loop.world, total, loop.recipe, loop.evaluation_rows, bad, loop.evaluation.allowed)
+    if loop.evaluation.allowed:
+        values[SKIPPED] = skipped
     return values | (evaluator.values(loop.world) if evaluator is not None else {})
 
 
-def counted(world: Peers, sums: Tensor, recipe: Recipe, rows: int, bad: int, allowed: int) -> dict[str, float]:
-    """Metric values over all ranks from this rank's sums, shape (M,). Collective.
+def counted(
+    world: Peers, sums: Tensor, recipe: Recipe, rows: int, bad: int, allowed: int
+) -> tuple[dict[str, float], int]:
+    """Metric values over all ranks from this rank's sums, shape (M,), and how many rows could not be read. Collective.
 
     `rows`: of the split. `bad`: those that this rank could not read; `allowed`: how many all ranks together may skip.
     DtfError when the ranks together did not count each row once, DataError when more than `allowed` are unreadable.
@@ -373,7 +363,7 @@ def counted(world: Peers, sums: Tensor, recipe: Recipe, rows: int, bad: int, all
             f"evaluation counted {values[0]:g} of {rows - unread:g} rows; a row was lost or counted twice; please "
             "report this"
         )
-    return recipe.summarise(values)
+    return recipe.summarise(values), int(unread)
 
 
 def _add_rest(loop: Loop, window: Window) -> None:

@@ -30,6 +30,7 @@ class Prediction(NamedTuple):
     classes: list[int]  # the most probable first
     probabilities: list[float]  # of these; of the one event where there are no classes
     width: int  # number of classes; 0: there is one event, which happens or not
+    error: str = ""  # why the row cannot be read; then there is no answer
 
     def pairs(self) -> list[tuple[int, float]]:
         """Classes with their probabilities, which have as many digits as fp32."""
@@ -100,15 +101,20 @@ class Predictions(ABC):
     def __init__(self, path: Path, names: Sequence[str], top: int) -> None:
         self.path, self._names, self._top = path, names, top
 
-    def open(self) -> int:
-        """How many rows it holds. A line that was cut short is taken away. DataError when it is no such file."""
+    def open(self) -> tuple[int, int]:
+        """How many rows it holds, and how many of them have an error. A line that was cut short is taken away.
+        DataError when it is no such file.
+        """
         if not self.path.exists():
             self.path.touch(mode=0o600)
         with self.path.open("r+b") as file:
-            lines, size = 0, 0
+            lines, size, errors = 0, 0, 0
             for line in file:
                 if not line.endswith(b"\n"):
                     break
+                if lines < self.header and line.decode(errors="replace") != self._head():
+                    raise DataError(f"{self.path} has other columns; move it away to start anew")
+                errors += lines >= self.header and self._has_error(line.decode(errors="replace"))
                 lines, size = lines + 1, size + len(line)
                 last = line
             file.truncate(size)
@@ -117,7 +123,7 @@ class Predictions(ABC):
             raise DataError(
                 f"{self.path} ends with another row than its number of lines says; move it away to start anew"
             )
-        return max(rows, 0)
+        return max(rows, 0), errors
 
     def append(self, rows: Sequence[Prediction], inputs: Names | None) -> None:
         """Add rows that follow those it holds."""
@@ -135,24 +141,34 @@ class Predictions(ABC):
     def _line(self, row: Prediction, name: str | None) -> str: ...
 
     @abstractmethod
+    def _has_error(self, line: str) -> bool: ...
+
+    @abstractmethod
     def _row(self, line: str) -> int:
         """The number of the row in a line; -1 when it is none."""
 
 
 class JsonLines(Predictions):
-    """`{"row": 0, "input": "a.jpg", "class": "cat", "probability": 0.93, "top": [["cat", 0.93], ...]}`."""
+    """`{"row": 0, "input": "a.jpg", "class": "cat", "probability": 0.93, "top": [["cat", 0.93], ...]}`, or `{"row": 1,
+    "input": "b.jpg", "error": "it is empty"}`.
+    """
 
     def _head(self) -> str:
         return ""
 
     def _line(self, row: Prediction, name: str | None) -> str:
         line: dict[str, Any] = {"row": row.id} | ({} if name is None else {"input": name})
+        if row.error:
+            return json.dumps(line | {"error": _error(row, name)}) + "\n"
         if row.width:
             line |= {"class": named(self._names, row.classes[0])}
         line |= {"probability": row.pairs()[0][1]}
         if row.width:
             line |= {"top": [[named(self._names, c), probability] for c, probability in row.pairs()]}
         return json.dumps(line) + "\n"
+
+    def _has_error(self, line: str) -> bool:
+        return '"error": ' in line  # inside of a text the quotes would be escaped
 
     def _row(self, line: str) -> int:
         try:
@@ -162,23 +178,33 @@ class JsonLines(Predictions):
 
 
 class Csv(Predictions):
-    """`row,input,class,probability,class_2,probability_2,...`; the first line says which."""
+    """`row,input,class,probability,class_2,probability_2,...,error`; the first line says which."""
 
     header = 1
 
     def _head(self) -> str:
         later = [f"{what}_{k}" for k in range(2, self._top + 1) for what in ("class", "probability")]
-        return _csv(["row", "input", "class", "probability", *later])
+        return _csv(["row", "input", "class", "probability", *later, "error"])
 
     def _line(self, row: Prediction, name: str | None) -> str:
         pairs = [
             x for c, probability in row.pairs() for x in (named(self._names, c) if row.width else "", repr(probability))
         ]
-        return _csv([str(row.id), name or "", *pairs])
+        if row.error:
+            return _csv([str(row.id), name or "", *[""] * (2 * self._top), _error(row, name)])
+        return _csv([str(row.id), name or "", *pairs, *[""] * (2 * self._top - len(pairs)), ""])
+
+    def _has_error(self, line: str) -> bool:
+        return not line.endswith(",\n")
 
     def _row(self, line: str) -> int:
         first = line.partition(",")[0]
         return int(first) if first.isdecimal() else -1
+
+
+def _error(row: Prediction, name: str | None) -> str:
+    """Why there is no answer, without the name that stands beside it."""
+    return row.error.removeprefix(f"{name}: ")
 
 
 def _csv(cells: Sequence[str]) -> str:

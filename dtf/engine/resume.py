@@ -38,6 +38,9 @@ class Resumed:
     updated: bool = False
     """Whether an update was ever made."""
 
+    skipped: int = 0
+    """Training rows that could not be read, without those of the open window."""
+
     recent: tuple[Measured, ...] = ()
     """The last measurements before the checkpoint."""
 
@@ -96,7 +99,9 @@ def position(scalars: dict[str, Any]) -> Resumed:
         clean = scalars.get("clean")
         clean = clock["step"] if clean is None else clean
         _refuse_unless("clean", type(clean) is int and 0 <= clean <= clock["step"])
-        return Resumed(clock, window, bool(scalars.get("updated", True)), recent, clean)
+        skipped = scalars.get("skipped", 0)  # earlier versions did not count them
+        _refuse_unless("skipped", type(skipped) is int and 0 <= skipped < _MOST_STEPS)
+        return Resumed(clock, window, bool(scalars.get("updated", True)), skipped, recent, clean)
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"state.json lacks what a run needs to go on: {ascii(str(error))[:_SHOWN]}") from None
 

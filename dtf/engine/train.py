@@ -27,6 +27,7 @@ from dtf.engine.guarded_steps import guarded_steps
 from dtf.engine.loop import RECENT, Loop, fit
 from dtf.engine.rank import Rank, peer_is_gone, run_rank
 from dtf.engine.resume import Resumed, hyperparameters, identity, resume
+from dtf.engine.row_notes import note_left_out, note_skipped
 from dtf.engine.saving import Saving, open_saves
 from dtf.engine.summary import startup_table
 from dtf.host import heartbeat
@@ -142,6 +143,8 @@ def _report_start(setup: TrainingSetup, resumed: Resumed, saving: Saving) -> lis
         digest = inputs.weights_digest[:19]
         table["weights"] = f"{inputs.weights.about}, {digest}: {inputs.weights_fit.text()}"
     joined.see(Started(resumed.step, plan.total, inputs.epochs.batches, table, rank.place.attempt, resumed.recent))
+    if world.rank == 0 and not rank.place.attempt and (note := note_left_out([splits.train, splits.eval], rank.folder)):
+        joined.see(note)
     return planned
 
 
@@ -182,6 +185,7 @@ def _run(
         compares_replicas=record is None,  # who reads a record compares all of it, and tells more
         carried=resumed.carried,
         updated=resumed.updated,
+        skipped=resumed.skipped,
         recent=deque(resumed.recent, maxlen=RECENT),
         averages=bool(rank.settings.step.ema),
         guard=guarded_steps(
@@ -227,7 +231,10 @@ def _report_end(
     guarded: int,
 ) -> None:
     """Report how the run ended, with the measured peaks of memory. Collective."""
-    peaks = setup.joined.world.gather(meter.peak())
+    splits, world = setup.inputs.splits, setup.joined.world
+    if (splits.train.allowed or splits.eval.allowed) and (note := note_skipped(world, [splits.train, splits.eval])):
+        setup.joined.see(note)
+    peaks = world.gather(meter.peak())
     setup.joined.see(Ended(stop.step, stop.reason, metrics, meter.summary(planned, peaks) if peaks else {}, guarded))
     setup.joined.rank.beat("stop", stop.step)
 

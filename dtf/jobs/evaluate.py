@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 MATRIX, PAIRS = 20, 20
 """Classes of which all pairs are printed; and how many pairs of more."""
+
+NAMED = 10
+"""Rows that cannot be read in the printed text."""
+
 SHOWN = 40
 """Classes in the printed table; of more, those with the lowest recall."""
 
@@ -64,13 +68,17 @@ class EvaluateJob(Job):
     def evaluate(self, composed: Composed) -> Evaluation | None:
         """Evaluate on new ranks; None in a process for which another one reports. As `use_model.launch`."""
         check_split(composed.settings.recipe, self.split)
-        folder = launch(composed, "dtf.jobs.rank_evaluate:work")
+        folder = launch(composed, "dtf.jobs.rank_evaluate:work", [self.split])
         return None if folder is None else Evaluation.read(folder)
 
 
 def _text(evaluation: Evaluation) -> str:
     """For people."""
     lines = [evaluation.model, str(evaluation)]
+    named = evaluation.unread_rows[:NAMED]
+    lines += [f"  skipped {plain_text(why)}" for why in named]
+    if len(named) < evaluation.unread:
+        lines.append(f"  and {evaluation.unread - len(named):,} more, named in evaluation.json")
     classes = evaluation.classes
     if classes:
         worst = (
@@ -86,13 +94,13 @@ def _text(evaluation: Evaluation) -> str:
             lines.append(f"{name:<{width}}  {row['rows']:>8,}  {row['predicted']:>9,}  {recall:>7}  {precision:>9}")
         if len(classes) > SHOWN:
             lines.append(f"the {SHOWN} of {len(classes)} classes with the lowest recall")
-        lines += ["", *_confusions([plain_text(row["class"], 40) for row in classes], result)]
+        lines += ["", *_confusions([plain_text(row["class"], 40) for row in classes], evaluation)]
     return "\n".join(lines)
 
 
-def _confusions(names: list[str], result: dict[str, Any]) -> list[str]:
+def _confusions(names: list[str], evaluation: Evaluation) -> list[str]:
     """What was taken for what: a matrix of few classes, the most frequent mistakes of many."""
-    pairs = result["confusions"]
+    pairs = evaluation.confusions
     if not pairs:
         return ["no row was taken for another class"]
     if len(names) > MATRIX:
@@ -103,7 +111,7 @@ def _confusions(names: list[str], result: dict[str, Any]) -> list[str]:
         return [f"the most frequent of {len(pairs):,} pairs that were confused:", *lines]
     counts = {(label, guess): rows for label, guess, rows in pairs}
     rights = [
-        row["rows"] - sum(counts.get((c, g), 0) for g in range(len(names))) for c, row in enumerate(result["classes"])
+        row["rows"] - sum(counts.get((c, g), 0) for g in range(len(names))) for c, row in enumerate(evaluation.classes)
     ]
     width, cell = max(map(len, names)), max(4, *(len(f"{rows:,}") for rows in [*counts.values(), *rights]))
     lines = [f"{'':>{width}}      " + " ".join(f"{number:>{cell}}" for number in range(len(names)))]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf.api.job import Job
+from dtf.api.recipe import Split
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, DataError, Exit
 
@@ -48,7 +49,7 @@ class ExportJob(Job):
         if self.input and not Path(self.input).expanduser().exists():
             raise DataError(f"job.input={self.input} does not exist")
         try:
-            folder = launch(composed, "dtf.jobs.rank_export:work", data=not self.input, one_rank=True)
+            folder = launch(composed, "dtf.jobs.rank_export:work", [] if self.input else [Split.eval], one_rank=True)
         except RanksEnded as ended:
             return ended.exit
         if folder is None:

@@ -156,11 +156,17 @@ class Evaluation:
     classes: list[dict[str, Any]] = field(repr=False)
     """For each class: `class`, `rows`, `predicted`, `recall`, `precision`; empty where the recipe has none."""
 
+    confusions: list[tuple[int, int, int]] = field(repr=False)
+    """For each pair of classes that were confused, by number: what rows are, what they were taken for, how many."""
+
     rows: int
     """Of the split; each counts once."""
 
     unread: int
     """Rows of these that cannot be read."""
+
+    unread_rows: list[str] = field(repr=False)
+    """The first of them, and why."""
 
     split: str
     model: str

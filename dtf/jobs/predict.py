@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +26,7 @@ class Form(Enum):
 @register("job", "predict")
 class PredictJob(Job):
     """Write a line for each row, in order of rows, to predictions.jsonl in a run folder: the classes and their
-    probabilities, or that of the event.
+    probabilities, or that of the event; an error for a row that cannot be read.
 
     Killed and started again with the same run.dir, under any strategy and number of processes, it goes on after the
     last line.
@@ -45,6 +47,14 @@ class PredictJob(Job):
         default=Split.eval, doc="which rows of the recipe's data, without job.input; as in job=evaluate"
     )
     top: int = option(default=5, least=1, most=1000, doc="most probable classes to write for each row")
+    bad_share: float = option(
+        default=1.0,
+        least=0,
+        most=1,
+        doc="share of the rows that may be unreadable; each gets a line with an error, and more of them end the job "
+        "(it may be another number when the job goes on)",
+        unit="share of the rows",
+    )
     format: Form = option(default=Form.jsonl, doc="`jsonl`: a JSON object a line; `csv`: a table with a line of names")
 
     def run(self, composed: Composed) -> int:
@@ -53,7 +63,11 @@ class PredictJob(Job):
         except RanksEnded as ended:
             return ended.exit
         if path is not None:
-            print(path)
+            print(path, flush=True)
+            found = json.loads(path.with_name("predictions.json").read_text())
+            rows, errors = found["rows"], found["errors"]
+            text = f"{rows:,} rows: {rows - errors:,} predicted, {errors:,} error{'s' * (errors != 1)}"
+            print(f"dtf: {text}", file=sys.stderr)
         return Exit.OK
 
     def predict(self, composed: Composed) -> Path | None:
@@ -68,5 +82,5 @@ class PredictJob(Job):
             )
         if self.input and not Path(self.input).expanduser().exists():
             raise DataError(f"job.input={self.input} does not exist")
-        folder = launch(composed, "dtf.jobs.rank_predict:work", data=not self.input)
+        folder = launch(composed, "dtf.jobs.rank_predict:work", [] if self.input else [self.split])
         return None if folder is None else folder / f"predictions.{self.format.value}"

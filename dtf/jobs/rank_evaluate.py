@@ -6,15 +6,17 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from dtf.core.files import replace_text
 from dtf.core.types import Event, Place
 from dtf.engine.inference import Inference, Pace
 from dtf.engine.loop import counted
 from dtf.engine.predictions import ConfusionTable
 from dtf.engine.rank import Rank, run_rank
+from dtf.engine.row_notes import note_left_out
 from dtf.jobs.evaluate import EvaluateJob
+
+LISTED = 1000
+"""Rows that cannot be read that evaluation.json names."""
 
 
 def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
@@ -34,6 +36,8 @@ def _evaluate(rank: Rank) -> None:
         top=1,
         whole=False,
     )
+    if inference.world.rank == 0 and (note := note_left_out([inference.rows], rank.folder)):
+        rank.report(note)
     pace, total, table = Pace(rank.report, "rows", len(inference.rows)), None, ConfusionTable(inference.names)
     evaluator = inference.recipe.evaluator(len(inference.rows))
     for done, (sums, outputs), rows in inference.batches(0, rank.beat, rank.stop_requested):
@@ -43,18 +47,21 @@ def _evaluate(rank: Rank) -> None:
         table.add(rows)
         pace.report(done)
     assert total is not None
-    unread = int(inference.world.reduce(torch.tensor([inference.unread], dtype=torch.float64)).item())
-    values = counted(
-        inference.world, total, inference.recipe, len(inference.rows), inference.unread, inference.rows.allowed
+    world, unread_here = inference.world, inference.rows.bad
+    values, unread = counted(
+        world, total, inference.recipe, len(inference.rows), inference.unread, inference.rows.allowed
     )
-    values |= evaluator.values(inference.world) if evaluator is not None else {}
-    if inference.world.rank == 0:
+    values |= evaluator.values(world) if evaluator is not None else {}
+    named = world.gather(sorted(unread_here.items())[:LISTED])
+    if named is not None:
+        reasons = {int(row): why for part in named for row, why in part}
         result = {
             "model": inference.weights.about,
             "digest": inference.digest,
             "split": job.split.value,
             "rows": len(inference.rows),
             "unread": unread,
+            "unread_rows": [why for _, why in sorted(reasons.items())][:LISTED],
             "metrics": values,
             "classes": table.classes(),
         }

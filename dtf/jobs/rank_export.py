@@ -23,7 +23,7 @@ from dtf.core.errors import ConfigError, DataError, DtfError
 from dtf.core.files import replace_text
 from dtf.core.types import Event, Place
 from dtf.core.version import __version__
-from dtf.engine.inference import names_of, weights_of
+from dtf.engine.inference import names_of, open_model, weights_of
 from dtf.engine.rank import Rank, run_rank
 from dtf.engine.trained_model import trained_model
 from dtf.model.class_probabilities import class_probabilities
@@ -61,8 +61,9 @@ def _export(rank: Rank) -> None:
     job: ExportJob = settings.job  # type: ignore[assignment]
     torch.set_num_threads(rank.place.threads)
     set_switches(settings.precision)
+    stored = open_model(settings, job.model)
     rows = _trial_rows(settings, job)
-    weights = weights_of(settings, job.model)
+    weights = weights_of(settings, job.model, stored)
     model = trained_model(settings, weights)
     inputs, targets = _trial_batch(settings.recipe, rows, model)
     with torch.no_grad():

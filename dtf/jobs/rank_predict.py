@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dtf.api.recipe import Dataset, Recipe
-from dtf.core.errors import BusyError, DataError
+from dtf.core.errors import BusyError, DataError, by_all
 from dtf.core.files import replace_text
 from dtf.core.types import Event, Names, Place
 from dtf.engine.inference import Inference, Pace
-from dtf.engine.predictions import Kind
+from dtf.engine.predictions import Kind, Predictions
 from dtf.engine.rank import Rank, run_rank
+from dtf.engine.row_notes import note_left_out
 from dtf.jobs.predict import PredictJob
 
 
@@ -40,23 +42,35 @@ def _predict(rank: Rank) -> None:
     inference = Inference(settings, rank.place, job.model, data, job.top, whole=True)
     file = Kind[job.format.name].file(folder, inference.names, job.top)
     rank_0 = inference.world.rank == 0
-    identity = {"model": inference.digest, "rows": len(inference.rows), "inputs": inference.rows.fingerprint()}
-    first, difference = inference.world.broadcast(
+    if rank_0 and (note := note_left_out([inference.rows], folder)):
+        rank.report(note)
+    rows = len(inference.rows)
+    identity = {"model": inference.digest, "rows": rows, "inputs": inference.rows.fingerprint()}
+    first, bad, difference = inference.world.broadcast(
         _begin(folder / "predictions.json", file, identity) if rank_0 else None
     )
     if difference:
         raise BusyError(f"{folder} holds predictions of {difference}; choose another run.dir")
-    pace = Pace(rank.report, "rows", len(inference.rows))
-    if first < len(inference.rows):
-        for done, _, rows in inference.batches(first, rank.beat, rank.stop_requested):
+    pace = Pace(rank.report, "rows", rows)
+    if first < rows:
+        most_bad = math.floor(job.bad_share * rows)
+        for done, _, predictions in inference.batches(first, rank.beat, rank.stop_requested, bad, most_bad):
             if rank_0:
-                file.append(rows, inputs)
+                file.append(predictions, inputs)
+                bad += sum(bool(row.error) for row in predictions)
             pace.report(done)
+    bad = inference.world.broadcast(bad if rank_0 else None)
+    if rank_0:
+        replace_text(folder / "predictions.json", json.dumps(identity | {"errors": bad}, indent=1) + "\n")
+    if bad == rows:
+        raise by_all(DataError(f"none of the {rows} rows can be read; {file.path.name} says why of each"))
     inference.world.leave()
 
 
-def _begin(path: Path, file: Any, identity: dict[str, Any]) -> tuple[int, str]:
-    """Rank 0's part: the first row to predict, and what differs where the folder holds other predictions."""
+def _begin(path: Path, file: Predictions, identity: dict[str, Any]) -> tuple[int, int, str]:
+    """Rank 0's part: the first row to predict, how many before it cannot be read, and what differs where the folder
+    holds other predictions.
+    """
     if path.exists():
         try:
             earlier = dict(json.loads(path.read_text()))
@@ -67,7 +81,7 @@ def _begin(path: Path, file: Any, identity: dict[str, Any]) -> tuple[int, str]:
             ) from error
         different = [key for key in identity if earlier.get(key) != identity[key]]
         if different:
-            return 0, f"other {' and '.join(different)}"
+            return 0, 0, f"other {' and '.join(different)}"
     else:
         replace_text(path, json.dumps(identity, indent=1) + "\n")
-    return file.open(), ""
+    return *file.open(), ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from dtf.api.recipe import Recipe, Split
@@ -13,12 +14,12 @@ from dtf.core.types import Event, Failed, Measured, Note
 from dtf.runs.run_folder import Run
 
 
-def launch(composed: Composed, entry: str, data: bool = True, one_rank: bool = False) -> Path | None:
+def launch(composed: Composed, entry: str, splits: Collection[Split], one_rank: bool = False) -> Path | None:
     """Start ranks that run the function `entry`, and wait until they have ended.
 
-    Returns the run folder; None in a process for which another one reports. `data`: whether the recipe's own data are
-    needed. `one_rank`: only one rank may be started. ConfigError when there is no model; RanksEnded when the ranks
-    fail.
+    Returns the run folder; None in a process for which another one reports. `splits`: of the recipe's own data that
+    are needed, if any. `one_rank`: only one rank may be started. ConfigError when there is no model; RanksEnded when
+    the ranks fail.
     """
     model, weights = composed.config["job"]["model"], composed.settings.recipe.fine_tuning.weights
     if not model and not weights:
@@ -33,7 +34,8 @@ def launch(composed: Composed, entry: str, data: bool = True, one_rank: bool = F
             composed.recompose(["launcher.processes=1"]) if "processes" in composed.config["launcher"] else composed
         )
     _check_one_role(composed)
-    settings = composed.check(data)
+    composed.settings.recipe.needed_splits = tuple(splits)
+    settings = composed.check(data=bool(splits))
     launcher = settings.launcher
     launcher.check(settings.strategy)
     processes, devices = launcher.count(), launcher.devices_kind()

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 _BEFORE_A_RUN = {LOCK, ".run.json.new"}  # what a process killed in its first millisecond leaves behind
 _ASKED_S = 0.2
 _WEIGHTS = "recipe.model.weights"
+_LIMIT = "job.bad_share"
+"""Says when to give up, not what the answers are."""
 _MAY_MOVE = "root"
 """Keys of this name, and the weights to start from, say where data lies, not what it is; checkpoints hold digests of
 that.
@@ -288,6 +290,7 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
     )
     job = dict(flat(config.get("job", {}), "job"))
     if job.get("job.name", "train") != "train":
+        job.pop(_LIMIT, None)
         return recipe | job | {"seed": config["seed"]}
     sampler = dict(flat(config["sampler"], "sampler"))
     return (

@@ -19,6 +19,7 @@ class Grouped(Dataset):
 
     def __init__(self, rows: Dataset, field: int) -> None:
         self._rows, self._field = rows, field
+        self.wrapped = rows
         self.prefetch, self.queue_rows, self.threads = rows.prefetch, rows.queue_rows, rows.threads
         self.bad, self.allowed = rows.bad, rows.allowed
 

@@ -18,24 +18,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtf.core.errors import DataError
-from dtf.recipes.resnet.tree import SPLITS, read_tree, stamp
+import PIL
 
-FORMAT = 1  # of the files below; part of the key
+from dtf.core.errors import DataError
+from dtf.recipes.resnet.tree import read_tree, stamp
+
+FORMAT = 2  # of the files below; part of the key
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """A decoded tree: `<folder>/<split>.u8` holds (rows, pixels, pixels, 3) bytes, rows in the order of the tree."""
+    """Decoded splits of a tree: `<folder>/<split>.u8` holds (rows, pixels, pixels, 3) bytes, rows in the order of the
+    tree.
+    """
 
     folder: Path
     classes: tuple[str, ...]
     counts: dict[str, tuple[int, ...]]  # split -> rows of each class
     digests: dict[str, int]  # split -> crc32 of the file
+    left_out: dict[str, str]  # file of the tree that is no row -> why
 
     def rows(self, split: str) -> int:
-        return sum(self.counts[split])
+        return sum(self.counts.get(split, ()))
 
     def file(self, split: str) -> Path:
         return self.folder / f"{split}.u8"
@@ -46,10 +51,18 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dtf" / "images"
 
 
-def location(root: Path, pixels: int, cache: Path) -> Path:
-    """The folder in the cache for one tree at one size. It is another one when a file of the tree changes."""
-    key = json.dumps([FORMAT, os.path.realpath(root), stamp(root), pixels])
+def location(root: Path, pixels: int, cache: Path, split: str) -> Path:
+    """The folder in the cache for one tree at one size. It is another one when a file of the tree changes.
+
+    `train` and `val` are decoded together, where they are there, and `test` only when it is asked for.
+    """
+    key = json.dumps([FORMAT, PIL.__version__, os.path.realpath(root), stamp(root), pixels, split == "test"])
     return cache / hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+
+
+def together(split: str) -> tuple[str, ...]:
+    """The splits that are decoded with this one."""
+    return ("test",) if split == "test" else ("train", "val")
 
 
 def glance(folder: Path, pixels: int) -> Decoded | None:
@@ -59,14 +72,15 @@ def glance(folder: Path, pixels: int) -> Decoded | None:
         decoded_tree = Decoded(
             folder,
             tuple(map(str, meta["classes"])),
-            {split: tuple(map(int, meta["counts"][split])) for split in SPLITS},
-            {split: int(meta["digests"][split]) for split in SPLITS},
+            {str(split): tuple(map(int, counts)) for split, counts in meta["counts"].items()},
+            {str(split): int(digest) for split, digest in meta["digests"].items()},
+            dict(meta["left_out"]),
         )
         whole = all(
             decoded_tree.file(split).stat().st_size == decoded_tree.rows(split) * pixels * pixels * 3
-            for split in SPLITS
+            for split in decoded_tree.digests
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return decoded_tree if whole else None
 
@@ -77,7 +91,7 @@ def decoded(root: Path, pixels: int, cache: Path, split: str) -> Decoded:
 
     DataError for a tree that cannot be read and for a cache that cannot be written.
     """
-    folder = location(root, pixels, cache)
+    folder = location(root, pixels, cache, split)
     decoded_tree = glance(folder, pixels)
     if decoded_tree and _intact(decoded_tree, split):
         return decoded_tree
@@ -87,7 +101,7 @@ def decoded(root: Path, pixels: int, cache: Path, split: str) -> Decoded:
             return decoded_tree
         if folder.exists():
             _log.warning("decoded images in %s are damaged; decoding %s again", folder, root)
-        return _decode(root, pixels, folder)
+        return _decode(root, pixels, folder, split)
 
 
 @contextlib.contextmanager
@@ -120,20 +134,26 @@ def _crc32(path: Path) -> int:
         return zlib.crc32(content)
 
 
-def _decode(root: Path, pixels: int, folder: Path) -> Decoded:
-    """Decode into a folder beside `folder`, then put it there in one rename. Called under the lock."""
+def _decode(root: Path, pixels: int, folder: Path, split: str) -> Decoded:
+    """Decode into a folder beside `folder`, then put it there in one rename. Called under the lock.
+
+    DataError when there is nothing to decode in `split`.
+    """
     from dtf.recipes.resnet.decode import decode_tree
 
     tree = read_tree(root)
+    tree.check([split])
+    splits = [split for split in together(split) if split not in tree.faults]
     building = folder.with_name(f"{folder.name}.tmp")
     for stale in (building, folder):
         if stale.exists():
             shutil.rmtree(stale)
     building.mkdir()
-    decode_tree(root, tree, pixels, {split: building / f"{split}.u8" for split in SPLITS})
-    made = Decoded(folder, tree.classes, tree.counts, {split: _crc32(building / f"{split}.u8") for split in SPLITS})
-    (building / "meta.json").write_text(
-        json.dumps({"classes": made.classes, "counts": made.counts, "digests": made.digests})
-    )
+    decode_tree(root, tree, pixels, {split: building / f"{split}.u8" for split in splits})
+    counts = {split: tree.counts[split] for split in splits}
+    digests = {split: _crc32(building / f"{split}.u8") for split in splits}
+    made = Decoded(folder, tree.classes, counts, digests, tree.left_out)
+    meta = {"classes": made.classes, "counts": counts, "digests": digests, "left_out": made.left_out}
+    (building / "meta.json").write_text(json.dumps(meta))
     building.rename(folder)
     return made

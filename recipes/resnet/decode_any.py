@@ -4,36 +4,83 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 
 import numpy as np
 from PIL import Image, ImageOps
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+from dtf.recipes.resnet.recognise import formats
+
 MOST_PIXELS = 1 << 27
 """Larger pictures are not decoded: a small file can claim to be enormous."""
 
+CONVERSION = {
+    "frame": "the first one of an animation or of several pages; the largest picture of an icon",
+    "turn": "as the Exif or XMP tag Orientation says (1 to 8), before anything else: PIL.ImageOps.exif_transpose",
+    "colour": "PIL.Image.Image.convert('RGB'): grey is repeated, a palette is looked up, CMYK and YCbCr are converted "
+    "without colour management; embedded colour profiles are ignored",
+    "alpha": "dropped: the colours below it stay, nothing is blended",
+    "bits": "8; of 16 bits the high byte, value >> 8 (of grey TIFF files with b bits, value >> (b - 8)); other numbers "
+    "are refused",
+}
+"""What `decode_any` does to a file, for people who do it without dtf."""
+
+_UNSCALED = "numbers of 32 bits, and nothing says which of them is white"
+_BITS_PER_SAMPLE, _SUBFILE = 258, 254  # tags of TIFF
+
 
 def decode_any(content: bytes) -> np.ndarray:
-    """(H, W, 3) bytes; the name of the file does not matter. Turned as Exif says, 16 bits to 8, transparency dropped.
+    """(H, W, 3) bytes, as `CONVERSION` says; the name of the file does not matter.
 
     ValueError, with the reason, for what cannot be decoded whole.
     """
     if not content:
         raise ValueError("it is empty")
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as file:
+        with Image.open(io.BytesIO(content), formats=formats()) as file:
             if file.width * file.height > MOST_PIXELS:
                 raise ValueError(f"it claims {file.width} x {file.height} pixels, more than {MOST_PIXELS}")
-            image = ImageOps.exif_transpose(file)
-            if image.mode.startswith("I"):  # 16 bits of grey, which `convert` would cut off at 255
-                return np.repeat((np.asarray(image, np.uint32) >> 8).astype(np.uint8)[..., None], 3, axis=2)
-            return np.asarray(image.convert("RGB"))
+            bits = _bits(file)
+            file.load()
+            _turn(file)
+            pixels = _in_bytes(file, bits)
+            if not pixels.size:
+                raise ValueError("it has no pixels")
+            return pixels
     except ValueError:
         raise
     except Image.UnidentifiedImageError:
-        raise ValueError(f"{len(content)} bytes that are none of {', '.join(FORMATS)}") from None
+        raise ValueError(f"{len(content)} bytes that are no image, or one whose beginning is damaged") from None
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from error
     except Exception as error:  # a broken file makes Pillow raise whatever its parser stumbles on
         raise ValueError(str(error).splitlines()[0][:200] if str(error) else type(error).__name__) from error
+
+
+def _bits(file: Image.Image) -> int:
+    """Bits of a number where it has more than 8. ValueError for a preview in place of the picture."""
+    tags = getattr(file, "tag_v2", {})
+    if tags.get(_SUBFILE, 0) & 1:
+        raise ValueError("its first picture is a preview, as in raw files of cameras, and Pillow reads no other")
+    return int(tags.get(_BITS_PER_SAMPLE, (16,))[0])
+
+
+def _turn(file: Image.Image) -> None:
+    """Turn the picture as its tag says, in place; leave it where its Exif data are damaged."""
+    with contextlib.suppress(Exception):  # `jpeg.read_header` takes no notice of them either
+        ImageOps.exif_transpose(file, in_place=True)
+
+
+def _in_bytes(image: Image.Image, bits: int) -> np.ndarray:
+    """(H, W, 3) bytes."""
+    if image.mode == "F":
+        raise ValueError(f"its pixels are {_UNSCALED}")
+    if image.mode.startswith("I"):  # grey of more than 8 bits, which `convert` would cut off at 255
+        numbers = np.asarray(image, np.int64)
+        shift = bits - 8 if 8 < bits < 16 else 8
+        if image.mode == "I" and (image.format == "TIFF" or numbers.min() < 0 or numbers.max() >> shift > 255):
+            raise ValueError(f"its pixels are {_UNSCALED}")
+        return np.repeat((numbers >> shift).astype(np.uint8)[..., None], 3, axis=2)
+    straight = {"RGBa": "RGBA", "La": "LA"}.get(image.mode)  # colours that are multiplied by alpha
+    return np.asarray((image.convert(straight) if straight else image).convert("RGB"))

@@ -8,6 +8,7 @@ lets go of the interpreter's lock, so that threads share the cores.
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ _BEYOND = "extraneous bytes before marker 0xd9"
 another marker it complains as it reads a damaged header, when it has decoded nothing.
 """
 
+_EXIF = b"Exif\0\0"
+_XMP_TURN = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+_SHORT = 3  # the type of a number in Exif data
 _MCU = 16  # rows of the largest unit of a file; one more is decoded, since chroma is interpolated across units
 _WORTHWHILE = 1 << 13
 """Pixels below a part that are left out from: for fewer, a changed copy of the file and the decoder's complaint cost
@@ -45,7 +49,7 @@ def read_header(content: bytes) -> Header | None:
     """The header of a complete, upright grey or colour file of 8 bits; None for others, which `decode_any` takes."""
     if not content.startswith(b"\xff\xd8") or not content.endswith(b"\xff\xd9"):
         return None  # no JPEG file, or one that breaks off or has something behind it
-    at, frame, lowerable = 2, None, True
+    at, frame, lowerable, exif = 2, None, True, 0
     while at + 9 < len(content):
         if content[at] != 0xFF:
             return None
@@ -63,12 +67,11 @@ def read_header(content: bytes) -> Header | None:
                 content[at + 9],
             )
             lowerable &= marker != 0xC2  # progressive: every scan goes over the whole picture
-        elif (
-            marker == 0xE1
-            and content[at + 4 : at + 10] == b"Exif\0\0"
-            and not _upright(content[at + 10 : at + 2 + length])
-        ):
-            return None
+        elif marker == 0xE1:
+            segment = content[at + 4 : at + 2 + length]
+            exif += segment.startswith(_EXIF)
+            if exif > 1 or not _upright(segment):
+                return None
         elif marker == 0xDD:
             lowerable = False  # restart markers: what is left over would be taken for damage
         elif marker == 0xDA:
@@ -129,8 +132,12 @@ def _room(size: int) -> np.ndarray:
     return room[:size]
 
 
-def _upright(tiff: bytes) -> bool:
-    """Whether Exif data has no orientation, or the usual one."""
+def _upright(segment: bytes) -> bool:
+    """Whether nothing in the segment of a marker APP1, Exif or XMP, says that the picture is to be turned."""
+    if not segment.startswith(_EXIF):
+        turn = _XMP_TURN.search(segment)
+        return turn is None or turn[1] not in b"2345678"
+    tiff = segment[6:]
     order = {b"II": "little", b"MM": "big"}.get(tiff[:2])
     if order is None:
         return True
@@ -141,4 +148,6 @@ def _upright(tiff: bytes) -> bool:
     directory = number(4, 4)
     room = (len(tiff) - directory - 2) // 12
     entries = (directory + 2 + 12 * i for i in range(min(number(directory, 2), room)))
-    return all(number(at, 2) != 0x0112 or number(at + 8, 2) in (0, 1) for at in entries)
+    return all(
+        number(at, 2) != 0x0112 or (number(at + 2, 2) == _SHORT and number(at + 8, 2) in (0, 1)) for at in entries
+    )

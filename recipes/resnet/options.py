@@ -9,14 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf.api.options import FineTuning
+from dtf.api.recipe import Split
 from dtf.api.registry import option
 from dtf.core.errors import ConfigError, DataError
 from dtf.recipes.resnet.archs import FAMILY_OF, LARGE, OLDER_NAMES, SMALL, TIMM, check_arch
 from dtf.recipes.resnet.tree import SHAPE
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import numpy as np
+
     from dtf.recipes.resnet.cache import Decoded
     from dtf.recipes.resnet.tree import Tree
+
+
+FOLDERS = {"train": "train", "eval": "val", "test": "test"}
+"""Split -> the folder of its images."""
 
 
 class Stem(Enum):
@@ -197,19 +206,32 @@ class SourceOptions(SplitOptions):
         if not _can_write(cache):
             raise DataError(f"recipe.data.cache={cache} cannot be written; set recipe.data.cache=DIR")
 
-    def check_against(self, images: Decoded | Tree, classes: int) -> None:
-        """Raise ConfigError where images do not fit these options or the model's number of classes."""
-        if len(images.classes) != classes:
+    def check_against(self, images: Decoded | Tree, classes: int, splits: Collection[Split]) -> None:
+        """Raise ConfigError where images do not fit these options or the model's number of classes.
+
+        `splits`: those that are needed. Where `train` is not, a split may lack classes: the model says which there are.
+        """
+        found = len(images.classes)
+        if found > classes or (found < classes and Split.train in splits):
             raise ConfigError(
-                f"recipe.model.classes={classes}, but {self.root} has {len(images.classes)} classes; set "
-                f"recipe.model.classes={len(images.classes)}"
+                f"recipe.model.classes={classes}, but {self.root} has {found} classes; set recipe.model.classes={found}"
             )
-        for key, split in (("train_rows", "train"), ("eval_rows", "val")):
-            if getattr(self, key) > sum(images.counts[split]):
+        for key, split in (("train_rows", Split.train), ("eval_rows", Split.eval)):
+            folder = FOLDERS[split.value]
+            if split in splits and getattr(self, key) > sum(images.counts[folder]):
                 raise ConfigError(
-                    f"recipe.data.{key}={getattr(self, key)}, but {split}/ has {sum(images.counts[split])} images; use "
-                    "0 for all"
+                    f"recipe.data.{key}={getattr(self, key)}, but {folder}/ has {sum(images.counts[folder])} images; "
+                    "use 0 for all"
                 )
+
+    def rows(self, split: str, count: int) -> np.ndarray:
+        """Which of the `count` rows of a split are used: row numbers, int64."""
+        import numpy as np
+
+        from dtf.recipes.resnet.images import thin
+
+        keep = {"train": self.train_rows, "eval": self.eval_rows}.get(split, 0)
+        return thin(count, keep) if keep else np.arange(count)
 
 
 @dataclass(kw_only=True)

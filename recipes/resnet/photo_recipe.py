@@ -10,9 +10,10 @@ from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dtf.api.recipe import Split
 from dtf.api.registry import option, register
-from dtf.core.errors import ConfigError
-from dtf.recipes.resnet.options import ModelOptions, SourceOptions, Stem
+from dtf.core.errors import ConfigError, DataError
+from dtf.recipes.resnet.options import FOLDERS, ModelOptions, SourceOptions, Stem
 from dtf.recipes.resnet.recipe import Classification
 
 if TYPE_CHECKING:
@@ -156,32 +157,39 @@ class ResnetPhotos(Classification):
     model: ModelOptions = option(factory=lambda: ModelOptions(arch="resnet18"), doc="the network")
     data: PhotoOptions = option(factory=PhotoOptions, doc="the images")
 
+    splits = tuple(Split)
     stem_of_large: ClassVar[Stem] = Stem.imagenet
 
     def check(self) -> None:
         from dtf.recipes.resnet.store import read_index
 
         super().check()
-        root, cache = self.data.places()
-        self.data.check_against(read_index(root, cache).tree, self.model.classes)
+        tree = read_index(*self.data.places()).tree
+        folders = [FOLDERS[split.value] for split in self.needed_splits]
+        tree.check(folders)
+        self.data.check_against(tree, self.model.classes, self.needed_splits)
+        if self.data.bad_records is BadRecords["raise"]:
+            for name, why in tree.unreadable_rows(folders):
+                raise DataError(
+                    f"recipe.data.root={self.data.root}: {name} cannot be used: {why}; replace or remove it, or set "
+                    "recipe.data.bad_records=skip"
+                )
 
     @property
     def pairs(self) -> bool:
         return bool(self.data.mixup or self.data.cutmix)
 
     def open_data(self, split: str, seed: int) -> Photos:
-        import numpy as np
         import torch
 
-        from dtf.recipes.resnet.images import thin
         from dtf.recipes.resnet.photos import Look, Photos
         from dtf.recipes.resnet.store import read_index
 
-        data, train = self.data, split == "train"
-        name, keep = ("train", data.train_rows) if train else ("val", data.eval_rows)
+        data, train, name = self.data, split == "train", FOLDERS[split]
         index = read_index(*data.places())
-        labels = np.repeat(np.arange(len(index.tree.classes)), index.tree.counts[name])
-        rows = thin(len(labels), keep) if keep else np.arange(len(labels))
+        index.tree.check([name])
+        labels = self.labels(index.tree.classes, index.tree.counts[name])
+        rows = data.rows(split, len(labels))
         look = Look(
             area=(data.crop_area[0], data.crop_area[1]),
             ratio=(data.crop_ratio[0], data.crop_ratio[1]),
@@ -193,7 +201,7 @@ class ResnetPhotos(Classification):
             grow_from=data.grow_from,
             grow_epochs=data.grow_epochs,
         )
-        return Photos(
+        photos = Photos(
             index.open(name, rows),
             labels[rows],
             data.pixels,
@@ -203,6 +211,8 @@ class ResnetPhotos(Classification):
             data.threads or torch.get_num_threads(),
             math.ceil(data.bad_share * len(rows)) if data.bad_records is BadRecords["skip"] else 0,
         )
+        photos.left_out = index.tree.left_out
+        return photos
 
     def class_names(self) -> tuple[str, ...]:
         from dtf.recipes.resnet.store import read_index
@@ -214,12 +224,9 @@ class ResnetPhotos(Classification):
         return self.data.mean, self.data.std
 
     def preprocessing(self) -> dict[str, Any]:
-        described = super().preprocessing()
-        described["steps"][1] = (
-            f"resize the shorter side to {self._whole} pixels (bilinear, antialiased) and cut out the central "
-            f"{self.data.pixels} x {self.data.pixels}"
-        )
-        return described | {"resize": self._whole}
+        from dtf.recipes.resnet.preprocessing import of_photos
+
+        return of_photos(self.data.pixels, self._whole, *self.normalisation())
 
     def open_inputs(self, path: Path) -> tuple[list[str], Photos]:
         import numpy as np
@@ -227,20 +234,15 @@ class ResnetPhotos(Classification):
 
         from dtf.recipes.resnet.photos import Photos
         from dtf.recipes.resnet.store import Store
-        from dtf.recipes.resnet.unlabelled import digest, image_names
+        from dtf.recipes.resnet.unlabelled import digest, list_inputs
 
-        names = image_names(path)
+        found = list_inputs(path)
+        names = found.names
         threads = self.data.threads or torch.get_num_threads()
-        return names, Photos(
-            Store(path, tuple(names), None, digest(names)),
-            np.zeros(len(names)),
-            self.data.pixels,
-            self._whole,
-            None,
-            0,
-            threads,
-            0,
-        )
+        store = Store(path, tuple(names), None, digest(names), found.unreadable)
+        photos = Photos(store, np.zeros(len(names)), self.data.pixels, self._whole, None, 0, threads, 0)
+        photos.left_out = found.left_out
+        return names, photos
 
     @property
     def _whole(self) -> int:

@@ -23,11 +23,12 @@ from torch._C._nn import _upsample_bilinear2d_aa
 from dtf.api.recipe import Dataset
 from dtf.core.errors import DataError
 from dtf.core.seeding import draws
+from dtf.core.text import plain_text
 from dtf.recipes.resnet import augment, jpeg
 from dtf.recipes.resnet.buffers import Buffers
 from dtf.recipes.resnet.crops import CROP_DRAWS, Part, random_part, shorter_side
 from dtf.recipes.resnet.decode_any import MOST_PIXELS, decode_any
-from dtf.recipes.resnet.store import Store
+from dtf.recipes.resnet.store import Store, reason
 
 _MARGIN = 2
 """How much larger than wanted a part stays that is decoded at a fraction: then the resampling that follows decides what
@@ -169,15 +170,15 @@ class Photos(Dataset):
         try:
             see(self._store[row], out)
         except (OSError, ValueError) as error:
-            name = self._store.names[row]
+            name, why = self._store.names[row], reason(error)
             if not self.allowed:
                 raise DataError(
-                    f"recipe.data.root: {name} cannot be used: {error}; replace or remove it, or set "
+                    f"recipe.data.root: {name} cannot be used: {why}; replace or remove it, or set "
                     "recipe.data.bad_records=skip"
                 ) from error
             if row not in self.bad:
-                _log.warning("%s cannot be used and is skipped: %s", name, error)
-            self.bad[row] = f"{name}: {error}"
+                _log.warning("%s cannot be used and is skipped: %s", plain_text(name), why)
+            self.bad[row] = f"{name}: {why}"
             out.zero_()
 
     def _centre(self, content: bytes, out: Tensor) -> None:

@@ -8,20 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dtf.api.layout import Layout, Split
-from dtf.api.recipe import Dataset, Recipe
+from dtf.api.layout import Layout
+from dtf.api.layout import Split as Cut
+from dtf.api.recipe import Dataset, Recipe, Split
 from dtf.api.registry import option, register
 from dtf.api.sampler import RowTrait
 from dtf.core.errors import ConfigError
 from dtf.recipes.resnet.archs import FAMILY_OF, LARGE, SMALL, TIMM, check_pixels
-from dtf.recipes.resnet.options import FolderOptions, ModelOptions, ShapesOptions, SplitOptions, Stem
+from dtf.recipes.resnet.options import FOLDERS, FolderOptions, ModelOptions, ShapesOptions, SplitOptions, Stem
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor, nn
 
     from dtf.api.recipe import Dataset
     from dtf.core.types import Batch
+    from dtf.recipes.resnet.cache import Decoded
     from dtf.recipes.resnet.images import Images
+    from dtf.recipes.resnet.tree import Tree
 
 
 BASIC = {*SMALL, "resnet18", "resnet34"}
@@ -67,6 +71,21 @@ class Classification(Recipe):
         check_pixels(self.model.arch, self.data.pixels, self.data.smallest)
         self.data.check()
 
+    def use_classes(self, names: Sequence[str]) -> None:
+        self._known_classes = tuple(names)
+
+    def labels(self, classes: Sequence[str], counts: Sequence[int]) -> np.ndarray:
+        """The label of each row, int64, of so many rows of each class. DataError for classes that are not the
+        model's.
+        """
+        import numpy as np
+
+        from dtf.recipes.resnet.tree import labels_of
+
+        known = getattr(self, "_known_classes", ())
+        places = labels_of(classes, known, self.model.classes, getattr(self.data, "root", ""))
+        return np.repeat(np.array(places, np.int64), counts)
+
     def build_model(self) -> nn.Module:
         from dtf.recipes.resnet import model
 
@@ -84,7 +103,7 @@ class Classification(Recipe):
     def layout(self, model: nn.Module) -> Layout:
         from dtf.recipes.resnet.model import heads
 
-        ends = dict.fromkeys(heads(self.model.arch, model), Split.classes)
+        ends = dict.fromkeys(heads(self.model.arch, model), Cut.classes)
         if not self.model.is_resnet:
             return Layout(splits=ends)  # its blocks are found
         stages = [name for name, _ in model.named_children() if name.startswith("layer")]
@@ -92,13 +111,13 @@ class Classification(Recipe):
             (f"{stage}.{block}",) for stage in stages for block, _ in model.get_submodule(stage).named_children()
         ]
         last = (
-            {"conv2": Split.row}
+            {"conv2": Cut.row}
             if self.model.arch in BASIC
-            else {"conv2": Split.row_scatter, "bn2": Split.local, "conv3": Split.row}
+            else {"conv2": Cut.row_scatter, "bn2": Cut.local, "conv3": Cut.row}
         )
         if "resnext" in self.model.arch:
-            last["conv2"] = Split.local  # its channels come in groups
-        inside = {"conv1": Split.column, "bn1": Split.local, **last}
+            last["conv2"] = Cut.local  # its channels come in groups
+        inside = {"conv1": Cut.column, "bn1": Cut.local, **last}
         splits = {f"{block}.{name}": split for (block,) in residual for name, split in inside.items()}
         return Layout((("conv1", "bn1"), *residual, ("fc",)), {**splits, **ends})
 
@@ -132,21 +151,15 @@ class Classification(Recipe):
         """Mean and standard deviation of red, green and blue in [0, 1]."""
 
     def preprocessing(self) -> dict[str, Any]:
-        mean, std = self.normalisation()
-        steps = [
-            "decode to RGB",
-            f"cut out the largest centred square and resize it to {self.data.pixels} x {self.data.pixels} pixels "
-            "(bilinear, antialiased)",
-            "divide by 255, subtract mean, divide by std, for each channel",
-            "order as (batch, channel, row, column)",
-        ]
-        return {"steps": steps, "pixels": self.data.pixels, "channels": "RGB", "mean": [*mean], "std": [*std]}
+        from dtf.recipes.resnet.preprocessing import of_squares
+
+        return of_squares(self.data.pixels, *self.normalisation())
 
     def open_inputs(self, path: Path) -> tuple[list[str], Dataset]:
-        from dtf.recipes.resnet.unlabelled import Unlabelled, image_names
+        from dtf.recipes.resnet.unlabelled import Unlabelled, list_inputs
 
-        names = image_names(path)
-        return names, Unlabelled(path, names, self.data.pixels, *self.normalisation())
+        found = list_inputs(path)
+        return found.names, Unlabelled(path, found, self.data.pixels, *self.normalisation())
 
 
 @register("recipe", "resnet_shapes")
@@ -193,24 +206,31 @@ class ResnetFolder(Classification):
     """Images from class folders or an archive of them. They are decoded once, and kept for later runs."""
 
     data: FolderOptions = option(factory=FolderOptions, doc="the images")
+    splits = tuple(Split)
 
     def check(self) -> None:
-        from dtf.recipes.resnet import cache, tree
-
         super().check()
-        root, store = self.data.places()
-        images = cache.glance(cache.location(root, self.data.pixels, store), self.data.pixels) or tree.read_tree(root)
-        self.data.check_against(images, self.model.classes)
+        images = self._images(self.needed_splits)
+        self.data.check_against(images, self.model.classes, self.needed_splits)
 
     def class_names(self) -> tuple[str, ...]:
+        if not self.data.root or not self.data.places()[0].exists():
+            return ()
+        return self._images(()).classes
+
+    def _images(self, splits: tuple[Split, ...]) -> Decoded | Tree:
+        """What is known of the images without decoding them. DataError where one of these splits is not there."""
         from dtf.recipes.resnet import cache, tree
 
         root, store = self.data.places()
-        if not self.data.root or not root.exists():
-            return ()
-        return (
-            cache.glance(cache.location(root, self.data.pixels, store), self.data.pixels) or tree.read_tree(root)
-        ).classes
+        folders = [FOLDERS[split.value] for split in splits]
+        place = cache.location(root, self.data.pixels, store, "test" if folders == ["test"] else "train")
+        decoded = cache.glance(place, self.data.pixels)
+        if decoded and all(decoded.rows(folder) for folder in folders):
+            return decoded
+        found = tree.read_tree(root)
+        found.check(folders)
+        return found
 
     def normalisation(self) -> tuple[Sequence[float], Sequence[float]]:
         return self.data.mean, self.data.std
@@ -219,19 +239,17 @@ class ResnetFolder(Classification):
         import numpy as np
 
         from dtf.recipes.resnet.cache import decoded
-        from dtf.recipes.resnet.images import Images, thin
+        from dtf.recipes.resnet.images import Images
 
-        data, train = self.data, split == "train"
-        name, keep = ("train", data.train_rows) if train else ("val", data.eval_rows)
+        data, train, name = self.data, split == "train", FOLDERS[split]
         root, store = data.places()
         decoded_tree = decoded(root, data.pixels, store, name)
         pixels = np.asarray(np.memmap(decoded_tree.file(name), np.uint8, "r")).reshape(-1, data.pixels, data.pixels, 3)
-        labels = np.repeat(np.arange(len(decoded_tree.classes)), decoded_tree.counts[name])
-        if keep:
-            rows = thin(len(labels), keep)
+        labels = self.labels(decoded_tree.classes, decoded_tree.counts[name])
+        rows = data.rows(split, len(labels))
+        if len(rows) < len(labels):
             pixels, labels = pixels[rows], labels[rows]
-        digest = f"{decoded_tree.digests[name]:08x}"
-        return Images(
+        images = Images(
             pixels,
             labels,
             data.mean,
@@ -239,5 +257,7 @@ class ResnetFolder(Classification):
             crop_pad=data.crop_pad * train,
             flip=data.flip and train,
             seed=seed,
-            digest=digest,
+            digest=f"{decoded_tree.digests[name]:08x}",
         )
+        images.left_out = decoded_tree.left_out
+        return images

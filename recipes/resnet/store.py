@@ -14,22 +14,29 @@ import os
 import stat
 import tarfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
+import PIL
 
 from dtf.core.errors import DataError
+from dtf.recipes.resnet.archive import READ_ERRORS, list_archive
 from dtf.recipes.resnet.cache import written
-from dtf.recipes.resnet.tree import READ_ERRORS, SPLITS, Tree, is_archive, members, read_tree, stamp, tree_of
+from dtf.recipes.resnet.listing import Listing
+from dtf.recipes.resnet.tree import SPLITS, Tree, is_archive, read_tree, stamp, tree_of
 
-FORMAT = 1  # of the index below; part of the key
+FORMAT = 2  # of the index below; part of the key
 _MOST_AT_ONCE = 1 << 18
 """Bytes of a file that are read before a look at its size: most are smaller, and a thread gives the interpreter's lock
 away in each call of the system.
 """
 _MOST = 1 << 30
 """Bytes of a file that is read: no picture is larger."""
+_NOWHERE = (0, 0)
+"""The place of a file that cannot be read."""
 _END = b"\xff\xd9"
 """Ends a whole JPEG file."""
 
@@ -40,15 +47,26 @@ class Store:
     Threads may read at once; forked processes must not share one.
     """
 
-    def __init__(self, root: Path, names: tuple[str, ...], places: np.ndarray | None, digest: str) -> None:
+    def __init__(
+        self,
+        root: Path,
+        names: tuple[str, ...],
+        places: np.ndarray | None,
+        digest: str,
+        unreadable: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`unreadable`: of these names, which cannot be read, as is known from listing them, and why."""
         self._folder, self.names, self._places, self.digest = str(root), names, places, digest
+        self._unreadable = unreadable
         self._file = os.open(root, os.O_RDONLY | os.O_CLOEXEC) if places is not None else -1
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, row: int) -> bytes:
-        """OSError when the file cannot be read whole."""
+        """OSError or ValueError when the file cannot be read whole."""
+        if self._unreadable and (why := self._unreadable.get(self.names[row])):
+            raise ValueError(why)
         if self._places is not None:
             return _read(self._file, *map(int, self._places[row]))
         file = os.open(os.path.join(self._folder, self.names[row]), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -77,6 +95,11 @@ class Store:
             self._file = -1
 
 
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, without a path and a number."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def _refuse_enormous(size: int) -> None:
     if size > _MOST:
         raise OSError(errno.EFBIG, f"a file of {size} bytes, more than {_MOST}")
@@ -102,10 +125,11 @@ class Index:
         """These files of a split. `digest` tells trees with other names or, in an archive, other sizes apart."""
         names = tuple(self.tree.files[split][row] for row in rows)
         digest = zlib.crc32("\n".join(names).encode("utf-8", "surrogateescape"))
+        unreadable = self.tree.unreadable
         if self.places is None:
-            return Store(self.root, names, None, f"{digest:08x}")
+            return Store(self.root, names, None, f"{digest:08x}", unreadable)
         places = self.places[split][rows]
-        return Store(self.root, names, places, f"{zlib.crc32(places[:, 1].tobytes(), digest):08x}")
+        return Store(self.root, names, places, f"{zlib.crc32(places[:, 1].tobytes(), digest):08x}", unreadable)
 
 
 def read_index(root: Path, cache: Path) -> Index:
@@ -116,10 +140,9 @@ def read_index(root: Path, cache: Path) -> Index:
     start for each file.
     """
     if not is_archive(root):
-        return Index(root, read_tree(root), None)
-    key = hashlib.sha256(
-        json.dumps([FORMAT, os.path.realpath(root), stamp(root)]).encode("utf-8", "surrogateescape")
-    ).hexdigest()[:24]
+        judged = _key([os.path.realpath(root)])
+        return Index(root, read_tree(root, cache / f"{judged}.files.json"), None)
+    key = _key([os.path.realpath(root), stamp(root)])
     index_file, plain = cache / f"{key}.json", root if _is_plain(root) else cache / f"{key}.tar"
     if (index := _load(index_file, plain, root)) is not None:
         return index
@@ -128,23 +151,38 @@ def read_index(root: Path, cache: Path) -> Index:
             return index
         if plain != root:
             _unpack(root, plain)
-        listed = {name: (member.offset_data, member.size) for name, member, _ in members(plain)}
-        tree_of(listed, root)
+        archive = list_archive(plain)
+        listing = archive.listing
+        tree_of(listing, root)
+        places = [archive.places.get(archive.sources.get(name, name), _NOWHERE) for name in listing.names]
         building = index_file.with_suffix(".tmp")
-        building.write_text(json.dumps(listed), errors="surrogateescape")
+        listed = {
+            "names": listing.names,
+            "places": places,
+            "unreadable": listing.unreadable,
+            "left_out": listing.left_out,
+        }
+        building.write_text(json.dumps(listed))
         building.rename(index_file)
     index = _load(index_file, plain, root)
     assert index is not None
     return index
 
 
+def _key(parts: list[str]) -> str:
+    """The name of a file in the cache: another Pillow may take other files for images."""
+    text = json.dumps([FORMAT, PIL.__version__, *parts])
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+
+
 def _load(index_file: Path, plain: Path, root: Path) -> Index | None:
     try:
-        listed = json.loads(index_file.read_text(errors="surrogateescape"))
+        listed = json.loads(index_file.read_text())
         size = plain.stat().st_size
-        tree = tree_of(listed, root)
+        tree = tree_of(Listing(listed["names"], dict(listed["unreadable"]), dict(listed["left_out"])), root)
+        place_of = dict(zip(listed["names"], listed["places"], strict=True))
         places = {
-            split: np.array([listed[name] for name in tree.files[split]], np.int64).reshape(-1, 2) for split in SPLITS
+            split: np.array([place_of[name] for name in tree.files[split]], np.int64).reshape(-1, 2) for split in SPLITS
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError, DataError):
         return None

@@ -15,26 +15,28 @@ from dtf.api.recipe import Dataset
 from dtf.core.errors import DataError
 from dtf.recipes.resnet.decode import decode_image
 from dtf.recipes.resnet.images import Images
-from dtf.recipes.resnet.tree import SUFFIXES
+from dtf.recipes.resnet.listing import Judgements, Listing, list_folder
+from dtf.recipes.resnet.store import Store, reason
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+DEEPEST = 64
+"""Names in a path of an input."""
 
-def image_names(folder: Path) -> list[str]:
-    """Images below a folder, relative to it, in order of names. DataError when there is none."""
+
+def list_inputs(folder: Path) -> Listing:
+    """Images below a folder, in order of names, those that cannot be read included. DataError when there is none."""
     if not folder.is_dir():
         raise DataError(f"job.input={folder} is no folder of images")
-    names = sorted(
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.suffix.lower() in SUFFIXES and path.is_file()
-    )
-    if not names:
-        raise DataError(
-            f"job.input={folder} holds no image; files that end with {', '.join(sorted(SUFFIXES))} are taken for some"
-        )
-    return names
+    try:
+        found = list_folder(folder, Judgements(folder, None), DEEPEST, strict=False)
+    except DataError as error:
+        raise DataError(f"job.input={folder}: {error}") from error
+    if not found.names:
+        raise DataError(f"job.input={folder} holds no image that Pillow can read, under whatever name")
+    found.names.sort()
+    return found
 
 
 def digest(names: Sequence[str]) -> str:
@@ -44,29 +46,32 @@ def digest(names: Sequence[str]) -> str:
 
 
 class Unlabelled(Dataset):
-    """Images by name below a folder, of `pixels` x `pixels`; the label of each is 0."""
+    """Images of a folder, of `pixels` x `pixels`; the label of each is 0. One that cannot be read is black."""
 
-    def __init__(
-        self, folder: Path, names: Sequence[str], pixels: int, mean: Sequence[float], std: Sequence[float]
-    ) -> None:
-        self._folder, self._names, self._pixels, self._mean, self._std = folder, names, pixels, mean, std
+    def __init__(self, folder: Path, found: Listing, pixels: int, mean: Sequence[float], std: Sequence[float]) -> None:
+        names = tuple(found.names)
+        self._store = Store(folder, names, None, digest(names), found.unreadable)
+        self._folder, self._pixels, self._mean, self._std = folder, pixels, mean, std
+        self.bad: dict[int, str] = {}
+        self.left_out = found.left_out
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "decode")
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._store)
 
     def fingerprint(self) -> str:
-        return f"{len(self)} images {digest(self._names)}"
+        return f"{len(self)} images {self._store.digest}"
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
         pixels = np.stack(list(self._threads.map(self._decode, ids.tolist())))
         return Images(pixels, np.zeros(len(ids), np.int64), self._mean, self._std).fetch(np.arange(len(ids)), epoch)
 
     def _decode(self, row: int) -> np.ndarray:
-        path = self._folder / self._names[row]
         try:
-            return decode_image(path.read_bytes(), self._pixels)
-        except Exception as error:  # whatever a decoder makes of a broken file
-            raise DataError(
-                f"{path} cannot be decoded: {str(error)[:200] or type(error).__name__}; replace or remove it"
-            ) from error
+            return decode_image(self._store[row], self._pixels)
+        except (OSError, ValueError) as error:
+            name, why = self._store.names[row], reason(error)
+            if not self.allowed:
+                raise DataError(f"{self._folder / name} cannot be used: {why}; replace or remove it") from error
+            self.bad[row] = f"{name}: {why}"
+            return np.zeros((self._pixels, self._pixels, 3), np.uint8)

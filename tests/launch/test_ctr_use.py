@@ -311,19 +311,25 @@ def test_there_is_a_prediction_for_each_row_or_an_error(folder: Path, run_dtf: R
     lines[40] = "what"
     (tmp_path / "bad.tsv").write_text("\n".join(lines))
     skip = ("recipe.data.bad_records=skip", "recipe.data.bad_share=0.5", "launcher=inline")
-    result = run_dtf("job=predict", f"job.model={folder / 'run'}", f"job.input={tmp_path / 'bad.tsv'}", *skip)
-    assert result.code == 65 and f"{tmp_path}/bad.tsv:41: " in result.err
+    of_inputs = (f"job.model={folder / 'run'}", f"job.input={tmp_path / 'bad.tsv'}", "launcher=inline")
+
+    def answers(result: Any) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (result.folder / "predictions.jsonl").read_text().splitlines()]
+
+    result = run_dtf("job=predict", *of_inputs)
+    assert result.code == 0 and result.err.endswith("dtf: 70 rows: 69 predicted, 1 error\n"), result.err
+    assert [row["row"] for row in answers(result) if "error" in row] == [40]
+    assert answers(result)[40]["input"] == f"{tmp_path}/bad.tsv:41"
+    result = run_dtf("job=predict", *of_inputs, "job.bad_share=0")
+    assert result.code == 65 and "1 of 50 rows cannot be read, job.bad_share allows 0" in result.err
     lines = (folder / "eval.tsv").read_text().splitlines()
     lines[40] = "what"
     (tmp_path / "eval.tsv").write_text("\n".join(lines))
     of_split = (f"job.model={folder / 'run'}", f"recipe.data.eval={tmp_path / 'eval.tsv'}", *skip)
     for mode in ("memory", "queue"):
         result = run_dtf("job=predict", *of_split, f"recipe.data.mode={mode}")
-        assert (
-            result.code == 65
-            and f"{tmp_path}/eval.tsv:41: the label is neither 0 nor 1; there is a prediction for every row or none"
-            in result.err
-        )
+        assert result.code == 0 and len(answers(result)) == 70, result.err
+        assert answers(result)[40] == {"row": 40, "error": f"{tmp_path}/eval.tsv:41: the label is neither 0 nor 1"}
     assert "70 rows of which 1 cannot be read: loss=" in run_dtf("job=evaluate", *of_split).out
 
 

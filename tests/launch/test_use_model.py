@@ -239,17 +239,48 @@ def test_predictions_as_a_table(trained: Path, run_dtf: Run) -> None:
     assert float(rows[0]["probability"]) >= float(rows[0]["probability_2"])
 
 
-def test_a_broken_image_is_named(trained: Path, images: Path, run_dtf: Run) -> None:
-    (images / "05.jpg").write_bytes(b"no image")
-    result = run_dtf("job=predict", f"job.model={trained}", f"job.input={images}", *INLINE)
-    assert result.code == 65 and "05.jpg cannot be decoded" in result.err
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_a_broken_image_gets_a_line_with_an_error(trained: Path, images: Path, run_dtf: Run, form: str) -> None:
+    """Once, also where the job goes on, within the limit that is set; the last line counts them."""
+    (images / "03.jpg").write_bytes(b"no image")
+    (images / "empty.webp").write_bytes(b"")
+    command = ("job=predict", f"job.model={trained}", f"job.input={images}", f"job.format={form}", *INLINE)
+    result = run_dtf(*command, "job.bad_share=0.1", "step.batch_size=4")
+    assert result.code == 65 and "2 of 8 rows cannot be read, job.bad_share allows 1 of all 12" in result.err
+    result = run_dtf(*command, folder=result.folder)
+    assert result.code == 0 and result.err.endswith("dtf: 12 rows: 10 predicted, 2 errors\n"), result.err
+    assert "left out: 1 .txt (no image); left_out.txt in the run folder names them" in result.err
+    assert (result.folder / "left_out.txt").read_text() == "notes.txt\tno image\n"
+    file = result.folder / f"predictions.{form}"
+    assert result.out == f"{file}\n"
+    rows = list(csv.DictReader(file.open())) if form == "csv" else lines(file)
+    assert [int(row["row"]) for row in rows] == list(range(12))
+    errors = {row["input"]: row["error"] for row in rows if row.get("error")}
+    assert errors == {
+        "03.jpg": "8 bytes that are no image, or one whose beginning is damaged",
+        "empty.webp": "it is empty",
+    }
+    kept = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(kept[: -6 if form == "csv" else -7]))
+    again = run_dtf(*command, folder=result.folder)
+    assert again.code == 0 and file.read_bytes() == b"".join(kept) and again.err.endswith("10 predicted, 2 errors\n")
+
+
+def test_where_nothing_can_be_read_predictions_end_with_an_error(trained: Path, tmp_path: Path, run_dtf: Run) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").touch()
+    command = ("job=predict", f"job.model={trained}", f"job.input={tmp_path / 'images'}", *INLINE)
+    result = run_dtf(*command)
+    assert result.code == 65 and "none of the 1 rows can be read; predictions.jsonl says why of each" in result.err
+    assert lines(result.folder / "predictions.jsonl") == [{"row": 0, "input": "a.png", "error": "it is empty"}]
+    assert run_dtf(*command, folder=result.folder).code == 65
 
 
 def test_exported_files_say_what_the_model_says(trained: Path, images: Path, run_dtf: Run) -> None:
     """Without dtf, at other batch sizes; torchvision's names; class names and preprocessing beside the numbers."""
     from safetensors import safe_open
 
-    from dtf.recipes.resnet.unlabelled import Unlabelled, image_names
+    from dtf.recipes.resnet.unlabelled import Unlabelled, list_inputs
 
     result = run_dtf("job=export", f"job.model={trained}", f"job.input={images}", *INLINE)
     assert result.code == 0, result.err
@@ -266,9 +297,12 @@ def test_exported_files_say_what_the_model_says(trained: Path, images: Path, run
         "job=predict", f"job.model={result.folder / 'model.safetensors'}", f"job.input={images}", *MODEL, *INLINE
     )
     assert predicted.code == 0, predicted.err
-    names = image_names(images)
     inputs, _ = Unlabelled(
-        images, names, told["preprocessing"]["pixels"], told["preprocessing"]["mean"], told["preprocessing"]["std"]
+        images,
+        list_inputs(images),
+        told["preprocessing"]["pixels"],
+        told["preprocessing"]["mean"],
+        told["preprocessing"]["std"],
     ).fetch(np.arange(11), 0)
     chances = program(inputs).softmax(-1).detach()
     for row, chance in zip(lines(predicted.folder / "predictions.jsonl"), chances, strict=True):

@@ -11,6 +11,7 @@ import pytest
 from dtf.core.errors import DataError
 from dtf.engine.predictions import ConfusionTable, Prediction
 from dtf.jobs import evaluate
+from dtf.jobs.outcome import Evaluation
 from dtf.runs.report import html
 from dtf.runs.results import read_runs
 from tests.unit.test_report import run_folder
@@ -24,7 +25,12 @@ def evaluated(pairs: list[tuple[int, int]], names: tuple[str, ...], width: int) 
     table.add([Prediction(row, float(label), [guess], [0.5], width) for row, (label, guess) in enumerate(pairs)])
     table.add([Prediction(99, None, [0], [0.5], width)])  # of which nobody knows what it is
     about = {"model": "m", "split": "eval", "rows": len(pairs), "unread": 0, "metrics": {"top1": 0.5}}
+    about |= {"digest": "", "unread_rows": []}
     return about | {"classes": table.classes(), "confusions": table.confusions()}
+
+
+def printed(*given: Any) -> str:
+    return evaluate._text(Evaluation(**evaluated(*given), folder=Path("run")))
 
 
 def test_pairs_say_what_recall_and_precision_say() -> None:
@@ -35,7 +41,7 @@ def test_pairs_say_what_recall_and_precision_say() -> None:
 
 
 def test_few_classes_are_a_matrix() -> None:
-    lines = evaluate._text(evaluated(PAIRS, NAMES, 3)).splitlines()
+    lines = printed(PAIRS, NAMES, 3).splitlines()
     start = lines.index("rows of each class, by what they were taken for:")
     cells = [line.split() for line in lines[start + 1 :]]
     assert cells == [
@@ -49,13 +55,13 @@ def test_few_classes_are_a_matrix() -> None:
 
 def test_many_classes_are_their_most_frequent_mistakes() -> None:
     pairs = [(number, (number + 1) % 50) for number in range(50)] + [(7, 9)] * 3
-    lines = evaluate._text(evaluated(pairs, (), 50)).splitlines()
+    lines = printed(pairs, (), 50).splitlines()
     start = lines.index("the most frequent of 51 pairs that were confused:")
     assert lines[start + 1].split() == ["3", "7", "taken", "for", "9"] and len(lines) == start + 1 + evaluate.PAIRS
 
 
 def test_nothing_is_said_where_nothing_was_confused_or_there_are_no_classes() -> None:
-    assert evaluate._text(evaluated([(0, 0), (1, 1)], NAMES, 3)).endswith("no row was taken for another class")
+    assert printed([(0, 0), (1, 1)], NAMES, 3).endswith("no row was taken for another class")
     event = ConfusionTable(())
     event.add([Prediction(0, 1.0, [], [0.2], 0)])
     assert event.classes() == [] == event.confusions()

@@ -186,7 +186,7 @@ def bad_files() -> dict[str, tuple[bytes, str]]:
     return {
         "empty": (b"", "it is empty"),
         "cut off": (image[: len(image) // 2], "truncated"),
-        "text": (b"no image at all", "none of JPEG, PNG"),
+        "text": (b"no image at all", "15 bytes that are no image"),
         "bomb": (bytes(bomb), "pixels"),
     }
 

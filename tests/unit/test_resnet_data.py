@@ -119,7 +119,8 @@ def break_tree(folder: Path, how: str) -> None:
             shutil.rmtree(folder / "val")
         case "no images":
             for file in (folder / "train").rglob("*.jpg"):
-                file.rename(file.with_suffix(".txt"))
+                file.unlink()
+                file.with_suffix(".txt").write_text("no image")
         case "unknown class":
             (folder / "val" / "cow").rename(folder / "val" / "dog")
         case "no class folder":
@@ -201,7 +202,7 @@ def test_a_file_twice_in_an_archive_is_refused(recipe: ResnetFolder, folder: Pat
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(b"", "is no JPEG or PNG file"), (b"no image", "is no JPEG or PNG file"), (None, "cannot be decoded")],
+    [(b"", "it is empty"), (b"no image", "8 bytes that are no image"), (None, "truncated|Truncated")],
 )
 def test_a_file_that_cannot_be_decoded_is_named(
     recipe: ResnetFolder, folder: Path, content: bytes | None, why: str
@@ -209,7 +210,7 @@ def test_a_file_that_cannot_be_decoded_is_named(
     file = folder / "train" / "bee" / "2.jpg"
     file.write_bytes(file.read_bytes()[:400] if content is None else content)
     recipe.check()  # only decoding can tell
-    with pytest.raises(DataError, match=rf"train/bee/2.jpg \(\d+ bytes\) {why}"):
+    with pytest.raises(DataError, match=rf"train/bee/2.jpg \(\d+ bytes\) cannot be decoded: .*({why})"):
         recipe.open_data("train", 0)
     assert not list(Path(recipe.data.cache).glob("*/meta.json"))
 
@@ -255,7 +256,7 @@ def test_a_changed_file_or_another_size_is_decoded_anew(
 @pytest.mark.parametrize("damage", ["flip", "cut", "meta", "meta type", "gone"])
 def test_a_damaged_cache_is_decoded_anew(recipe: ResnetFolder, decodings: list[Path], damage: str) -> None:
     expected = everything(recipe)[0]
-    place = cache.location(*(recipe.data.places()[0], 12, recipe.data.places()[1]))
+    place = cache.location(recipe.data.places()[0], 12, recipe.data.places()[1], "train")
     pixels = place / "train.u8"
     content = bytearray(pixels.read_bytes())
     match damage:
@@ -277,7 +278,7 @@ def test_a_damaged_cache_is_decoded_anew(recipe: ResnetFolder, decodings: list[P
 
 def test_what_a_killed_process_left_behind_is_cleared_away(recipe: ResnetFolder, decodings: list[Path]) -> None:
     root, store = recipe.data.places()
-    place = cache.location(root, 12, store)
+    place = cache.location(root, 12, store, "train")
     stale = place.with_name(f"{place.name}.tmp")
     stale.mkdir(parents=True)
     (stale / "train.u8").write_bytes(b"half")
@@ -328,6 +329,6 @@ def test_only_the_files_asked_for_are_read_from_an_archive(folder: Path, tmp_pat
     archive = pack(folder, tmp_path / "packed.tar.gz", "", "w:gz")
     found = tree.read_tree(archive)
     wanted = [found.files["val"][2]]
-    assert [(name, Image.open(io.BytesIO(content)).size) for name, content in tree.read_files(archive, wanted)] == [
+    assert [(name, Image.open(io.BytesIO(content)).size) for name, content in tree.read_files(archive, wanted, {})] == [
         (wanted[0], (12, 12))
     ]

@@ -1,0 +1,54 @@
+"""Sums of metrics between two reports."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtf.api.recipe import Peers
+from dtf.core.errors import ConfigError
+from dtf.core.types import StepOutput
+
+
+class Window:
+    """Sums since the last report, on the device; one small reduction closes it."""
+
+    def __init__(self, carried: list[float] | None = None) -> None:
+        self._sums: Tensor | None = None
+        self._norms: Tensor | None = None  # where the device has them
+        self._norm, self._known = 0.0, 0.0  # where the host has them
+        self._skipped = 0  # rows that could not be read
+        self._carried = carried  # totals from before a checkpoint, the same on every rank
+
+    def add(self, output: StepOutput) -> None:
+        """No synchronisation, and no operation on tensors for what the host knows."""
+        sums, norms = output
+        self._sums = sums.clone() if self._sums is None else self._sums.add_(sums)
+        if isinstance(norms, tuple):
+            self._norm, self._known = self._norm + norms[0], self._known + norms[1]
+        else:
+            self._norms = norms.double() if self._norms is None else self._norms + norms
+
+    def skip(self, rows: int) -> None:
+        """Count rows that could not be read."""
+        self._skipped += rows
+
+    def total(self, world: Peers, width: int) -> list[float]:
+        """Sums over ranks, [metric sums (M), sum of norms, their number, rows that could not be read]; waits for the
+        device. Collective.
+        """
+        local = torch.zeros(width + 3, dtype=torch.float64)
+        if self._sums is not None:
+            if self._sums.shape != (width,):
+                raise ConfigError(
+                    f"the program's steps return sums of shape {tuple(self._sums.shape)}, and the recipe's metric "
+                    f"state has {width} numbers; StepOutput.sums is what Recipe.measure returns"
+                )
+            local[:width] += self._sums.cpu()
+        local[width:] += torch.tensor([self._norm, self._known, self._skipped], dtype=torch.float64)
+        if self._norms is not None:
+            local[width : width + 2] += self._norms.cpu()
+        total = world.reduce(local)
+        if self._carried is not None:  # earlier versions did not count skipped rows
+            total[: len(self._carried)] += torch.tensor(self._carried, dtype=torch.float64)
+        return total.tolist()
