@@ -6,7 +6,6 @@ A resumed run leaves the same file as one without interruption, apart from times
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -19,6 +18,7 @@ from dtf.core.files import naming, open_private
 from dtf.core.json_lines import row_of, rows
 from dtf.core.text import count_text
 from dtf.core.types import Event, Measured, Started
+from dtf.observers.measured_row import measured_row
 
 _HEAD = {"split": str, "step": int}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,120}\.jsonl")
@@ -70,13 +70,8 @@ class Jsonl(Observer):
 
 
 def line_of(event: Measured) -> str:
-    """One measurement as strict JSON: any parser reads it, which Python's NaN and Infinity would prevent."""
-    head = {"split": event.split, "step": event.step, "epoch": event.epoch, "seconds": round(event.seconds, 3)}
-    line = head | event.values | head  # a metric of the same name hides none of the four
-    return json.dumps(
-        {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()},
-        allow_nan=False,
-    )
+    """One measurement as strict JSON."""
+    return json.dumps(measured_row(event), allow_nan=False)
 
 
 def forget_after(path: Path, step: int) -> int:

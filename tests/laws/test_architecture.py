@@ -134,6 +134,8 @@ def test_dependencies_are_declared_and_explained() -> None:
     extras = {
         "dtf.runs.charts": {"matplotlib"},
         "dtf.checkpoint.places": {"obstore"},
+        "dtf.observers.mlflow_backend": {"mlflow"},
+        "dtf.observers.wandb_backend": {"wandb"},
         "dtf.checkpoint.store_errors": {"obstore"},
         "dtf.cli.optuna_search": {"optuna"},
         "dtf.sparse.id_kernels": {"numba", "llvmlite"},

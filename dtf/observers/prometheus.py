@@ -1,0 +1,152 @@
+"""`observer=[prometheus]`: the numbers of a run as they are now, for a Prometheus server on this host to collect."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+from dtf.api.observer import Observer
+from dtf.api.registry import option, register
+from dtf.core.errors import ConfigError
+from dtf.core.files import replace_text
+from dtf.core.types import Ended, Event, Measured, Note, Saved, Started
+from dtf.observers.measured_row import measured_row
+from dtf.observers.openmetrics import CONTENT_TYPE, Family, page
+
+TARGETS = "prometheus.json"
+_HOST = "127.0.0.1"
+_REQUEST_S = 2.0  # a client that asks nothing does not keep others waiting for longer
+
+
+@register("observer", "prometheus")
+class Prometheus(Observer):
+    """Answer http://127.0.0.1:PORT/metrics with the latest numbers as OpenMetrics text, as long as the run lives.
+
+    prometheus.json in the run folder tells a Prometheus server the address (`file_sd_configs`). The port is open to
+    users of this host alone.
+    """
+
+    port: int = option(default=0, least=0, most=65535, doc="0: one that is free")
+
+    def check(self) -> None:
+        if self.port:
+            try:
+                HTTPServer((_HOST, self.port), BaseHTTPRequestHandler).server_close()
+            except OSError as error:
+                raise ConfigError(
+                    f"observer.prometheus.port={self.port} cannot be used: {error.strerror}; use another one, or 0 for "
+                    "one that is free"
+                ) from error
+
+    def open(self, folder: Path, config: dict) -> None:
+        self._targets = folder / TARGETS
+        self._families, self._lock = _families(folder, config), threading.Lock()
+        self._server: HTTPServer | None = _Server((_HOST, self.port), _Handler)
+        self._server.text = self._text  # type: ignore[attr-defined]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="prometheus", daemon=True
+        )
+        self._thread.start()
+        address = f"{_HOST}:{self._server.server_address[1]}"
+        labels = {"run": folder.name, "recipe": str(config.get("recipe", {}).get("name", ""))}
+        replace_text(self._targets, json.dumps([{"targets": [address], "labels": labels}]) + "\n")
+
+    def see(self, event: Event) -> None:
+        with self._lock:
+            _note_down(self._families, event)
+
+    def _text(self) -> str:
+        with self._lock:
+            return page(self._families.values())
+
+    def close(self) -> None:
+        if self._server is not None:
+            server, self._server = self._server, None
+            server.shutdown()
+            server.server_close()
+            self._thread.join()
+            with suppress(OSError):
+                self._targets.unlink()
+
+
+def _families(folder: Path, config: dict) -> dict[str, Family]:
+    made = {
+        family.name: family
+        for family in (
+            Family("dtf_run", "info", "the run"),
+            Family("dtf_metric", "gauge", "what the latest line of metrics.jsonl says, by split"),
+            Family("dtf_step", "gauge", "optimizer steps finished at that line"),
+            Family("dtf_plan_steps", "gauge", "optimizer steps of the whole run"),
+            Family("dtf_best", "gauge", "the best evaluation so far"),
+            Family("dtf_saved_step", "gauge", "the step of the latest checkpoint"),
+            Family("dtf_restarts", "counter", "times that the ranks were started again"),
+            Family("dtf_warnings", "counter", "warnings of the run"),
+            Family("dtf_ended", "gauge", "1 once the ranks have ended"),
+        )
+    }
+    info = {"folder": str(folder), "run": folder.name}
+    info |= {group: str(config[group]["name"]) for group in ("recipe", "strategy") if group in config}
+    made["dtf_run"].set(1, info)
+    for name in ("dtf_restarts", "dtf_warnings", "dtf_ended"):
+        made[name].set(0)
+    return made
+
+
+def _note_down(families: dict[str, Family], event: Event) -> None:
+    match event:
+        case Started():
+            families["dtf_plan_steps"].set(event.total)
+            families["dtf_ended"].set(0)
+            if event.attempt:
+                families["dtf_restarts"].add(1)
+            for measured in event.recent:
+                _measured(families, measured)
+        case Measured():
+            _measured(families, event)
+        case Saved(step):
+            families["dtf_saved_step"].set(step)
+        case Note("warning"):
+            families["dtf_warnings"].add(1)
+        case Ended(_, _, values):
+            families["dtf_ended"].set(1)
+            for name, value in values.items():
+                if name.startswith("best_") and name != "best_step":
+                    families["dtf_best"].set(value, {"metric": name.removeprefix("best_")})
+
+
+def _measured(families: dict[str, Family], event: Measured) -> None:
+    row: dict[str, Any] = measured_row(event)
+    split = row.pop("split")
+    families["dtf_step"].set(row.pop("step"), {"split": split})
+    for name, value in row.items():
+        families["dtf_metric"].set(float("nan") if value is None else value, {"split": split, "metric": name})
+
+
+class _Server(HTTPServer):
+    """One request at a time: whatever asks, the run has one thread that answers."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that goes away in the middle is no matter of the run's."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _REQUEST_S
+    server_version, sys_version = "dtf", ""
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(404, "the numbers are at /metrics")
+            return
+        body = self.server.text().encode()  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
