@@ -67,7 +67,7 @@ _PARTS = {
     "sparse": "row_optimizers",
     "strategies": "ddp dp fsdp tensor pipeline.strategy",
     "pserver": "strategy",
-    "observers": "console events jsonl mlflow profile prometheus resources tensorboard wandb",
+    "observers": "console events jsonl mlflow_observer profile prometheus resources tensorboard wandb_observer",
     "launch": "env inline local manual static torchrun",
     "jobs": "chaos.job checkpoint describe doctor evaluate export predict relay report status train verify",
 }

@@ -13,9 +13,9 @@ from typing import Any
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a run on a host without network would wait for it
 
-from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, RunTag
-from mlflow.exceptions import MlflowException
+from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+from mlflow.entities import Metric, Param, RunTag  # pyright: ignore[reportMissingImports]
+from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
 
 from dtf.core.files import flat, replace_text
 from dtf.observers.tracker_process import Step
@@ -30,6 +30,8 @@ _NOTE = "mlflow.note.content"
 
 class Backend:
     """See `tracker_process.Backend`."""
+
+    at_once = 20  # a request takes 1000 numbers, and a step rarely has 50
 
     def open(self, order: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         options, config = order["options"], order["config"]

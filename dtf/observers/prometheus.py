@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from dtf.observers.openmetrics import CONTENT_TYPE, Family, page
 
 TARGETS = "prometheus.json"
 _HOST = "127.0.0.1"
-_REQUEST_S = 2.0  # a client that asks nothing does not keep others waiting for longer
+_REQUEST_S = 2.0  # silence of a client
+_MOST_CLIENTS = 8
 
 
 @register("observer", "prometheus")
@@ -45,8 +47,7 @@ class Prometheus(Observer):
     def open(self, folder: Path, config: dict) -> None:
         self._targets = folder / TARGETS
         self._families, self._lock = _families(folder, config), threading.Lock()
-        self._server: HTTPServer | None = _Server((_HOST, self.port), _Handler)
-        self._server.text = self._text  # type: ignore[attr-defined]
+        self._server: _Server | None = _Server(self._text, self.port)
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="prometheus", daemon=True
         )
@@ -126,10 +127,28 @@ def _measured(families: dict[str, Family], event: Measured) -> None:
         families["dtf_metric"].set(float("nan") if value is None else value, {"split": split, "metric": name})
 
 
-class _Server(HTTPServer):
-    """One request at a time: whatever asks, the run has one thread that answers."""
+class _Server(ThreadingHTTPServer):
+    """Answers a few clients at once, each in a thread that nobody waits for. Others are turned away."""
 
-    def handle_error(self, request: object, client_address: object) -> None:
+    daemon_threads, block_on_close = True, False
+
+    def __init__(self, text: Callable[[], str], port: int) -> None:
+        self.text, self._free = text, threading.Semaphore(_MOST_CLIENTS)
+        super().__init__((_HOST, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away in the middle is no matter of the run's."""
 
 
@@ -141,7 +160,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path.partition("?")[0] != "/metrics":
             self.send_error(404, "the numbers are at /metrics")
             return
-        body = self.server.text().encode()  # type: ignore[attr-defined]
+        assert isinstance(self.server, _Server)
+        body = self.server.text().encode()
         self.send_response(200)
         self.send_header("Content-Type", CONTENT_TYPE)
         self.send_header("Content-Length", str(len(body)))

@@ -76,7 +76,8 @@ class Tracker(Observer):
 
     def see(self, event: Event) -> None:
         if self._link is not None and (why := self._link.failure):
-            raise TrackerLost(why)
+            missing, self._link = _missing(self._link.lost + len(self._held), why), None
+            raise TrackerLost(missing)
         match event:
             case Started():
                 self._start(event)
@@ -151,7 +152,11 @@ class Tracker(Observer):
         asked = outcome["exit"] == Exit.PREEMPTED
         within = min(self.close_timeout_s, _ASKED_TO_STOP_S) if asked else self.close_timeout_s
         if why := link.close({"do": "end", **outcome}, within):
-            self._told(f"{count_text(link.lost, 'report')} of the run may be missing there: {why}")
+            self._told(_missing(link.lost, why))
+
+
+def _missing(reports: int, why: str) -> str:
+    return f"{why}; {count_text(reports, 'report')} of the run may be missing there"
 
 
 def _end_of(folder: Path) -> dict[str, Any]:

@@ -26,9 +26,10 @@ from dtf.core.files import replace_text
 from dtf.core.json_lines import rows
 
 _HEAD = {"split": str, "step": int}
-_AT_ONCE = 100  # steps that a library is given in one call
+_SAVED_STEPS = 100  # after so many the state is written, if there are more in one message
 _MOST_NOTES = 50
 _NICE = 5  # ranks come first
+_AGAIN = "tried again with the next report"
 
 
 class Step(NamedTuple):
@@ -41,6 +42,8 @@ class Step(NamedTuple):
 
 class Backend(Protocol):
     """A tracker's library."""
+
+    at_once: int  # steps that it is given in one call, of which it takes all or none
 
     def open(self, order: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         """Begin a run, or go on with the one that `known`, which an earlier launch returned, tells of. Returns what a
@@ -66,15 +69,17 @@ class Backend(Protocol):
 
 
 class _Feed:
-    """Brings messages to a backend, each report once."""
+    """Brings messages to the backend `name`, each report once."""
 
-    def __init__(self, name: str, backend: Backend, order: dict[str, Any], say: _Say) -> None:
-        self._backend, self._order, self._say = backend, order, say
+    def __init__(self, name: str, order: dict[str, Any], say: _Say) -> None:
+        # slow, and of a library that may do anything
+        self._backend: Backend = importlib.import_module(f"dtf.observers.{name}_backend").Backend()
+        self._order, self._say = order, say
         folder = Path(order["folder"])
         self._path, self._name = folder / f"{name}.json", name
         self._lock = _locked(folder / f".{name}.lock")  # an earlier process may still write
         self._state: dict[str, Any] = {"run": {}, "sent": {}, "notes": []} | _read(self._path)
-        self._open, self._told = False, False
+        self._open, self._told, self.ended = False, False, False
         self._waiting: list[dict[str, Any]] = []
         self._first = True
 
@@ -89,17 +94,16 @@ class _Feed:
             case "note":
                 line = f"step {message['step']}: {message['text']}"
                 self._state["notes"] = [*self._state["notes"], line][-_MOST_NOTES:]
-        with self._tried():
+        with self._tried("how the run ended is missing there" if message["do"] == "end" else _AGAIN):
             self._begin()
             if message["do"] == "note":
                 self._backend.note("\n".join(self._state["notes"]))
             taken = self._log()
             if message["do"] == "end":
                 self._backend.end(message)
-                self._say(done=True)
+                self.ended = True
         self._save()
-        if taken:
-            self._say(taken=taken)
+        self._say(taken=taken, done=self.ended)
 
     def _start(self, message: dict[str, Any]) -> None:
         """The ranks are at a step. What an earlier launch measured up to it may not have come here."""
@@ -130,12 +134,13 @@ class _Feed:
         new.sort(key=lambda row: row["step"])
         steps = list(_steps(new))
         counted = sum(row.get("counts", 0) for row in self._waiting)
-        for first in range(0, len(steps), _AT_ONCE):
-            part = steps[first : first + _AT_ONCE]
+        for first in range(0, len(steps), self._backend.at_once):
+            part = steps[first : first + self._backend.at_once]
             self._backend.log(part)
             for one in part:
                 sent |= {key.partition("/")[0]: one.step for key in one.values}
-            self._save()
+            if first % _SAVED_STEPS == 0:
+                self._save()
         del self._waiting[:over]
         return counted
 
@@ -144,14 +149,14 @@ class _Feed:
             replace_text(self._path, json.dumps(self._state, indent=1) + "\n")
 
     @contextlib.contextmanager
-    def _tried(self) -> Iterator[None]:
+    def _tried(self, remedy: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever a library raises, the next report is another try
             traceback.print_exc()
             if not self._told:
                 text = " ".join(str(error).split())[:300]
-                self._say(say=f"{type(error).__name__}: {text}; tried again with the next report, the run goes on")
+                self._say(say=f"{type(error).__name__}: {text}; {remedy}, the run goes on")
                 self._told = True
 
 
@@ -212,19 +217,26 @@ def main(name: str) -> None:
         os._exit(0)
     inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(inbox, order["close_timeout_s"]), daemon=True).start()
-    feed = None
-    while True:
-        message = inbox.get()
-        if feed is None:
-            backend: Backend = importlib.import_module(f"dtf.observers.{name}_backend").Backend()
-            feed = _Feed(name, backend, order, say)
-        feed.take(message)
-        if message["do"] == "end":
-            break
+    try:
+        code = _feed(name, order, inbox, say)
+    except SystemExit as error:  # by the library
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001 - the log has it
+        traceback.print_exc()
+        code = 1
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(0)  # whatever the library has left to do when an interpreter ends, it has had its time
+    os._exit(code)  # whatever the library has left to do when an interpreter ends, it has had its time
+
+
+def _feed(name: str, order: dict[str, Any], inbox: queue.SimpleQueue[dict[str, Any]], say: _Say) -> int:
+    """Take messages up to the last one. Returns the exit code."""
+    feed, message = _Feed(name, order, say), {"do": ""}
+    while message["do"] != "end":
+        message = inbox.get()
+        feed.take(message)
+    return int(not feed.ended)
 
 
 def _receive(inbox: queue.SimpleQueue[dict[str, Any]], close_timeout_s: float) -> None:

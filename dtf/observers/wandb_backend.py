@@ -6,13 +6,15 @@ import os
 import secrets
 from typing import Any
 
-import wandb
+import wandb  # pyright: ignore[reportMissingImports]
 
 from dtf.observers.tracker_process import Step
 
 
 class Backend:
     """See `tracker_process.Backend`."""
+
+    at_once = 1
 
     def open(self, order: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         options, config = order["options"], order["config"]
