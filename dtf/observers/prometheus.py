@@ -6,8 +6,9 @@ import json
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingTCPServer
 from typing import Any
 
 from dtf.api.observer import Observer
@@ -37,7 +38,7 @@ class Prometheus(Observer):
     def check(self) -> None:
         if self.port:
             try:
-                HTTPServer((_HOST, self.port), BaseHTTPRequestHandler).server_close()
+                _Server(str, self.port).server_close()
             except OSError as error:
                 raise ConfigError(
                     f"observer.prometheus.port={self.port} cannot be used: {error.strerror}; use another one, or 0 for "
@@ -127,10 +128,10 @@ def _measured(families: dict[str, Family], event: Measured) -> None:
         families["dtf_metric"].set(float("nan") if value is None else value, {"split": split, "metric": name})
 
 
-class _Server(ThreadingHTTPServer):
+class _Server(ThreadingTCPServer):
     """Answers a few clients at once, each in a thread that nobody waits for. Others are turned away."""
 
-    daemon_threads, block_on_close = True, False
+    daemon_threads, block_on_close, allow_reuse_address = True, False, True
 
     def __init__(self, text: Callable[[], str], port: int) -> None:
         self.text, self._free = text, threading.Semaphore(_MOST_CLIENTS)
