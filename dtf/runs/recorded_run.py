@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
+from dtf.checkpoint.manifest import StoredTensor
 from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.checkpoint.storage import read_manifest
 from dtf.core.errors import DataError
@@ -80,17 +81,44 @@ def checkpoint_tensors(checkpoint: Path) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint, whole, in fp64; ids of rows in int64. Needs no torch, as the launching process has
     none.
     """
-    tensors = {}
-    for name, stored in sorted(read_manifest(checkpoint).tensors.items()):
-        if name.startswith("share_"):
-            continue  # running averages of one share of the rows: they depend on the number of shares
-        tensors[name] = np.full(stored.shape, np.nan) if not name.endswith("/ids") else np.empty(stored.shape, np.int64)
-        for box in stored.boxes:
-            with safe_open(checkpoint / box.file, framework="numpy") as file:
-                tensors[name][tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))] = (
-                    file.get_tensor(box.key)
-                )
-    return in_order(tensors)
+    return in_order(
+        {
+            name: whole_tensor(checkpoint, name, stored)
+            for name, stored in sorted(read_manifest(checkpoint).tensors.items())
+            if name_counts(name)
+        }
+    )
+
+
+def name_counts(name: str) -> bool:
+    """Whether runs of any number of ranks have a tensor alike. Running averages of one share of the rows depend on the
+    number of shares.
+    """
+    return not name.startswith("share_")
+
+
+def whole_tensor(checkpoint: Path, name: str, stored: StoredTensor) -> np.ndarray:
+    """One tensor of a checkpoint, see `checkpoint_tensors`; rows of tables in the order of the checkpoint."""
+    tensor = np.full(stored.shape, np.nan) if not name.endswith("/ids") else np.empty(stored.shape, np.int64)
+    for box in stored.boxes:
+        part = tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))
+        if stored.dtype == "BF16":  # numpy has no such numbers
+            tensor[part] = _bf16(checkpoint / box.file, box.key)
+            continue
+        with safe_open(checkpoint / box.file, framework="numpy") as file:
+            tensor[part] = file.get_tensor(box.key)
+    return tensor
+
+
+def _bf16(path: Path, key: str) -> np.ndarray:
+    """Numbers of 16 bits as fp32, which begins with the same bits."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(length))[key]
+        first, end = entry["data_offsets"]
+        file.seek(8 + length + first)
+        bits = np.frombuffer(file.read(end - first), "<u2").astype(np.uint32) << 16
+    return bits.view(np.float32).reshape(entry["shape"])
 
 
 def in_order(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -129,7 +129,14 @@ def test_dependencies_are_declared_and_explained() -> None:
         re.split(r"[<>=\[]", text, maxsplit=1)[0]: text
         for text in [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     }
-    modules = {"grpcio": "grpc", "hydra-core": "hydra", "pillow": "PIL", "prometheus-client": "prometheus_client", "pyyaml": "yaml", "zlib-ng": "zlib_ng"}
+    modules = {
+        "grpcio": "grpc",
+        "hydra-core": "hydra",
+        "pillow": "PIL",
+        "prometheus-client": "prometheus_client",
+        "pyyaml": "yaml",
+        "zlib-ng": "zlib_ng",
+    }
     runtime = {modules.get(name, name) for name, text in declared.items() if text in project["dependencies"]}
     extras = {
         "dtf.runs.charts": {"matplotlib"},
