@@ -182,3 +182,22 @@ class OneCycle(Schedule):
 
 def _line(low: float, high: float, progress: float) -> float:
     return low * (1.0 - progress) + high * progress
+
+
+@register("lr", "geometric")
+class Geometric(Schedule):
+    """Multiply by the same factor in each step, from `peak * start` to `peak`: the range test of job=tune.
+
+    Source: Smith 2017, section 3.3 (arXiv:1506.01186), there in a line; a geometric rise gives each power of ten the
+    same number of steps.
+    """
+
+    peak: float = option(default=10.0, doc="last rate")
+    start: float = option(default=1e-8, doc="first rate", unit="share of the peak")
+
+    def check(self) -> None:
+        check_peak(self.peak)
+        require(0.0 < self.start <= 1.0, "start", self.start, "a share of the peak, greater than 0 and at most 1")
+
+    def __call__(self, step: int, total: int) -> float:
+        return self.peak * self.start ** (1.0 - min(1.0, step / max(1, total - 1)))

@@ -61,6 +61,7 @@ class Axes:
     bars: list[Bar] = field(default_factory=list)
     labelled: bool = True  # bars only: whether labels stand at its left; else those of the axes to the left count
     floor: bool = False  # lines only: whether y begins at 0
+    log: bool = False  # lines only: whether x is on a logarithmic scale
     top: float | None = None  # of the values, where it is known
 
 
@@ -182,7 +183,10 @@ def _lines(place: Any, axes: Axes, colours: Mapping[str, str]) -> None:
         )
     place.grid(axis="y", color=colours["line"], linewidth=0.6)
     place.set_xlabel(axes.x)
-    place.set_xlim(0, None)
+    if axes.log:
+        place.set_xscale("log")
+    else:
+        place.set_xlim(0, None)
     if axes.floor:
         place.set_ylim(0, axes.top or 1.08 * max(y for line in axes.lines for _, y in line.points) or 1)
     place.tick_params(length=0)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtf.api.lr import Constant, Cosine, OneCycle, Plateau, Schedule, Step
+from dtf.api.lr import Constant, Cosine, Geometric, OneCycle, Plateau, Schedule, Step
 from dtf.api.registry import lookup, registered
 from dtf.core.errors import ConfigError
 
@@ -37,6 +37,7 @@ SCHEDULES = {
     ),
     "plateau": st.builds(Plateau, peak=peaks, warmup=warmups, factor=shares, patience=st.integers(1, 5)),
     "onecycle": st.builds(OneCycle, peak=peaks, rise=st.one_of(st.just(0.0), shares), start=shares, final=shares),
+    "geometric": st.builds(Geometric, peak=peaks, start=shares),
 }
 
 
@@ -157,9 +158,18 @@ def test_onecycle_equals_torch(total: int, rise: float) -> None:
             theirs.step()
 
 
+@given(schedule=SCHEDULES["geometric"], total=st.integers(3, 500))
+def test_geometric_gives_each_power_of_ten_as_many_steps(schedule: Geometric, total: int) -> None:
+    found = rates(schedule, total)
+    assert found[0] == pytest.approx(schedule.peak * schedule.start) and found[-1] == pytest.approx(schedule.peak)
+    factors = [high / low for low, high in pairwise(found)]
+    assert factors == pytest.approx([(1 / schedule.start) ** (1 / (total - 1))] * (total - 1))
+
+
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
+        (Geometric(start=0.0), r"lr\.start=0\.0"),
         (Constant(peak=0.0), r"lr\.peak=0\.0 must be a positive number"),
         (Cosine(peak=float("nan")), r"lr\.peak=nan"),
         (Step(peak=float("inf")), r"lr\.peak=inf"),
