@@ -89,10 +89,12 @@ COUNTED = {
 OPTIONS = {
     "checkpoint": {"false": "off", "none": "off", "no": "off"},
     "job": {
+        "compare": "diff",
         "eval": "evaluate",
         "fit": "train",
         "infer": "predict",
         "inference": "predict",
+        "lr_find": "tune",
         "resume": "train",
         "test": "evaluate",
         "val": "evaluate",
@@ -119,7 +121,7 @@ OPTIONS = {
         "reducelronplateau": "plateau",
         "steplr": "step",
     },
-    "observer": {"csv": "jsonl", "json": "jsonl", "tb": "tensorboard"},
+    "observer": {"csv": "jsonl", "json": "jsonl", "tb": "tensorboard", "wb": "wandb"},
     "optimizer": {"adamw_torch": "adamw", "momentum": "sgd", "sgdm": "sgd"},
     "precision": {
         "16": "fp16",

@@ -31,7 +31,7 @@ from dtf.observers.mlflow_observer import Mlflow
 from dtf.observers.tracker import Tracker
 from dtf.observers.wandb_observer import Wandb
 from tests.support.launching import HANG_S
-from tests.unit.test_observers import evaluation, lines, started, train
+from tests.unit.test_observers import evaluation, lines, started, timeless, train
 
 ROOT = Path(__file__).parents[2]
 STAND_INS = ROOT / "tests" / "support" / "tracker_stand_ins"
@@ -343,6 +343,20 @@ def test_a_run_that_was_asked_to_stop_waits_less(folder: Path, monkeypatch: pyte
     monkeypatch.setenv("TRACKER_DOES", "hang@2")
     monkeypatch.chdir(folder)
     launch(folder, make("wandb", close_timeout_s=3600.0), [started(), *reports(0, 8), Ended(8, "preempted")], 75)
+
+
+@pytest.mark.parametrize("does", ["hang", "die", "full", "raise"])
+def test_a_run_beside_a_broken_tracker_is_the_run_without(does: str, run_dtf, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ("plugins=[tests.support.toy]", "recipe=toy", "launcher.processes=1", "train.epochs=null", "train.steps=6")
+    keys += ("train.log_every=1", "checkpoint.every_steps=2")
+    plain = run_dtf(*keys, "observer=[jsonl]")
+    monkeypatch.setenv("TRACKER_DOES", f"{does}@2")
+    close = ("observer.wandb.close_timeout_s=0", "observer.mlflow.close_timeout_s=0") if does == "hang" else ()
+    beside = run_dtf(*keys, "observer=[jsonl,mlflow,wandb]", *close)
+    assert plain.code == beside.code == 0 and "observer.wandb" in beside.err and "observer.mlflow" in beside.err
+    with_it, without = timeless(beside.folder), timeless(plain.folder)
+    assert [row | {"rows_per_s": 0} for row in with_it] == [row | {"rows_per_s": 0} for row in without]
+    assert sorted(os.listdir(beside.folder / "checkpoints")) == sorted(os.listdir(plain.folder / "checkpoints"))
 
 
 # ---------------------------------------------------------------- before the ranks start
