@@ -132,6 +132,7 @@ class _Server(ThreadingTCPServer):
     """Answers a few clients at once, each in a thread that nobody waits for. Others are turned away."""
 
     daemon_threads, block_on_close, allow_reuse_address = True, False, True
+    request_queue_size = 2 * _MOST_CLIENTS
 
     def __init__(self, text: Callable[[], str], port: int) -> None:
         self.text, self._free = text, threading.Semaphore(_MOST_CLIENTS)

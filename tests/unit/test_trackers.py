@@ -133,7 +133,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_tracker_has_metrics_jsonl_after_kills(name: str, seed: int, folder: Path) -> None:
     """Ranks die, the launching process is killed; redone steps have other times. The same run of the tracker has all
     of it, once.
@@ -230,7 +230,6 @@ MISSING = "of the run may be missing there"
 
 
 def steps(last: int) -> Iterator[Event]:
-    """A long run: what it reports is more than a pipe holds."""
     yield started()
     yield from reports(0, last)
     yield Ended(last, "finished")
@@ -241,13 +240,13 @@ def steps(last: int) -> Iterator[Event]:
     [
         ("raise@open", "RuntimeError: no such host; tried again with the next report, the run goes on", 0),
         ("raise@2", "RuntimeError: no such host; tried again with the next report, the run goes on", 1),
-        ("raise@end", "RuntimeError: no such host; how the run ended is missing there, the run goes on", 1000),
-        ("raise_once@2", "RuntimeError: no such host; tried again with the next report, the run goes on", 1000),
-        ("full@2", "OSError: [Errno 28] No space left on device; tried again with the next report", 1000),
+        ("raise@end", "RuntimeError: no such host; how the run ended is missing there, the run goes on", 40),
+        ("raise_once@2", "RuntimeError: no such host; tried again with the next report, the run goes on", 40),
+        ("full@2", "OSError: [Errno 28] No space left on device; tried again with the next report", 40),
         ("die@2", "its process was killed by SIGKILL; ", 1),
         ("exit@2", "its process ended with exit code 3, wandb.log may say why; ", 1),
         ("sys_exit@2", "its process ended with exit code 4, wandb.log may say why; ", 1),
-        ("slow@2", "", 1000),
+        ("slow@2", "", 40),
     ],
 )
 def test_whatever_a_tracker_does_the_run_goes_on(
@@ -260,24 +259,24 @@ def test_whatever_a_tracker_does_the_run_goes_on(
 ) -> None:
     """What is lost is one line."""
     monkeypatch.setenv("TRACKER_DOES", does)
-    launch(folder, make("wandb"), steps(1000), 0)
+    launch(folder, make("wandb"), steps(40), 0)
     warnings = capsys.readouterr().err
-    assert told in warnings and warnings.count(MISSING) == (arrives < 1000 or "end" in does)
-    assert len(lines(folder)) == 1500
+    assert told in warnings and warnings.count(MISSING) == (arrives < 40 or "end" in does)
+    assert len(lines(folder)) == 60
     there = rows("wandb", folder) if arrives else {}
     assert max((step for _, step in there), default=0) == arrives
 
 
-@pytest.mark.parametrize(("at", "lost"), [("open", "1,500"), ("2", "1,500"), ("end", "")])
+@pytest.mark.parametrize(("at", "lost"), [("open", "600"), ("2", "600"), ("end", "")])
 def test_a_tracker_that_hangs_stops_nothing_and_ends_with_all_it_has_started(
     at: str, lost: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`see` would not return if it waited."""
+    """`see` would not return if it waited: the run reports more than a pipe holds."""
     monkeypatch.setenv("TRACKER_DOES", f"hang@{at}")
     monkeypatch.chdir(folder)
     observer = make("wandb", close_timeout_s=0.0)
     observer.open(folder, CONFIG)
-    for event in steps(1000):
+    for event in steps(400):
         observer.see(event)
     end(folder, 0)
     if at == "end":
@@ -345,7 +344,7 @@ def test_a_run_that_was_asked_to_stop_waits_less(folder: Path, monkeypatch: pyte
     launch(folder, make("wandb", close_timeout_s=3600.0), [started(), *reports(0, 8), Ended(8, "preempted")], 75)
 
 
-@pytest.mark.parametrize("does", ["hang", "die", "full", "raise"])
+@pytest.mark.parametrize("does", ["hang", "full"])
 def test_a_run_beside_a_broken_tracker_is_the_run_without(does: str, run_dtf, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ("plugins=[tests.support.toy]", "recipe=toy", "launcher.processes=1", "train.epochs=null", "train.steps=6")
     keys += ("train.log_every=1", "checkpoint.every_steps=2")
