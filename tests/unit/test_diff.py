@@ -42,7 +42,8 @@ def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path, d
 
 
 def found(one: Path, other: Path, tolerance: float = 0.0) -> tuple[dict[str, Any], str]:
-    result = diff(*read_runs([str(one), str(other)]), tolerance)
+    a, b = read_runs([str(one), str(other)])
+    result = diff(a, b, tolerance)
     json.dumps(result, allow_nan=False)
     return result, "\n".join(lines(result))
 
