@@ -17,8 +17,8 @@ class Mlflow(Tracker):
 
     tracking_uri: str = option(
         default="",
-        doc="sqlite:///FILE, a folder or https://HOST; empty: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db, a file in "
-        "the current directory",
+        doc="sqlite:///FILE, https://HOST, or what else MLflow takes; empty: MLFLOW_TRACKING_URI, else "
+        "sqlite:///mlflow.db, a file in the current directory",
     )
     experiment: str = option(default="", doc="empty: MLFLOW_EXPERIMENT_NAME, else the recipe's name")
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from dtf.api.observer import Observer
 from dtf.api.registry import option, register
-from dtf.core.errors import ConfigError
 from dtf.core.files import replace_text
 from dtf.core.types import Ended, Event, Measured, Note, Saved, Started
 from dtf.observers.measured_row import measured_row
@@ -35,20 +34,17 @@ class Prometheus(Observer):
 
     port: int = option(default=0, least=0, most=65535, doc="0: one that is free")
 
-    def check(self) -> None:
-        if self.port:
-            try:
-                _Server(str, self.port).server_close()
-            except OSError as error:
-                raise ConfigError(
-                    f"observer.prometheus.port={self.port} cannot be used: {error.strerror}; use another one, or 0 for "
-                    "one that is free"
-                ) from error
-
     def open(self, folder: Path, config: dict) -> None:
         self._targets = folder / TARGETS
         self._families, self._lock = _families(folder, config), threading.Lock()
-        self._server: _Server | None = _Server(self._text, self.port)
+        self._server: _Server | None = None
+        # not tried before: with ranks that others start, each of them checks the config, and one has the port
+        try:
+            self._server = _Server(self._text, self.port)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"observer.prometheus.port={self.port}: {error.strerror}; use another one, or 0"
+            ) from error
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="prometheus", daemon=True
         )

@@ -13,8 +13,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from dtf.core.errors import ConfigError
-from dtf.core.types import Measured, Started
+from dtf.api.observer import Observers
+from dtf.core.types import Measured, Note, Started
 from dtf.observers import prometheus
 from dtf.observers.jsonl import Jsonl
 from dtf.observers.openmetrics import CONTENT_TYPE, Family, page
@@ -28,7 +28,6 @@ Sample = tuple[str, tuple[tuple[str, str], ...]]
 @pytest.fixture
 def observer(tmp_path: Path) -> Iterator[Prometheus]:
     watching = Prometheus()
-    watching.check()
     watching.open(tmp_path, CONFIG)
     yield watching
     watching.close()
@@ -124,7 +123,13 @@ def test_other_addresses_have_nothing(observer: Prometheus, tmp_path: Path) -> N
         urlopen(address(tmp_path).replace("metrics", "config"), timeout=HANG_S)
 
 
-def test_a_port_that_is_taken_is_refused_by_name() -> None:
-    refused = r"observer\.prometheus\.port=\d+ cannot be used: .*use another one"
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=refused):
-        Prometheus(port=taken.getsockname()[1]).check()
+def test_a_port_that_is_taken_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        observers = Observers({"prometheus": Prometheus(port=port)}, warnings.append)
+        observers.open(tmp_path, CONFIG)
+        observers.see(Note("info", "x"))
+        observers.close()
+    assert len(warnings) == 1 and f"observer.prometheus.port={port}: Address already in use; use anoth" in warnings[0]
+    assert not (tmp_path / "prometheus.json").exists()
