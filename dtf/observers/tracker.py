@@ -121,6 +121,7 @@ class Tracker(Observer):
             "group": sweep.name if (sweep / LOCK).exists() and not (sweep / "run.json").exists() else "",
             "metrics": str(self._folder / jsonl["path"]) if jsonl else "",
             "close_timeout_s": self.close_timeout_s,
+            "launched": time.time(),
         }
 
     def _release(self, step: int) -> None:

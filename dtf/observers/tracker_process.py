@@ -78,7 +78,10 @@ class _Feed:
         folder = Path(order["folder"])
         self._path, self._name = folder / f"{name}.json", name
         self._lock = _locked(folder / f".{name}.lock")  # an earlier process may still write
-        self._state: dict[str, Any] = {"run": {}, "sent": {}, "notes": []} | _read(self._path)
+        self._state: dict[str, Any] = {"run": {}, "sent": {}, "notes": [], "launched": 0.0} | _read(self._path)
+        # its launching process was killed, and the next has come here first
+        self.is_late = self._state["launched"] > order["launched"]
+        self._state["launched"] = order["launched"]
         self._open, self._told, self.ended = False, False, False
         self._waiting: list[dict[str, Any]] = []
         self._first = True
@@ -200,7 +203,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text())
         sent = {str(split): int(step) for split, step in state["sent"].items()}
-        return {"run": dict(state["run"]), "sent": sent, "notes": [str(line) for line in state["notes"]]}
+        notes = [str(line) for line in state["notes"]]
+        return {"run": dict(state["run"]), "sent": sent, "notes": notes, "launched": float(state["launched"])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
@@ -233,6 +237,8 @@ def main(name: str) -> None:
 def _feed(name: str, order: dict[str, Any], inbox: queue.SimpleQueue[dict[str, Any]], say: _Say) -> int:
     """Take messages up to the last one. Returns the exit code."""
     feed, message = _Feed(name, order, say), {"do": ""}
+    if feed.is_late:
+        return 0
     while message["do"] != "end":
         message = inbox.get()
         feed.take(message)

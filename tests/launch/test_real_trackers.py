@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_trackers import measured, same
+from tests.support.tracked_runs import measured, same
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

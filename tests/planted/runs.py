@@ -162,7 +162,9 @@ FAULTS = [
         "dtf/observers/tracker_link.py",
         "os.killpg(self._process.pid, signal.SIGKILL)",
         "os.kill(self._process.pid, signal.SIGKILL)",
-        ("tests/unit/test_trackers.py::test_a_tracker_that_hangs_stops_nothing_and_ends_with_all_it_has_started",),
+        (
+            "tests/unit/test_broken_trackers.py::test_a_tracker_that_hangs_stops_nothing_and_ends_with_all_it_has_started",
+        ),
     ),
     Fault(
         "two runs are alike though a tensor is missing",

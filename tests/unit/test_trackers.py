@@ -1,128 +1,45 @@
-"""observer=wandb and mlflow: what the tracker has at the end is metrics.jsonl, and nothing it does reaches the run.
+"""observer=wandb and mlflow: what the tracker has at the end is metrics.jsonl, after kills too.
 
-The libraries are stand-ins (tests/support/tracker_stand_ins), which hang, die and raise when asked to;
-tests/launch/test_real_trackers.py has the real ones.
+The libraries are stand-ins (tests/support/tracker_stand_ins); tests/launch/test_real_trackers.py has the real ones.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import math
 import os
 import random
-import select
 import subprocess
 import sys
-import threading
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dtf.api.observer import Observers
 from dtf.core.errors import ConfigError, Exit
-from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
-from dtf.observers import tracker, tracker_link
+from dtf.core.types import Ended, Event, Failed, Measured, Note, Started
 from dtf.observers.jsonl import Jsonl
-from dtf.observers.mlflow_observer import Mlflow
-from dtf.observers.tracker import Tracker
 from dtf.observers.wandb_observer import Wandb
 from tests.support.launching import HANG_S
-from tests.unit.test_observers import evaluation, lines, started, timeless, train
-
-ROOT = Path(__file__).parents[2]
-STAND_INS = ROOT / "tests" / "support" / "tracker_stand_ins"
-CONFIG = {
-    "recipe": {"name": "shapes", "model": {"width": 8}},
-    "strategy": {"name": "ddp"},
-    "checkpoint": {"every_steps": 4},
-    "observer": {"jsonl": {"path": "metrics.jsonl"}},
-    "api_key": "***",
-}
-LAST = 24
+from tests.support.tracked_runs import (
+    CONFIG,
+    LAST,
+    ROOT,
+    STAND_INS,
+    launch,
+    make,
+    measured,
+    reports,
+    rows,
+    said,
+    same,
+    use_stand_ins,
+)
+from tests.unit.test_observers import started, train
 
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(STAND_INS)
-    monkeypatch.delenv("WANDB_DIR", raising=False)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'store.json'}")
-
-
-def make(name: str, **options: Any) -> Tracker:
-    return {"wandb": Wandb, "mlflow": Mlflow}[name](**{"close_timeout_s": HANG_S, **options})
-
-
-def end(folder: Path, exit: int | None, cause: str = "finished") -> None:
-    """What the launching process writes before observers are closed."""
-    (folder / "run.json").write_text(json.dumps({"exit": exit, "cause": cause, "best": ["top1", 0.95]}))
-
-
-def reports(first: int, last: int) -> Iterator[Event]:
-    """A line each step, an evaluation each second, a save each fourth."""
-    for step in range(first + 1, last + 1):
-        yield train(step, float("nan") if step == 7 else None)
-        if step % 2 == 0:
-            yield evaluation(step)
-        if step % 4 == 0:
-            yield Saved(step, "", False, 0.0)
-
-
-def launch(folder: Path, observer: Tracker, events: Iterable[Event], exit: int | None, config: dict = CONFIG) -> None:
-    """One launching process; `exit` None: it is killed, and what it has in memory is gone."""
-    observers = Observers({"jsonl": Jsonl(), "tracker": observer})
-    observers.open(folder, config)
-    for event in events:
-        observers.see(event)
-    if exit is None:
-        link = observer._link
-        assert link is not None
-        link._inbox.put(None)  # its pipe closes
-        link._threads[1].join(HANG_S)
-        assert not link._threads[1].is_alive()
-    else:
-        end(folder, exit)
-        observers.close()
-
-
-def rows(name: str, folder: Path) -> dict[tuple[str, int], dict[str, float]]:
-    """What the tracker has: (split, step) -> metric -> value. No value twice."""
-    found: dict[tuple[str, int], dict[str, float]] = {}
-    for key, value, step in _values(name, folder):
-        split, _, metric = key.partition("/")
-        if split != "best":
-            assert metric not in found.setdefault((split, step), {}), f"{key} of step {step} is there twice"
-            found[split, step][metric] = value
-    return found
-
-
-def _values(name: str, folder: Path) -> Iterator[tuple[str, float, int]]:
-    if name == "mlflow":
-        (run,) = json.loads((folder.parent / "store.json").read_text())["runs"].values()
-        yield from ((key, value, step) for key, value, _, step in run["metrics"])
-        return
-    for line in said(folder, "row"):
-        yield from ((key, value, line["step"]) for key, value in line.items() if "/" in key)
-
-
-def said(folder: Path, what: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "stand_in.jsonl").read_text().splitlines()]
-    return [line for line in found if line["what"] == what]
-
-
-def measured(folder: Path) -> dict[tuple[str, int], dict[str, float]]:
-    """metrics.jsonl in the same form."""
-    return {
-        (row.pop("split"), row.pop("step")): {key: math.nan if value is None else value for key, value in row.items()}
-        for row in lines(folder)
-    }
-
-
-def same(one: dict, other: dict) -> bool:
-    return json.dumps(sorted(one.items()), default=str) == json.dumps(sorted(other.items()), default=str)
+    use_stand_ins(monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -158,6 +75,33 @@ def test_a_run_that_may_go_on_holds_back_what_it_will_do_again(folder: Path) -> 
     assert max(rows("wandb", folder)) == ("train", 4)
     launch(folder, make("wandb"), [started(4), *reports(4, 7), Failed(1, 7, 79, "nan", "")], Exit.DIVERGED)
     assert same(rows("wandb", folder), measured(folder))
+
+
+def test_a_tracker_that_is_chosen_later_gets_what_there_was(folder: Path) -> None:
+    jsonl = Jsonl()
+    jsonl.open(folder, CONFIG)
+    for event in [started(), *reports(0, 8)]:
+        jsonl.see(event)
+    jsonl.close()
+    launch(folder, make("wandb"), [started(8), *reports(8, 12), Ended(12, "finished")], 0)
+    assert same(rows("wandb", folder), measured(folder)) and ("train", 1) in measured(folder)
+
+
+def test_a_run_that_goes_on_waits_for_the_tracker_of_the_killed_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has still reports to take when the next launch begins."""
+    monkeypatch.setenv("TRACKER_DOES", "slow@2")
+    killed = make("wandb")
+    launch(folder, killed, [started(), *reports(0, 8)], None, waits=False)
+    monkeypatch.delenv("TRACKER_DOES")
+    recent = tuple(event for event in reports(0, 8) if isinstance(event, Measured))
+    again = [Started(8, LAST, 8, {}, 0, recent), *reports(8, LAST), Ended(LAST, "finished")]
+    launch(folder, make("wandb"), again, 0)
+    assert killed._link is not None
+    killed._link._threads[1].join(HANG_S)
+    assert same(rows("wandb", folder), measured(folder))
+    assert said(folder, "finish")[-1]["code"] == 0, "the killed one does not have the last word"
 
 
 def test_live_reports_come_at_once_and_stay(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,140 +166,6 @@ def test_trials_of_a_sweep_are_grouped(tmp_path: Path) -> None:
     parent, *trials = runs
     assert runs[parent]["name"] == "sweep-1"
     assert [runs[id]["tags"]["mlflow.parentRunId"] for id in trials] == [parent, parent]
-
-
-# ---------------------------------------------------------------- a tracker that misbehaves
-
-MISSING = "of the run may be missing there"
-
-
-def steps(last: int) -> Iterator[Event]:
-    yield started()
-    yield from reports(0, last)
-    yield Ended(last, "finished")
-
-
-@pytest.mark.parametrize(
-    ("does", "told", "arrives"),
-    [
-        ("raise@open", "RuntimeError: no such host; tried again with the next report, the run goes on", 0),
-        ("raise@2", "RuntimeError: no such host; tried again with the next report, the run goes on", 1),
-        ("raise@end", "RuntimeError: no such host; how the run ended is missing there, the run goes on", 40),
-        ("raise_once@2", "RuntimeError: no such host; tried again with the next report, the run goes on", 40),
-        ("full@2", "OSError: [Errno 28] No space left on device; tried again with the next report", 40),
-        ("die@2", "its process was killed by SIGKILL; ", 1),
-        ("exit@2", "its process ended with exit code 3, wandb.log may say why; ", 1),
-        ("sys_exit@2", "its process ended with exit code 4, wandb.log may say why; ", 1),
-        ("slow@2", "", 40),
-    ],
-)
-def test_whatever_a_tracker_does_the_run_goes_on(
-    does: str,
-    told: str,
-    arrives: int,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """What is lost is one line."""
-    monkeypatch.setenv("TRACKER_DOES", does)
-    launch(folder, make("wandb"), steps(40), 0)
-    warnings = capsys.readouterr().err
-    assert told in warnings and warnings.count(MISSING) == (arrives < 40 or "end" in does)
-    assert len(lines(folder)) == 60
-    there = rows("wandb", folder) if arrives else {}
-    assert max((step for _, step in there), default=0) == arrives
-
-
-@pytest.mark.parametrize(("at", "lost"), [("open", "600"), ("2", "600"), ("end", "")])
-def test_a_tracker_that_hangs_stops_nothing_and_ends_with_all_it_has_started(
-    at: str, lost: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`see` would not return if it waited: the run reports more than a pipe holds."""
-    monkeypatch.setenv("TRACKER_DOES", f"hang@{at}")
-    monkeypatch.chdir(folder)
-    observer = make("wandb", close_timeout_s=0.0)
-    observer.open(folder, CONFIG)
-    for event in steps(400):
-        observer.see(event)
-    end(folder, 0)
-    if at == "end":
-        assert observer._link is not None
-        observer._link.send({"do": "end", "exit": 0, "cause": "finished"})
-    child = _when_written(folder / "hangs")
-    observer.close()
-    assert _ends(child)
-    assert f"it was not done within 0 s; {lost}" in capsys.readouterr().err
-
-
-def test_a_tracker_that_hangs_ends_soon_after_a_killed_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKER_DOES", "hang@2")
-    monkeypatch.chdir(folder)
-    observer = make("wandb", close_timeout_s=0.1)
-    observer.open(folder, CONFIG)
-    for event in steps(8):
-        observer.see(event)
-    child = _when_written(folder / "hangs")
-    assert observer._link is not None
-    observer._link._inbox.put(None)  # its pipe closes, as when its owner is killed
-    assert _ends(child)
-
-
-def _when_written(path: Path) -> int:
-    """A descriptor of the process whose number a file holds."""
-    for _ in range(int(HANG_S / 0.01)):
-        with contextlib.suppress(OSError, ValueError):
-            return os.pidfd_open(int(path.read_text()))
-        threading.Event().wait(0.01)
-    raise AssertionError(f"{path} was not written")
-
-
-def _ends(process: int) -> bool:
-    """Whether a process ends."""
-    try:
-        return bool(select.select([process], [], [], HANG_S)[0])
-    finally:
-        os.close(process)
-
-
-def test_what_waits_is_bounded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tracker_link, "MOST_REPORTS", 100)
-    monkeypatch.setattr(tracker, "MOST_REPORTS", 10)
-    monkeypatch.setenv("TRACKER_DOES", "hang@2")
-    monkeypatch.chdir(folder)
-    observer = make("wandb", close_timeout_s=0.0)
-    observer.open(folder, CONFIG)
-    observer.see(started())
-    for step in range(1, 1001):
-        observer.see(train(step))
-        assert len(observer._held) <= 10
-    assert observer._link is not None and observer._link._inbox.qsize() <= 101
-    end(folder, 0)
-    observer.close()
-    assert "it was not done within 0 s; " in capsys.readouterr().err
-
-
-def test_a_run_that_was_asked_to_stop_waits_less(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracker, "_ASKED_TO_STOP_S", 0.1)
-    monkeypatch.setenv("TRACKER_DOES", "hang@2")
-    monkeypatch.chdir(folder)
-    launch(folder, make("wandb", close_timeout_s=3600.0), [started(), *reports(0, 8), Ended(8, "preempted")], 75)
-
-
-@pytest.mark.parametrize("does", ["hang", "full"])
-def test_a_run_beside_a_broken_tracker_is_the_run_without(does: str, run_dtf, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = ("plugins=[tests.support.toy]", "recipe=toy", "launcher.processes=1", "train.epochs=null", "train.steps=6")
-    keys += ("train.log_every=1", "checkpoint.every_steps=2")
-    plain = run_dtf(*keys, "observer=[jsonl]")
-    monkeypatch.setenv("TRACKER_DOES", f"{does}@2")
-    close = ("observer.wandb.close_timeout_s=0", "observer.mlflow.close_timeout_s=0") if does == "hang" else ()
-    beside = run_dtf(*keys, "observer=[jsonl,mlflow,wandb]", *close)
-    assert plain.code == beside.code == 0 and "observer.wandb" in beside.err and "observer.mlflow" in beside.err
-    with_it, without = timeless(beside.folder), timeless(plain.folder)
-    assert [row | {"rows_per_s": 0} for row in with_it] == [row | {"rows_per_s": 0} for row in without]
-    assert sorted(os.listdir(beside.folder / "checkpoints")) == sorted(os.listdir(plain.folder / "checkpoints"))
 
 
 # ---------------------------------------------------------------- before the ranks start
