@@ -157,7 +157,8 @@ class Tracker(Observer):
 
 
 def _missing(reports: int, why: str) -> str:
-    return f"{why}; {count_text(reports, 'report')} of the run may be missing there"
+    what = count_text(reports, "report") if reports else "the end"
+    return f"{why}; {what} of the run may be missing there"
 
 
 def _end_of(folder: Path) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_whatever_a_tracker_does_the_run_goes_on(
     assert max((step for _, step in there), default=0) == arrives
 
 
-@pytest.mark.parametrize(("at", "lost"), [("open", "600"), ("2", "600"), ("end", "")])
+@pytest.mark.parametrize(("at", "lost"), [("open", "600"), ("2", "600"), ("end", "the end of the run")])
 def test_a_tracker_that_hangs_stops_nothing_and_ends_with_all_it_has_started(
     at: str, lost: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
