@@ -179,7 +179,6 @@ WORDS = {
     "validate": "job=evaluate",
     "resume": "the command of the run with its run.dir=FOLDER: it goes on by itself",
     "sweep": "-m key=a,b",
-    "tune": "-m hydra/sweeper=optuna key=interval(a,b)",
     "list": "job=describe",
     "help": "--help",
     "h": "-h",

@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean, stdev
 
 SMOOTHING = 0.98
 """Weight of what was before in the running mean of the loss, as Gugger 2018 and fastai have it."""
 _DIVERGED = 4.0  # times the least smoothed loss: the test is over
-_FALLS = 0.98  # the smoothed loss must come down to so much of its beginning
-_LEFT_OUT = 0.1  # of the steps: the running mean has no past yet
+_BEGINNING = 0.25  # of the steps, whose rates are too small to teach: what the loss is, and how far batches scatter it
+_ROUNDING = 1e-6
+_SURE = 4.0  # standard errors by which the smoothed loss must fall below its beginning
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,10 @@ def judge(rates: Sequence[float], losses: Sequence[float | None]) -> RangeTest:
         if count > 1 and smoothed[-1] > _DIVERGED * min(smoothed) > 0:
             diverged = True
             break
-    first = min(int(_LEFT_OUT * len(losses)), max(0, len(smoothed) - 1))
+    first = max(2, int(_BEGINNING * len(losses)))
     at = range(first, len(smoothed))
     least = min(at, key=lambda step: smoothed[step], default=None)
-    if least is None or not smoothed[least] < _FALLS * smoothed[first]:
+    if least is None or not _falls([loss for loss in losses[:first] if loss is not None], smoothed[least]):
         return RangeTest(list(rates), list(losses), smoothed, None, None, None, diverged)
     slopes = {
         here: (smoothed[later] - smoothed[here]) / math.log(rates[later] / rates[here])
@@ -56,6 +58,14 @@ def judge(rates: Sequence[float], losses: Sequence[float | None]) -> RangeTest:
     }
     steepest = min(slopes, key=lambda step: slopes[step]) if slopes else least
     return RangeTest(list(rates), list(losses), smoothed, rates[least] / 10, rates[least], rates[steepest], diverged)
+
+
+def _falls(beginning: Sequence[float], least: float) -> bool:
+    """Whether a smoothed loss is lower than at the beginning by more than batches scatter it."""
+    weight = (1 - SMOOTHING) / (1 + SMOOTHING)  # of a step, in the variance of the running mean
+    error = stdev(beginning) * math.sqrt(1 / len(beginning) + weight)
+    mean = fmean(beginning)
+    return mean - least > _SURE * error + _ROUNDING * abs(mean)
 
 
 def table(test: RangeTest, rows: int = 12) -> Iterator[str]:
@@ -68,7 +78,7 @@ def table(test: RangeTest, rows: int = 12) -> Iterator[str]:
     if test.diverged and count < len(test.rates):
         yield f"{test.rates[count]:>10.2e}  training diverges"
     if test.suggestion is None or test.least_at is None or test.steepest is None:
-        yield "no suggestion: the loss does not fall at any of these rates"
+        yield "no suggestion: the loss does not fall by more than batches scatter it; more job.steps, or larger batches"
         return
     yield f"the loss is least at {test.least_at:.2g} and falls fastest at {test.steepest:.2g}"
     if not test.diverged:

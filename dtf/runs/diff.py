@@ -222,16 +222,18 @@ def _parts(found: dict[str, Any]) -> str:
     train, saved = found["curves"]["train"], found["checkpoints"]
     if "first" in train:
         name, (a, b) = next(iter(train["metrics"].items()))
-        pieces.append(f"{name} differs first after step {train['first']}: {a} | {b}")
+        pieces.append(f"{name} differs first after step {train['first']}: {_exactly(a, b)}")
     if saved["first"] is not None:
         since = f"alike after step {saved['alike']}, " if saved["alike"] is not None else ""
         name = saved["tensor"]
         by = f" by {saved['differ'][name]:.2g}" if saved["differ"].get(name) is not None else ""
-        pieces.append(f"tensors {since}{name} differs{by} after step {saved['first']}")
+        pieces.append(f"of the tensors, {since}{name} differs{by} after step {saved['first']}")
     if not pieces and "first" in found["curves"]["eval"]:
         curve = found["curves"]["eval"]
         name, (a, b) = next(iter(curve["metrics"].items()))
-        pieces.append(f"the evaluation after step {curve['first']} differs while training agrees: {name} {a} | {b}")
+        pieces.append(
+            f"the evaluation after step {curve['first']} differs while training agrees: {name} {_exactly(a, b)}"
+        )
     return f"the runs part: {'; '.join(pieces)}" if pieces else ""
 
 
@@ -254,6 +256,15 @@ def _checkpoint_text(saved: dict[str, Any]) -> str:
         by = saved["differ"][saved["worst"]]
         text += f", most {saved['worst']}" + (f", by {by:.2g} of its largest value" if by is not None else "")
     return text + (f"; only one run has {', '.join(saved['only'][:3])}" if saved["only"] else "")
+
+
+def _exactly(a: Any, b: Any) -> str:
+    """Two numbers with as many digits as it takes to tell them apart."""
+    for digits in range(6, 17):
+        texts = [f"{value:.{digits}g}" if isinstance(value, float) else str(value) for value in (a, b)]
+        if texts[0] != texts[1]:
+            break
+    return " | ".join(texts)
 
 
 def _number(value: float) -> float | None:

@@ -18,6 +18,7 @@ from dtf.config.hydra_sources import CONF
 from dtf.config.option_files import is_class_file
 from dtf.config.settings import EXPERIMENT, GROUPS
 from dtf.core.errors import ConfigError
+from tests.support.tracked_runs import STAND_INS
 
 
 class Rule(NamedTuple):
@@ -87,6 +88,7 @@ Choice = dict[str, str]
 def composer() -> Iterator[Composer]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("DTF_TOKEN", "a secret of all processes")
+        environment.syspath_prepend(STAND_INS)  # for observers of libraries that may not be installed
         yield Composer()
 
 

@@ -76,7 +76,7 @@ def test_the_first_step_and_tensor_are_named(both) -> None:
     assert result["checkpoints"]["tensor"] == "model/b.weight"
     assert result["checkpoints"]["worst"] == "optimizer/a.weight/sum"
     assert "the runs part: loss differs first after step 15: " in text
-    assert "tensors alike after step 10, model/b.weight differs by 0.001 after step 20" in text
+    assert "of the tensors, alike after step 10, model/b.weight differs by 0.001 after step 20" in text
     assert "2 of 3 tensors differ after step 20, most optimizer/a.weight/sum, by 1 of its largest value" in text
 
 

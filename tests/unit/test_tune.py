@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import select
 import subprocess
 import sys
@@ -45,6 +46,14 @@ def test_a_loss_that_does_not_fall_gives_no_suggestion() -> None:
     for losses in ([2.0] * STEPS, [2.0 + step / STEPS for step in range(STEPS)], [None] * STEPS, [2.0, None]):
         test = judge(RATES[: len(losses)], losses)
         assert test.suggestion is None and "no suggestion" in list(table(test))[-1]
+
+
+def test_a_fall_that_batches_may_have_made_is_none() -> None:
+    scatter = random.Random(0)
+    noise = [scatter.gauss(0, 0.1) for _ in RATES]
+    for fall in (0.0, 0.2):
+        losses = [2 + one - fall * (rate > 0.01) for one, rate in zip(noise, RATES, strict=True)]
+        assert (judge(RATES, losses).suggestion is None) == (fall == 0)
 
 
 def test_what_comes_after_divergence_says_nothing() -> None:
