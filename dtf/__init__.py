@@ -15,6 +15,7 @@ from dtf.core.version import __version__
 
 if TYPE_CHECKING:
     from dtf.adapters.lightning import lightning_recipe
+    from dtf.api.evaluator import Evaluator, Peers
     from dtf.api.helper_roles import HelperRoles, RendezvousContext, RoleContext
     from dtf.api.job import ComposedConfig, Job
     from dtf.api.launcher import WORK, LaunchedRun, Launcher, check_environment, check_one_role, log_folder, report
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from dtf.api.optimizer import Group, Optimizer
     from dtf.api.options import FineTuning
     from dtf.api.precision import Precision
-    from dtf.api.recipe import Dataset, Evaluator, Peers, Recipe
+    from dtf.api.recipe import Dataset, Recipe
     from dtf.api.recipe import Split as DataSplit
     from dtf.api.registry import option, register, with_default
     from dtf.api.row_optimizer import RowOptimizer
@@ -118,7 +119,7 @@ _PUBLIC = {
     "evaluate": "jobs.calls",
     "Evaluated": "core.types",
     "Evaluation": "jobs.outcome",
-    "Evaluator": "api.recipe",
+    "Evaluator": "api.evaluator",
     "Event": "core.types",
     "event_from_json": "core.types",
     "event_to_json": "core.types",
@@ -151,7 +152,7 @@ _PUBLIC = {
     "option": "api.registry",
     "ParamShard": "optim.sharding",
     "PeerError": "core.errors",
-    "Peers": "api.recipe",
+    "Peers": "api.evaluator",
     "ManualStart": "core.types",
     "Place": "core.types",
     "Placement": "api.sparse_table",

@@ -21,7 +21,6 @@ from dtf.api.recipe import Recipe
 from dtf.api.strategy import Program
 from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer
-from dtf.config.settings import Settings
 from dtf.core.consistency import check_consistent, config_facts
 from dtf.core.errors import ConfigError, DataError, Preempted
 from dtf.core.types import Event, Note, Saved, Started
@@ -31,8 +30,7 @@ from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.splits import Splits
 from dtf.distributed.world import World
-from dtf.engine.clock import Plan
-from dtf.engine.dry_run import LEAST_STEPS
+from dtf.engine.clock import Plan, plan_of
 from dtf.engine.first_rows import check_first_rows
 from dtf.engine.initial_numbers import agree_on_start
 from dtf.engine.preparing import prepare_once
@@ -307,7 +305,7 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
         )
     train = splits.loader("train", program.shard, program.micro_batch_rows)
     evaluation = splits.loader("eval", program.shard, settings.step.evaluation_rows, program.evaluation_micro_batches)
-    plan = _plan(settings, epochs.batches)
+    plan = plan_of(settings, epochs.batches)
     checkpointer = Checkpointer(
         rank.folder / "checkpoints",
         settings.checkpoint,
@@ -379,26 +377,3 @@ def _finds(folder: Path, run_id: str) -> bool:
         return json.loads((folder / "run.json").read_text())["id"] == run_id
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _plan(settings: Settings, batches: int) -> Plan:
-    """The plan of the run in steps. `batches`: of an epoch; an interval of `None` means each end of an epoch."""
-    options, recipe = settings.train, settings.recipe
-    objective = (
-        (settings.run.objective, recipe.direction(settings.run.objective))
-        if settings.run.objective
-        else recipe.objective
-    )
-    total = options.steps if options.steps is not None else max(1, round((options.epochs or 0) * batches))
-    if options.dry_run:
-        total = max(total, LEAST_STEPS)
-    return Plan(
-        total=total,
-        log_every=options.log_every,
-        eval_every=batches if options.eval_every is None else options.eval_every,
-        save_every=batches if settings.checkpoint.every_steps is None else settings.checkpoint.every_steps,
-        save_best=settings.checkpoint.keep_best > 0,
-        patience=options.early_stop,
-        objective=objective,
-        until=options.until,
-    )

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from dtf.api.lr import Schedule
+from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 from dtf.core.types import Evaluate, Log, Poll, Save, Stop, Ticket, Train
 from dtf.data.batches import Epochs
+from dtf.engine.dry_run import LEAST_STEPS
 
 
 class Clock(ABC):
@@ -193,3 +195,26 @@ class PlannedClock(Clock):
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def plan_of(settings: Settings, batches: int) -> Plan:
+    """The plan of the run in steps. `batches`: of an epoch; an interval of `None` means each end of an epoch."""
+    options, recipe = settings.train, settings.recipe
+    objective = (
+        (settings.run.objective, recipe.direction(settings.run.objective))
+        if settings.run.objective
+        else recipe.objective
+    )
+    total = options.steps if options.steps is not None else max(1, round((options.epochs or 0) * batches))
+    if options.dry_run:
+        total = max(total, LEAST_STEPS)
+    return Plan(
+        total=total,
+        log_every=options.log_every,
+        eval_every=batches if options.eval_every is None else options.eval_every,
+        save_every=batches if settings.checkpoint.every_steps is None else settings.checkpoint.every_steps,
+        save_best=settings.checkpoint.keep_best > 0,
+        patience=options.early_stop,
+        objective=objective,
+        until=options.until,
+    )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dtf.api.recipe import Peers
+from dtf.api.evaluator import Peers
 from dtf.api.strategy import Program
 from dtf.core import nest
 from dtf.core.errors import DivergedError

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.recipe import Peers, Recipe
+from dtf.api.evaluator import Peers
+from dtf.api.recipe import Recipe
 from dtf.api.strategy import Program
 from dtf.core.errors import DivergedError, DtfError
 from dtf.core.types import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtf.api.recipe import Peers
+from dtf.api.evaluator import Peers
 from dtf.core.errors import ConfigError
 from dtf.core.types import StepOutput
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.recipe import Evaluator, Peers
+from dtf.api.evaluator import Evaluator, Peers
 
 EXACT_ROWS = 1 << 25
 """The most rows of an evaluation for which the AUC is exact.

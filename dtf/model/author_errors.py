@@ -15,7 +15,8 @@ from types import CodeType, FrameType
 import torch
 from torch import nn
 
-from dtf.api.recipe import Dataset, Evaluator, Recipe
+from dtf.api.evaluator import Evaluator
+from dtf.api.recipe import Dataset, Recipe
 from dtf.core import nest
 from dtf.core.author_line import DTF, RECIPES, author_line
 from dtf.core.errors import ConfigError, DataError, DtfError

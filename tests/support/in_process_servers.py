@@ -152,7 +152,7 @@ def draw_in_turn() -> None:
     from dtf.pserver.trainer.compute import TrainerModel
     from dtf.strategies.replica import Replica
 
-    seeded, passes = init._seeded, Replica.passes
+    seeded, passes = init.seeded, Replica.passes
 
     def passes_in_turn(self: Replica, rows: Batch) -> Passes:
         found = passes(self, rows)
@@ -163,7 +163,7 @@ def draw_in_turn() -> None:
         with Receiver.lock, seeded(seed):
             yield
 
-    init._seeded = seeded_in_turn
+    init.seeded = seeded_in_turn
     Replica.passes = passes_in_turn
     for name in ("__init__", "warmup", "trial_eval"):
         setattr(TrainerModel, name, in_turn(getattr(TrainerModel, name)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import bdb
 from typing import TYPE_CHECKING, Any
 
-from dtf.api.recipe import Dataset, Evaluator
+from dtf.api.evaluator import Evaluator
+from dtf.api.recipe import Dataset
 from dtf.api.registry import option, register
 from dtf.model.metrics import weighted_sums
 from tests.support.toy import Rows, Toy
