@@ -55,7 +55,7 @@ def arguments_of(target: str | Callable[..., Any]) -> list[Argument]:
     ConfigError where the module or the name is not found.
     """
     if not isinstance(target, str):
-        return _of_object(target)
+        return _of_callable(target)
     module, _, name = target.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), name)):
         raise ConfigError(f'"{target}" names no class; write "package.module:Class"')
@@ -83,7 +83,7 @@ def load(target: str | Callable[..., Any]) -> Any:
 # ------------------------------------------------------------ of an object
 
 
-def _of_object(target: Callable[..., Any]) -> list[Argument]:
+def _of_callable(target: Callable[..., Any]) -> list[Argument]:
     try:
         found = inspect.signature(target).parameters.values()
     except (TypeError, ValueError) as error:

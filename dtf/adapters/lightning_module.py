@@ -193,7 +193,7 @@ def stepped(
             records.scores = cls.forward(self, *args, **kwargs)  # hooks of a strategy on the whole have run
             return records.scores
 
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def _step_or_forward(self, *args: Any, **kwargs: Any) -> Any:
             records = _records.get()
             if records is not None and records.module is self:
                 return cls.forward(self, *args, **kwargs)
@@ -203,6 +203,8 @@ def stepped(
             records = run_step(self, cls, batch_of(inputs, trains), trains, rows, label.device)
             records.labelled = label.dim() == 1 and not label.is_floating_point()
             return pack(records, rows)
+
+        forward = _step_or_forward
 
         @property
         def trainer(self) -> Any:
@@ -226,34 +228,66 @@ class _Here:
     def dtype(self) -> torch.dtype:
         return next(p.dtype for p in self.parameters() if p.dtype.is_floating_point)  # type: ignore[attr-defined]
 
-    def log(self, name: str, value: Any, *args: Any, reduce_fx: Any = "mean", **kwargs: Any) -> None:
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: Any = None,
+        on_step: Any = None,
+        on_epoch: Any = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: Any = None,
+        metric_attribute: Any = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Lightning's, with its arguments. Where and how often a value is shown is dtf's affair."""
         if reduce_fx not in ("mean", torch.mean) and not is_metric(value):
             raise ConfigError(
                 f"self.log({name!r}, reduce_fx={reduce_fx!r}): only means over rows are added up over ranks; log a "
                 "metric of torchmetrics, such as SumMetric"
             )
-        records, said = _noting(f"self.log({name!r})"), kwargs.get("batch_size")
-        if said is not None and records.rows and int(said) != records.rows:
+        records = _noting(f"self.log({name!r})")
+        if batch_size is not None and records.rows and int(batch_size) != records.rows:
             raise ConfigError(
-                f"self.log({name!r}, batch_size={said}) in a batch of {records.rows} rows: means are weighted by rows "
-                "here; leave batch_size out, or log a metric of torchmetrics, such as MeanMetric with weights"
+                f"self.log({name!r}, batch_size={batch_size}) in a batch of {records.rows} rows: means are weighted by "
+                "rows here; leave batch_size out, or log a metric of torchmetrics, such as MeanMetric with weights"
             )
         records.log(name, value)
 
-    def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+    def log_dict(
+        self,
+        dictionary: Any,
+        prog_bar: bool = False,
+        logger: Any = None,
+        on_step: Any = None,
+        on_epoch: Any = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: Any = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """As `log`, for each value."""
         for name, value in dictionary.items():
-            self.log(name, value, **{key: kwargs[key] for key in ("reduce_fx", "batch_size") if key in kwargs})
+            self.log(name, value, reduce_fx=reduce_fx, batch_size=batch_size)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        print(*args, **kwargs)
+    def print(self, *values: Any, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = False) -> None:
+        print(*values, sep=sep, end=end, file=file, flush=flush)
 
-    def optimizers(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         return withheld("self.optimizers()")
 
     def lr_schedulers(self) -> Any:
         return withheld("self.lr_schedulers()")
 
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         return withheld("self.all_gather()")
 
 

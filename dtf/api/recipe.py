@@ -10,7 +10,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dtf.api.evaluator import Evaluator
+from dtf.api.evaluator import Evaluator, Peers  # noqa: F401  a user's module finds them here too
 from dtf.api.layout import Layout
 from dtf.api.options import FineTuning
 from dtf.core.errors import ConfigError

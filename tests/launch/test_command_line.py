@@ -224,8 +224,10 @@ def test_completion(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (tmp_path / "conf" / "recipe" / "mine.yaml").write_text("defaults: [schema/resnet_shapes@_here_]\n")
     assert {"strategy=ddp", "strategy=dp"} <= set(complete("dtf strategy=", capsys, monkeypatch))
     assert complete("dtf seed=1 optimizer=ada", capsys, monkeypatch) == [
+        "optimizer=adadelta",
         "optimizer=adagrad",
         "optimizer=adam",
+        "optimizer=adamax",
         "optimizer=adamw",
     ]
     assert "optimizer.momentum=" in complete("dtf optimizer.m", capsys, monkeypatch)
