@@ -102,17 +102,19 @@ def refusal(free: int | None, processes: int) -> Callable[[list[Trial], int], st
 
 
 class HostGuard:
-    """While it is open, ranks that this process has started are the first to go when memory is short: the kernel takes
-    them before others, and this process ends them before it must. `struck`: whether it has.
+    """While it is open, ranks that this process starts are the first to go when memory is short: the kernel takes them
+    before others, and this process ends them before it must. `struck`: whether it has.
     """
 
     def __init__(self, free: int | None) -> None:
         self._least = None if free is None else (1 - HEADROOM) / 2 * free
         self._over = threading.Event()
         self._marked: set[int] = set()
+        self._others: set[int] = set()
         self.struck = False
 
     def __enter__(self) -> Self:
+        self._others = set(_ranks())
         self._thread = threading.Thread(target=self._watch, name="host-guard", daemon=True)
         self._thread.start()
         return self
@@ -123,7 +125,7 @@ class HostGuard:
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_S):
-            ranks = list(_ranks())
+            ranks = [process for process in _ranks() if process not in self._others]
             for process in ranks:
                 if process not in self._marked:
                     self._marked.add(process)

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -111,26 +112,43 @@ _RANK = "import time; print(1, flush=True); time.sleep(600)"
 _SERVER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_RANK!r}])"
 
 
+def _server_and_rank() -> tuple[subprocess.Popen[bytes], int]:
+    server = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    server.stdout.readline()
+    (rank,) = (number for number, one in sizes.process_tree(os.getpid()).items() if one.parent == server.pid)
+    return server, rank
+
+
+def _ended(process: int, patience_s: float) -> bool:
+    try:
+        handle = os.pidfd_open(process)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], patience_s)[0])
+    finally:
+        os.close(handle)
+
+
 def test_ranks_end_before_the_host_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fork server lives on, and the kernel takes ranks first."""
-    server = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE)
+    other, server = None, None
     try:
-        assert server.stdout is not None
-        server.stdout.readline()
-        (rank,) = (number for number, one in sizes.process_tree(os.getpid()).items() if one.parent == server.pid)
-        handle = os.pidfd_open(rank)
-        tree = sizes.process_tree  # ranks of other tests, which this process shares, must live
-        monkeypatch.setattr(sizes, "process_tree", lambda own: {rank: tree(own)[rank]} if rank in tree(own) else {})
+        other, its_rank = _server_and_rank()
         with HostGuard(1000) as guard:
+            server, rank = _server_and_rank()
             for _ in iter(lambda: Path(f"/proc/{rank}/oom_score_adj").read_text(), "1000\n"):
-                assert not select.select([handle], [], [], 0.01)[0]
+                assert not _ended(rank, 0.01)
             monkeypatch.setattr(sizes, "available_bytes", lambda: 10)
-            assert select.select([handle], [], [], HANG_S)[0]
+            assert _ended(rank, HANG_S)
         assert guard.struck
-        os.close(handle)
+        assert not _ended(its_rank, 0), "a rank that was there before is somebody else's"
+        os.kill(its_rank, signal.SIGKILL)
     finally:
-        server.kill()
-        server.communicate()
+        for process in filter(None, (other, server)):
+            process.kill()
+            process.wait()
 
 
 TOY = ("plugins=[tests.support.toy]", "recipe=toy", "launcher.processes=1", "observer=[console]")
