@@ -6,20 +6,20 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from dataclasses import fields as fields_of
 from dataclasses import make_dataclass
+from inspect import Parameter
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dtf.adapters.arguments import MISSING, UNKNOWN, Argument, arguments_of, source_file
 from dtf.adapters.lightning_parts import BATCH_SIZE, LoaderOrder, ModuleOptimizer, ModuleSchedule
 from dtf.api.options import FineTuning
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import option, register
+from dtf.core.arguments import Target, arguments_of, config_type, module_of, name_in_module, named, typed_default
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor, nn
 
@@ -31,8 +31,8 @@ _EXTRA = "pip install lightning torchmetrics"
 
 def lightning_recipe(
     name: str,
-    module: str | Callable[..., Any],
-    data: str | Callable[..., Any] | None = None,
+    module: Target,
+    data: Target | None = None,
     *,
     objective: tuple[str, str] = ("loss", "min"),
 ) -> None:
@@ -58,7 +58,7 @@ def lightning_recipe(
     title = _title(module)
     body: dict[str, Any] = {
         "__module__": plugin,
-        "__doc__": f"The LightningModule {source_file(module)}:{title}, as it is.",
+        "__doc__": f"The LightningModule {module_of(module)}:{title}, as it is.",
         "__annotations__": {"model": "_Model"},
         "model": option(
             factory=_node(f"{title}Arguments", module_arguments, (FineTuning,), plugin), doc=f"arguments of {title}"
@@ -82,48 +82,50 @@ def lightning_recipe(
         register(group, name)(type(f"{title}{part.__name__}", (part,), own))
 
 
-def _title(target: str | Callable[..., Any] | None) -> str:
-    return target.partition(":")[2] if isinstance(target, str) else getattr(target, "__name__", "Data")
+def _title(target: Target | None) -> str:
+    return name_in_module(target).rpartition(".")[2] if target is not None else ""
 
 
-def _all(target: str | Callable[..., Any] | None) -> list[Argument]:
-    return arguments_of(target) if target is not None else []
+def _all(target: Target | None) -> Collection[Parameter]:
+    return named(arguments_of(target)).values() if target is not None else ()
 
 
-def _key_arguments(target: str | Callable[..., Any]) -> list[Argument]:
-    """The arguments that become keys. ConfigError for one that must be given and that no config holds."""
+def _key_arguments(target: Target) -> list[Parameter]:
+    """The arguments that become keys; annotations are the keys' types. ConfigError for one that must be given and that
+    no config holds.
+    """
     chosen = []
-    for each in arguments_of(target):
-        if each.name == BATCH_SIZE or each.default is UNKNOWN:
-            continue
-        if each.hint is None:
+    for each in _all(target):
+        hint = config_type(each)
+        if hint is None and each.default is Parameter.empty and each.name != BATCH_SIZE:
             raise ConfigError(
                 f"{_title(target)}({each.name}) has no default and no type that a config holds (bool, int, float, str, "
                 "or a list of them); name a function that makes it in the line in place of the class"
             )
-        chosen.append(each)
+        if hint is not None and each.name != BATCH_SIZE:
+            chosen.append(each.replace(annotation=hint))
     return chosen
 
 
-def _node(name: str, arguments: Sequence[Argument], bases: tuple[type, ...], plugin: str) -> type:
+def _node(name: str, arguments: Sequence[Parameter], bases: tuple[type, ...], plugin: str) -> type:
     """A group of keys. An argument that is named as a key of the bases keeps its default."""
     taken = {field.name for base in bases for field in fields_of(base)}
     listed = []
     for each in arguments:
+        default, doc = typed_default(each.annotation, each.default), f"the argument {each.name}"
         if each.name in taken:
-            if each.default is MISSING:
+            if default is Parameter.empty:
                 raise ConfigError(
                     f"the argument {each.name} has no default, and recipe.model.{each.name} is another key"
                 )
             continue
-        doc = f"the argument {each.name}"
-        if each.default is MISSING:
+        if default is Parameter.empty:
             field = option(doc=doc)
-        elif isinstance(each.default, list):
-            field = option(factory=lambda items=each.default: list(items), doc=doc)
+        elif isinstance(default, list):
+            field = option(factory=default.copy, doc=doc)
         else:
-            field = option(default=float(each.default) if each.hint is float else each.default, doc=doc)
-        listed.append((each.name, each.hint, field))
+            field = option(default=default, doc=doc)
+        listed.append((each.name, each.annotation, field))
     return make_dataclass(name, listed, bases=bases, kw_only=True, namespace={"__module__": plugin})
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dtf.adapters.arguments import load
 from dtf.adapters.lightning_data import LoaderRows, batch_of, check_loader, label_of
 from dtf.adapters.lightning_metrics import MetricSums, prepare_metrics
 from dtf.adapters.lightning_module import (
@@ -31,6 +30,7 @@ from dtf.adapters.row_proof import Observe, fixed_draws, in_order, loss_mean, no
 from dtf.adapters.trainer_view import TrainerView
 from dtf.api.options import FineTuning
 from dtf.api.sampler import Tail
+from dtf.core.arguments import load
 from dtf.core.errors import ConfigError
 from dtf.model.init import seeded
 

@@ -11,11 +11,19 @@ import sys
 from collections.abc import Mapping
 from inspect import Parameter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dtf.api.optimizer import Group, Optimizer, Step
 from dtf.api.registry import name_of, option, register
-from dtf.core.constructor import UNKNOWN, config_type, constructor_arguments, named
+from dtf.core.arguments import (
+    UNKNOWN,
+    arguments_of,
+    config_type,
+    module_of,
+    name_in_module,
+    named,
+    typed_default,
+)
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 
@@ -60,8 +68,7 @@ class TorchOptimizer(Optimizer):
     @property
     def class_name(self) -> str:
         """`torch.optim:RAdam`."""
-        target = self.torch_class
-        return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
+        return f"{module_of(self.torch_class)}:{name_in_module(self.torch_class)}"
 
     @property
     def said(self) -> str:
@@ -140,13 +147,15 @@ def torch_optimizer(
     ConfigError for arguments that the constructor does not have, or needs and does not get. What the class does is
     tried before the first step of a run.
     """
-    arguments = named(constructor_arguments(torch_class))
+    arguments = named(arguments_of(torch_class))
     said = f'torch_optimizer("{name}", {torch_class!r})'
     for key in defaults:
         if key in _SET_BY_DTF:
             raise ConfigError(f"{said}: {key} is set otherwise: {_SET_BY_DTF[key]}")
         if key not in arguments:
             raise ConfigError(f"{said}: the constructor takes no {key}; {suggest(key, arguments)}")
+    if not arguments:
+        raise ConfigError(f"{said}: its constructor is in no source that can be read; give the class itself")
     if "lr" not in arguments:
         raise ConfigError(f"{said}: the constructor takes no lr, so the learning rate of a step cannot be given to it")
     hints, fields, pinned = {}, {}, {}
@@ -166,13 +175,13 @@ def torch_optimizer(
                 raise ConfigError(f"{said}: no config key can be {key}; give its value in the line: {{{key!r}: ...}}")
             continue
         hints[key] = hint
-        fields[key] = _field(key, _as(hint, value))
-    target = torch_class if isinstance(torch_class, str) else f"{torch_class.__module__}:{torch_class.__qualname__}"
+        fields[key] = _field(key, typed_default(hint, value))
+    title = name_in_module(torch_class)
     made = type(
-        target.rpartition(":")[2].rpartition(".")[2],
+        title.rpartition(".")[2],
         (TorchOptimizer,),
         {
-            "__doc__": f"{target}, as its author wrote it.",
+            "__doc__": f"{module_of(torch_class)}:{title}, as its author wrote it.",
             "__module__": sys._getframe(1).f_globals.get("__name__", __name__),
             "__annotations__": hints,
             "torch_class": torch_class,
@@ -182,13 +191,6 @@ def torch_optimizer(
         },
     )
     return register("optimizer", name)(made)
-
-
-def _as(hint: Any, value: Any) -> Any:
-    """A default as the number that its key's type says: 0 of a float is 0.0."""
-    if isinstance(value, tuple | list) and get_args(hint):
-        return type(value)(_as(get_args(hint)[0], item) for item in value)
-    return float(value) if hint is float and type(value) is int else value
 
 
 def _field(key: str, value: Any) -> Any:

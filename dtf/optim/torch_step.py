@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtf.api.optimizer import Group
+from dtf.core.arguments import load
 from dtf.core.errors import ConfigError
 from dtf.host import devices
 
@@ -74,13 +74,9 @@ def empty_state(slots: Slots, parameter: Tensor) -> dict[str, Tensor]:
 
 def load_class(chosen: ChosenClass) -> type[torch.optim.Optimizer]:
     """The class itself. ConfigError where it is not there."""
-    target = chosen.target
-    if not isinstance(target, str):
-        return target
-    module, _, name = target.partition(":")
     try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        return load(chosen.target)
+    except (ImportError, ConfigError) as error:
         raise ConfigError(f"{chosen.said}: {error}; install its package, or correct the name") from error
 
 

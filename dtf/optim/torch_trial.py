@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dtf.api.optimizer import Group
-from dtf.core.constructor import UNKNOWN, constructor_arguments, named
+from dtf.core.arguments import UNKNOWN, arguments_of, named
 from dtf.core.errors import ConfigError
 from dtf.optim.torch_step import GROUP, STARTED, ChosenClass, ClassStep, Slot, Slots, construct, empty_state, load_class
 
@@ -171,7 +171,7 @@ def _check_form(chosen: ChosenClass) -> None:
             "dtf calls neither; step.ema evaluates averages"
         )
     source = chosen.target
-    known, real = named(constructor_arguments(source)), named(constructor_arguments(cls))
+    known, real = named(arguments_of(source)), named(arguments_of(cls))
     for key, argument in known.items():
         if key not in real or (argument.default is not UNKNOWN and argument.default != real[key].default):
             raise ConfigError(

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from dtf.adapters.arguments import MISSING, UNKNOWN, arguments_of
 from dtf.adapters.lightning import LightningRecipe, lightning_recipe
 from dtf.adapters.lightning_optimizer import Configured
 from dtf.adapters.lightning_parts import ModuleOptimizer, ModuleSchedule
@@ -55,22 +54,6 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
         return found
 
     return make
-
-
-def test_arguments_become_typed_keys_read_from_the_source_or_the_class() -> None:
-    for target in (f"{SMALL}:Net", lit_small.Net):
-        found = {each.name: each for each in arguments_of(target)}
-        assert list(found) == ["width", "lr", "layers", "dropout", "act", "note"]
-        assert (found["width"].hint, found["width"].default) == (int, 8)
-        assert (found["layers"].hint, found["layers"].default) == (list[int], [4, 4])
-        assert found["dropout"].hint is float
-        assert found["act"].default is UNKNOWN
-        assert found["note"].hint == str | None
-    # from a class that inherits its constructor, and a function
-    assert [each.name for each in arguments_of(f"{SMALL}:SumLoss")] == list(found)
-    assert [(each.name, each.default) for each in arguments_of(f"{SMALL}:points")] == [("count", MISSING), ("seed", 0)]
-    with pytest.raises(ConfigError, match="has no class or function Nett"):
-        arguments_of(f"{SMALL}:Nett")
 
 
 def test_the_command_line_reads_the_line_of_a_plugin_without_torch(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from dtf.api.optimizer import Bound
 from dtf.api.registry import registered
 from dtf.api.schema import build_option, coerce_option
 from dtf.config.settings import load_parts
-from dtf.core.constructor import config_type, constructor_arguments, named
+from dtf.core.arguments import arguments_of, named
 from dtf.core.errors import ConfigError
 from dtf.host import devices
 from dtf.model.ema import with_ema
@@ -139,31 +139,11 @@ def test_by_text_and_by_class_are_alike(name: str) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_keys_are_the_arguments_of_torchs_constructor(name: str) -> None:
     cls = registered("optimizer")[name]
-    theirs = named(constructor_arguments(getattr(torch.optim, cls.torch_class.partition(":")[2])))
+    theirs = named(arguments_of(getattr(torch.optim, cls.torch_class.partition(":")[2])))
     for key in ("params", "lr", "maximize", *HOW_IT_RUNS):
         theirs.pop(key, None)
     assert cls.takes_weight_decay == (theirs.pop("weight_decay", None) is not None)
     assert {key: argument.default for key, argument in theirs.items()} == cls().arguments
-
-
-@pytest.mark.parametrize("name", TORCHS)
-def test_a_source_says_what_the_class_says(name: str) -> None:
-    source, cls = (
-        named(constructor_arguments(target)) for target in (f"torch.optim:{name}", getattr(torch.optim, name))
-    )
-    assert list(source) == list(cls)
-    for key in list(cls)[1:]:
-        assert source[key].default == cls[key].default
-        assert config_type(source[key]) == config_type(cls[key])
-
-
-@pytest.mark.parametrize(("name", "theirs"), [("Lion", "Lion"), ("Renamed", "Counting"), ("InItself", "InItself")])
-def test_a_class_is_found_where_a_package_brings_it_from(name: str, theirs: str) -> None:
-    found = named(constructor_arguments(f"tests.support.foreign_star:{name}"))
-    cls = named(constructor_arguments(getattr(foreign_optimizers, theirs)))
-    assert {key: argument.default for key, argument in found.items()} == {
-        key: argument.default for key, argument in cls.items()
-    }
 
 
 def test_the_command_line_reads_a_class_without_importing_it() -> None:
@@ -276,7 +256,7 @@ def test_a_line_that_cannot_be_right_is_refused_where_it_stands() -> None:
         (f"{HERE}:NoRate", {}, "the constructor takes no lr"),
         (f"{HERE}:Wants", {}, "no config key can be model; give its value in the line: {'model': ...}"),
         (f"{HERE}:UnsaidDecay", {}, "no config key can be weight_decay; give its value"),
-        (f"{HERE}:Missing", {}, r"has no class Missing in its source"),
+        (f"{HERE}:Missing", {}, r"has no class or function Missing in its source"),
         ("no_such_package:Lion", {}, r"no module no_such_package is here.*pip install no-such-package"),
         ("torch.nothing:Lion", {}, "the source of torch.nothing is not in"),
         ("Lion", {}, 'write "package.module:Class"'),

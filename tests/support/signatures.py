@@ -1,0 +1,77 @@
+"""Constructors and functions in many forms. This module cannot be imported: it is read."""
+
+# pyright: basic, reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import not_installed_at_all as absent
+
+try:
+    import tests.support.foreign_optimizers as foreign
+    from tests.support import foreign_star
+except ImportError:
+    import elsewhere as foreign
+
+RATE = 0.25
+COUNT = 1
+COUNT += 1
+
+
+class Kinds:
+    def __init__(
+        self,
+        first,
+        /,
+        needed: int,
+        path: Path = "./",  # pyright: ignore
+        wide=3,
+        many=(4, 4),
+        mixed: tuple[float, int] = (1e-6, 50),
+        sizes: list[int] | None = None,
+        rate: float = RATE,
+        whole: float = 2,
+        either: float | None = 0.5,
+        maybe: str | None = None,
+        kind: Literal["a", "b"] = "a",
+        marked: Annotated[int, "positive"] = 1,
+        free: Any = 0.5,
+        count=COUNT,
+        act: Callable[[int], float] | None = None,
+        made=absent.thing,
+        parts: dict[str, int] = {},  # noqa: B006
+        nothing=None,
+        *rest,
+        flag: bool = False,
+        empty: tuple[int, ...] = (),
+        **more,
+    ):
+        raise NotImplementedError
+
+
+class Inherits(Kinds):
+    pass
+
+
+class FromLibrary(absent.Module):
+    pass
+
+
+class BothBases(absent.Module, Kinds):
+    pass
+
+
+class ByModule(foreign.Lion):
+    pass
+
+
+class ByPackage(foreign_star.Renamed):
+    pass
+
+
+if RATE:
+
+    def conditional(count: int, seed=0):
+        raise NotImplementedError
