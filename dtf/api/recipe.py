@@ -138,8 +138,8 @@ class Recipe(ABC):
         )
 
     presets: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """What goes with a recipe of a plugin that has no YAML file: group -> option, root key -> values of keys in it. The
-    command line stands over them.
+    """What goes with a recipe of a plugin: group -> option, root key -> values of keys in it. A YAML file that starts
+    from the recipe's schema, and the command line, stand over them.
     """
 
     def join(self, settings: Any) -> None:

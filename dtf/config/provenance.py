@@ -13,7 +13,7 @@ from dtf.api.registry import registered
 from dtf.api.schema import UNSET, KeyProblem, option_node, show, to_plain
 from dtf.config.defaults_lists import YamlFile
 from dtf.config.dotted_keys import UNSAID, at, leaves, parts_of
-from dtf.config.hydra_sources import CONF, Loader
+from dtf.config.hydra_sources import CONF, PRESETS, Loader, preset_values
 from dtf.config.messages import COMMAND_LINE, display_path, in_quotes, is_set_by, with_suggestions
 from dtf.config.option_files import ROOT_KEYS, is_class_file, option_of
 from dtf.config.settings import Root
@@ -174,10 +174,13 @@ def _class_values(config_path: str) -> tuple[str, dict[str, Any]] | None:
     if config_path == ROOT_KEYS:
         return "Root", to_plain(Root())
     group, name = option_of(config_path)
-    cls = registered(group).get(name)
+    cls = registered(group).get(name.removeprefix(f"{PRESETS}/"))
     if cls is None:
         return None
-    return f"{cls.__module__}.{cls.__qualname__}", option_node(group, name)
+    said = f"{cls.__module__}.{cls.__qualname__}"
+    if name not in registered(group):
+        return f"{said}.presets", preset_values(group, name.removeprefix(f"{PRESETS}/"))
+    return said, option_node(group, name)
 
 
 def _is_made(config_path: str, read: YamlFile) -> bool:

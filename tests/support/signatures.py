@@ -1,6 +1,6 @@
 """Constructors and functions in many forms. This module cannot be imported: it is read."""
 
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Callable

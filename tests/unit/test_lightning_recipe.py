@@ -78,6 +78,43 @@ def test_the_command_line_reads_the_line_of_a_plugin_without_torch(tmp_path: Pat
     assert done.stdout.split("}")[-1].split() == ["16", "small", "small"]
 
 
+def test_a_file_that_starts_from_the_recipe_gets_what_goes_with_it(tmp_path: Path) -> None:
+    """The optimizer, the schedule, the sampler and the batch size of the module, where the file chooses no others."""
+    (tmp_path / "my_plugin.py").write_text(
+        f'import dtf\n\ndtf.lightning_recipe("small", module="{SMALL}:Net", data="{SMALL}:Points")\n'
+    )
+    files = {
+        "plain": "# @package _global_\ndefaults: [schema/small@recipe, _self_]\nrecipe: {model: {width: 4}}\n",
+        "here": "defaults: [schema/small@_here_, _self_]\nmodel: {width: 4}\n",
+        "other": "# @package _global_\ndefaults: [schema/small@recipe, _self_, override /lr: constant]\n"
+        "recipe: {model: {width: 4}}\nstep: {batch_size: 8}\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "my" / "recipe").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "my" / "recipe" / f"{name}.yaml").write_text(text)
+    code = (
+        "import sys, json\nfrom dtf.config.compose import compose\n"
+        "for option, *more in json.loads(sys.argv[1]):\n"
+        "    made = compose(['--config-dir', 'my', 'plugins=[my_plugin]', f'recipe={option}', *more])\n"
+        "    config, said = made.config, made.sources('step.batch_size')[-1]\n"
+        "    parts = [config[group]['name'] for group in ('recipe', 'optimizer', 'lr', 'sampler')]\n"
+        "    print(*parts, config['recipe']['model']['width'], config['step']['batch_size'], said.place)\n"
+    )
+    asked = [["plain"], ["here"], ["other"], ["plain", "optimizer=adamw", "lr=cosine", "step.batch_size=32"]]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}:{STAND_IN}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(asked)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "small small small small 4 16 the class my_plugin.Net.presets",
+        "small small small small 4 16 the class my_plugin.Net.presets",
+        "small small constant small 4 8 my/recipe/other.yaml",
+        "small adamw cosine small 4 32 on the command line",
+    ]
+
+
 @pytest.mark.parametrize(
     ("module", "data", "said"),
     [
