@@ -4,7 +4,7 @@
 
 The module computes its loss, updates a metric of torchmetrics and logs both. All read the same rows in the same order
 through its DataLoader. `engine` rows are what a step takes beyond the loop by hand, which calls `training_step` with
-`self.log` taken out, and the optimizer. Needs the environment `trainers` of peers.toml, with torchmetrics.
+`self.log` taken out, and the optimizer. It makes the environment `trainers` of peers.toml, which has torchmetrics.
 """
 
 # pyright: reportMissingImports=false

@@ -78,6 +78,8 @@ def _mark_of(place: Path) -> str:
 
 
 def _make(place: Path, wish: dict[str, Any], packages: str) -> None:
+    if Path(sys.prefix).resolve() == place.resolve():
+        raise Absent(f"{place} would be made anew, and runs this command; run it in the environment that dtf is in")
     shutil.rmtree(place, ignore_errors=True)
     place.parent.mkdir(parents=True, exist_ok=True)
     print(f"making {place}: {', '.join([*wish['packages'], *wish.get('alone', [])])}", file=sys.stderr, flush=True)

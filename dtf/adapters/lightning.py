@@ -35,6 +35,7 @@ def lightning_recipe(
     data: Target | None = None,
     *,
     objective: tuple[str, str] = ("loss", "min"),
+    shapes_vary: bool | None = None,
 ) -> None:
     """Register the recipe `name`: a LightningModule, and an optimizer, a schedule and a sampler of the same name, which
     are those that `configure_optimizers` and the train dataloader make.
@@ -45,7 +46,8 @@ def lightning_recipe(
     `recipe.model.*` and `recipe.data.*`; an argument `batch_size` gets `step.batch_size`.
 
     `objective`: the metric by which evaluations are ranked, and `max` or `min`. Its name is one that the module logs in
-    an evaluation, or `loss`: what `validation_step` logs as `loss`, `val_loss` or the like, or returns.
+    an evaluation, or `loss`: what `validation_step` logs as `loss`, `val_loss` or the like, or returns. `shapes_vary`:
+    of rows that are collated together, see `Dataset.shapes_vary`; by default True of a loader with a `collate_fn`.
 
     ConfigError for a name that is taken, and where the module, the class or an argument's type cannot be found.
     """
@@ -67,6 +69,7 @@ def lightning_recipe(
         "module_target": staticmethod(module) if callable(module) else module,
         "data_target": staticmethod(data) if callable(data) else data,
         "takes_batch_size": tuple(any(each.name == BATCH_SIZE for each in _all(part)) for part in (module, data)),
+        "shapes_vary": shapes_vary,
         "chosen_objective": objective,
         "recipe_name": name,
     }
@@ -141,6 +144,7 @@ class LightningRecipe(Recipe):
     module_target: ClassVar[Any]
     data_target: ClassVar[Any]
     takes_batch_size: ClassVar[tuple[bool, bool]]
+    shapes_vary: ClassVar[bool | None]
     chosen_objective: ClassVar[tuple[str, str]]
     recipe_name: ClassVar[str]
 

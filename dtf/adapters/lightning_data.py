@@ -11,37 +11,44 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from dtf.api.recipe import Dataset
 from dtf.core.errors import ConfigError
 from dtf.core.seeding import seed_of
+from dtf.data.map_style import seed_generators
 
 _LABELS = ("labels", "label", "targets", "target", "y")
-_MOST_SEED = 2**32
 
 
 class LoaderRows(Dataset):
     """The rows of a map-style data set as its loader makes batches of them. `name`: of the loader, for messages.
+    `shapes_vary`: see `Dataset.shapes_vary`; None: True where the loader has a collate function of its own.
 
-    What a row draws from the generators of torch, Python and numpy is a function of the seed, the epoch and its number.
+    What a row draws from the generators of torch, Python and numpy is a function of the seed, the epoch and its number;
+    what the collate function draws, of the numbers of its rows.
     """
 
     prefetch = 0  # the generators are those of the whole process
 
-    def __init__(self, loader: DataLoader, name: str, seed: int) -> None:
+    def __init__(self, loader: DataLoader, name: str, seed: int, shapes_vary: bool | None = None) -> None:
         self.name, self._seed = name, seed
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
         self.shuffles = _shuffles(loader, name)
         self._rows: Any = loader.dataset
         self._collate: Callable[[list[Any]], Any] = loader.collate_fn
+        self.shapes_vary = loader.collate_fn is not default_collate if shapes_vary is None else shapes_vary
         self._draws = False
-        self._shapes: dict[str, tuple[int, ...]] = {}
         self.form: Any = None
         """How the tensors of a batch lie in it, see `batch_of`; known after the first fetch."""
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def batch_source(self) -> str:
+        """What makes a batch, for messages."""
+        return f"the collate_fn of {self.name} (of dtf.lightning_recipe)"
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[dict[str, Tensor], Tensor]:
         numbers = [int(row) for row in ids]
@@ -53,18 +60,19 @@ class LoaderRows(Dataset):
             batch = self._drawn_batch(numbers, epoch, before)
         tensors: dict[str, Tensor] = {}
         self.form = _form(batch, "", tensors, self.name)
-        self._check_shapes(tensors)
         return tensors, tensors[label_of(tensors)]
 
     def _drawn_batch(self, numbers: list[int], epoch: int, before: tuple[Any, Any, Any]) -> Any:
         """The batch of rows that draw. Generators are then as `before`."""
         try:
             items = self._drawn(numbers, epoch)
-            _restore(before)
+            seed_generators(seed_of(self._seed, "collate", epoch, *numbers))
+            start = _generators()
             batch = self._collate(items)
-            if _changed(before):
+            if _changed(start) and not self.shapes_vary:
                 raise ConfigError(
-                    f"the collate_fn of {self.name} draws random numbers for all rows of a batch, which ranks divide; "
+                    f"the collate_fn of {self.name} draws random numbers for all rows that it gets, which ranks divide "
+                    "with shapes_vary=False; leave shapes_vary out, so that each micro-batch is collated by itself, or "
                     "draw in the data set, for each row"
                 )
             return batch
@@ -78,22 +86,9 @@ class LoaderRows(Dataset):
     def _drawn(self, numbers: list[int], epoch: int) -> list[Any]:
         items = []
         for row in numbers:
-            seed = seed_of(self._seed, "row", epoch, row)
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % _MOST_SEED)
+            seed_generators(seed_of(self._seed, "row", epoch, row))
             items += self._items([row])
         return items
-
-    def _check_shapes(self, tensors: dict[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            before = self._shapes.setdefault(name, tuple(tensor.shape[1:]))
-            if before != tensor.shape[1:]:
-                raise ConfigError(
-                    f"the collate_fn of {self.name} makes rows of shape {before} of some batches and of shape "
-                    f"{tuple(tensor.shape[1:])} of others: what a rank computes would depend on which rows it has; pad "
-                    "rows to one length"
-                )
 
 
 def check_loader(loader: Any, name: str) -> DataLoader:

@@ -28,6 +28,8 @@ class Described(Protocol):
     data_target: ClassVar[Any]
     takes_batch_size: ClassVar[tuple[bool, bool]]
     """Whether the module, and the data, have an argument BATCH_SIZE."""
+    shapes_vary: ClassVar[bool | None]
+    """Of the rows that its loaders collate, see `LoaderRows`."""
 
 
 class ModuleOptimizer(Optimizer):

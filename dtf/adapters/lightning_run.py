@@ -124,7 +124,7 @@ class LightningRun:
             names = [f"{who}.train_dataloader()", f"{who}.val_dataloader()"]
         seed = self._settings.seed
         train, last = (
-            LoaderRows(check_loader(loader, name), name, seed) if loader is not None else None
+            LoaderRows(check_loader(loader, name), name, seed, self._recipe.shapes_vary) if loader is not None else None
             for loader, name in zip(loaders, names, strict=True)
         )
         if train is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dtf.api.recipe import Dataset, Recipe
 from dtf.core import nest
 from dtf.core.errors import ConfigError
-from dtf.data.map_style import MapStyle, refuse_streams
+from dtf.data.map_style import refuse_streams
 
 
 def opened(recipe: Recipe, split: str, seed: int) -> Dataset:
@@ -74,11 +74,9 @@ def refuse_varying(rows: Dataset, recipe: str, tables: bool, compiles: str) -> N
 
 def _source(dataset: Dataset) -> str:
     """What makes a batch, for people."""
-    while not isinstance(dataset, MapStyle) and hasattr(dataset, "wrapped"):
+    while not hasattr(dataset, "batch_source") and hasattr(dataset, "wrapped"):
         dataset = dataset.wrapped  # type: ignore[attr-defined]
-    if isinstance(dataset, MapStyle):
-        return f"the collate function of dtf.map_style({type(dataset.wrapped).__name__})"
-    return f"{type(dataset).__name__}.fetch()"
+    return getattr(dataset, "batch_source", f"{type(dataset).__name__}.fetch()")
 
 
 def _check_form(who: str, name: str, value: Any) -> None:

@@ -70,6 +70,11 @@ class MapStyle(Dataset):
         self.shapes_vary = collate_fn not in (None, default_collate) if shapes_vary is None else shapes_vary
         self._at_once = getattr(rows, "__getitems__", None)
 
+    @property
+    def batch_source(self) -> str:
+        """What makes a batch, for messages."""
+        return f"the collate function of dtf.map_style({type(self.wrapped).__name__})"
+
     def __len__(self) -> int:
         return len(self.wrapped)
 
@@ -88,9 +93,9 @@ class MapStyle(Dataset):
         with _generators_restored():
             items = []
             for number in numbers:
-                _seed_generators(seed_of(seed, "row", epoch, number))
+                seed_generators(seed_of(seed, "row", epoch, number))
                 items.append(self.wrapped[number])
-            _seed_generators(seed_of(seed, "collate", epoch, *numbers))
+            seed_generators(seed_of(seed, "collate", epoch, *numbers))
             return self._collate(items)
 
     def _divided(self, batch: Any) -> tuple[Any, Any]:
@@ -168,7 +173,8 @@ def _generators_restored() -> Iterator[None]:
             np.random.set_state(states[2])
 
 
-def _seed_generators(key: int) -> None:
+def seed_generators(key: int) -> None:
+    """Seed the global generators of torch, Python and NumPy."""
     torch.default_generator.manual_seed(key)
     random.seed(key)
     np.random.seed(key % 2**32)

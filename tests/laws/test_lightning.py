@@ -27,9 +27,9 @@ pytestmark = pytest.mark.slow
 from tests.support.lit.plugin import EXAMPLES  # noqa: E402  after the skip
 
 ROOT = Path(__file__).parents[2]
-EIGHT = list(EXAMPLES)[:8]
+NINE = list(EXAMPLES)[:9]
 STEPS = 20
-BATCH = {"lit_glue": 32, "lit_tokens": 32}
+BATCH = {"lit_glue": 32, "lit_tokens": 32, "lit_padded": 32}
 """Of loaders whose class has no argument batch_size."""
 
 
@@ -85,7 +85,11 @@ def by_lightning(name: str, batches: list[list[int]]) -> tuple[Any, list[float],
     torch.manual_seed(0)
     module = getattr(modules, module_name)(**without_dropout(name))
     per_epoch = len(train)
-    rows = torch.utils.data.DataLoader(train.dataset, batch_sampler=Replayed(batches, per_epoch))  # type: ignore[arg-type]
+    rows = torch.utils.data.DataLoader(
+        train.dataset,
+        batch_sampler=Replayed(batches, per_epoch),
+        collate_fn=train.collate_fn,  # type: ignore[arg-type]
+    )
     losses = Losses()
     trainer = pl.Trainer(
         max_epochs=math.ceil(STEPS / per_epoch), max_steps=STEPS, precision="64-true", accelerator="cpu", devices=1,
@@ -102,7 +106,7 @@ def by_lightning(name: str, batches: list[list[int]]) -> tuple[Any, list[float],
     return module.double(), losses.losses, dict(metrics)
 
 
-@pytest.mark.parametrize("name", EIGHT)
+@pytest.mark.parametrize("name", NINE)
 def test_steps_equal_those_of_lightnings_trainer(name: str, tmp_path: Path) -> None:
     off = [f"recipe.model.{key}={value}" for key, value in without_dropout(name).items()]
     done = dtf_run(
@@ -129,7 +133,7 @@ def test_steps_equal_those_of_lightnings_trainer(name: str, tmp_path: Path) -> N
         assert evaluated[key] == pytest.approx(value, rel=2e-5), key
 
 
-@pytest.mark.parametrize("name", [*EIGHT, "lit_vae", "lit_augmented"])
+@pytest.mark.parametrize("name", [*NINE, "lit_vae", "lit_augmented"])
 def test_strategies_give_the_numbers_of_one_process(name: str, tmp_path: Path) -> None:
     """With dropout, augmentation and draws."""
     more = [f"job.batch_size={BATCH[name]}"] if name in BATCH else []

@@ -216,5 +216,16 @@ class Noisy(Dataset):
         return torch.full((6,), float(row)) + torch.rand(6), row % 3
 
 
+def padded(rows):
+    """Rows of as many numbers as the longest needs, and one drawn for each."""
+    longest = max(int(label) for _, label in rows) + 1
+    drawn = torch.rand(len(rows), 1)
+    return torch.cat([drawn, torch.ones(len(rows), longest)], 1), torch.stack([label for _, label in rows])
+
+
+def padded_loaders():
+    return DataLoader(points(40), batch_size=16, collate_fn=padded), DataLoader(points(40), batch_size=16)
+
+
 def noisy_loaders():
     return DataLoader(Noisy(), batch_size=16), DataLoader(points(40), batch_size=16)

@@ -1,11 +1,12 @@
 """Constructors and functions in many forms. This module cannot be imported: it is read."""
 
+# ruff: noqa: UP007, UP045 (older forms are read too)
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Optional, Union
 
 import not_installed_at_all as absent
 
@@ -33,8 +34,8 @@ class Kinds:
         sizes: list[int] | None = None,
         rate: float = RATE,
         whole: float = 2,
-        either: float | None = 0.5,
-        maybe: str | None = None,
+        either: Union[int, str, None] = 5,
+        maybe: Optional[str] = None,
         kind: Literal["a", "b"] = "a",
         marked: Annotated[int, "positive"] = 1,
         free: Any = 0.5,

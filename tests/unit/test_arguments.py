@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "sizes": (list[int] | None, None),
     "rate": (float, 0.25),
     "whole": (float, 2.0),
-    "either": (int | float | None, 0.5),
+    "either": (int | str | None, 5),
     "maybe": (str | None, None),
     "kind": (str, "a"),
     "marked": (int, 1),

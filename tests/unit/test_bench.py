@@ -129,6 +129,16 @@ def test_a_command_that_cannot_be_started_is_absent() -> None:
         Process(["/nowhere/python"])
 
 
+def test_an_environment_is_not_made_anew_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its interpreter is another than the one that it was made with, so that its mark differs."""
+    (tmp_path / "dtf-bench" / "trainers").mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "dtf-bench" / "trainers"))
+    with pytest.raises(peers.Absent, match="runs this command"):
+        peers.environment.__wrapped__("trainers")
+    assert (tmp_path / "dtf-bench" / "trainers").exists()
+
+
 def test_a_command_that_makes_no_step_ends_no_part(tmp_path: Path) -> None:
     def once(code: str) -> int:
         with started([sys.executable, "-c", code], tmp_path) as running:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from dtf.adapters.lightning import LightningRecipe, lightning_recipe
+from dtf.adapters.lightning_data import LoaderRows
 from dtf.adapters.lightning_optimizer import Configured
 from dtf.adapters.lightning_parts import ModuleOptimizer, ModuleSchedule
 from dtf.api import registry
@@ -192,6 +193,24 @@ def test_rows_draw_the_same_however_they_are_fetched(recipe: Any) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(one["0"][:2].flip(0), two["0"])
     assert not torch.equal(rows.fetch(np.array([4]), 2)[0]["0"][0], one["0"][0])
+
+
+def test_a_collate_function_may_pad_and_draw() -> None:
+    """It gets the rows of a micro-batch, so that this is a function of their numbers."""
+    train, last = lit_small.padded_loaders()
+    rows = LoaderRows(train, "train_dataloader()", 0)
+    labels = torch.stack([label for _, label in train.dataset])
+    short, long = np.flatnonzero(labels == 0)[:2], np.flatnonzero(labels == 2)[:2]
+    state = torch.get_rng_state()
+    one, _ = rows.fetch(short, 0)
+    two, _ = rows.fetch(long, 0)
+    assert (one["0"].shape, two["0"].shape) == ((2, 2), (2, 4))
+    assert torch.equal(one["0"], rows.fetch(short, 0)[0]["0"])
+    assert not torch.equal(one["0"], rows.fetch(short, 1)[0]["0"])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert rows.shapes_vary and not LoaderRows(last, "val_dataloader()", 0).shapes_vary
+    with pytest.raises(ConfigError, match="leave shapes_vary out, so that each micro-batch is collated by itself"):
+        LoaderRows(train, "train_dataloader()", 0, shapes_vary=False).fetch(short, 0)
 
 
 def schedulers(optimizer: torch.optim.Optimizer) -> dict[str, tuple[Any, str, int]]:

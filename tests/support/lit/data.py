@@ -113,6 +113,40 @@ class TextData(pl.LightningDataModule):
         return DataLoader(self.dataset["validation"], batch_size=self.train_batch_size)
 
 
+class PaddedTextData(TextData):
+    """Sentences that are padded to the longest of a batch."""
+
+    def loader(self, name):
+        return DataLoader(Sentences(self.dataset[name]), batch_size=self.train_batch_size, collate_fn=padded)
+
+    def train_dataloader(self):
+        return self.loader("train")
+
+    def val_dataloader(self):
+        return self.loader("validation")
+
+
+class Sentences(Dataset):
+    def __init__(self, texts):
+        self.texts = texts
+
+    def __len__(self):
+        return len(self.texts)
+
+    def __getitem__(self, index):
+        row = self.texts[index]
+        return row["input_ids"][: row["attention_mask"].sum()], row["labels"]
+
+
+def padded(rows):
+    ids = torch.nn.utils.rnn.pad_sequence([ids for ids, _ in rows], batch_first=True)
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids > 0).long(),
+        "labels": torch.stack([label for _, label in rows]),
+    }
+
+
 class TokenData(TextData):
     """The next token of each, -100 where there is none: the mean of the loss is one over tokens."""
 

@@ -150,7 +150,9 @@ class GLUETransformer(pl.LightningModule):
         self.val_metrics = metrics.clone(prefix="val_")
 
     def forward(self, input_ids, attention_mask, labels=None):
-        x = self.encoder(self.embed(input_ids) + self.place, src_key_padding_mask=attention_mask == 0)
+        x = self.encoder(
+            self.embed(input_ids) + self.place[: input_ids.shape[1]], src_key_padding_mask=attention_mask == 0
+        )
         weight = attention_mask.unsqueeze(-1).to(x.dtype)
         logits = self.classifier((x * weight).sum(1) / weight.sum(1))
         return F.cross_entropy(logits, labels), logits

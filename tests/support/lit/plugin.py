@@ -12,6 +12,7 @@ EXAMPLES = {
     "lit_multilabel": ("MultiLabel", "label_set_loaders"),
     "lit_transfer": ("TransferLearning", "Photos"),
     "lit_tokens": ("LanguageModel", "TokenData"),
+    "lit_padded": ("GLUETransformer", "PaddedTextData"),
     "lit_vae": ("VAE", "image_loaders"),
     "lit_augmented": ("LitClassifier", "AugmentedDigits"),
     "lit_gan": ("GAN", "image_loaders"),
