@@ -21,7 +21,7 @@ from bench.rows import Row, table, with_ratios
 from bench.toy import LR, MOMENTUM, Work
 from bench.turns import Run, Turns, contestant
 
-ROWS = 65_536
+ROWS = 131_072
 """Of the data set: turns do not come to its end."""
 
 
