@@ -30,6 +30,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from dtf.api.registry import registered
 from dtf.api.schema import option_node, to_plain
+from dtf.config import presets
 from dtf.config.defaults_lists import (
     ROOT,
     YamlFile,
@@ -57,8 +58,6 @@ from dtf.core.errors import ConfigError
 CONF = Path(__file__).parents[1] / "conf"
 LEFT_IN = "HYDRA_REMOVE_TOP_LEVEL_DEFAULTS"
 """Hydra's flag of a node that still has its defaults list."""
-PRESETS = "presets"
-"""Folder of what goes with recipes of plugins; no option of a group."""
 HYDRA_GROUPS = ("launcher", "sweeper")
 """The groups of `hydra/` that have a choice here."""
 
@@ -94,14 +93,14 @@ class PartsSource(ConfigSource):
         group, name = option
         if group == "":
             node, package = to_plain(Root()), "_global_"
-        elif config_path == _presets_path(group, name):
-            node, package = _presets(group, name), "_global_"
-        elif _has_presets(group, name) and SCHEMA not in config_path:
+        elif config_path == presets.path_of(group, name):
+            node, package = presets.preset_node(group, name), "_global_"
+        elif presets.has_presets(group, name) and SCHEMA not in config_path:
             node, package = {"defaults": [f"{SCHEMA}/{name}@{group}", "_self_"]}, "_global_"
         else:
             node = option_node(group, name)
-            if _has_presets(group, name):  # a file of the user's that starts from the class gets them too
-                node = {"defaults": [f"/{_presets_path(group, name)}@_global_", "_self_"], **node}
+            if presets.has_presets(group, name):  # a file of the user's that starts from the class gets them too
+                node = {"defaults": [f"/{presets.path_of(group, name)}@_global_", "_self_"], **node}
             package = f"observer.{name}" if group == "observer" and SCHEMA not in config_path else None
         return ConfigResult(
             provider=self.provider, path="dtf://", config=OmegaConf.create(node), header={"package": package}
@@ -128,31 +127,11 @@ class PartsSource(ConfigSource):
         parts = config_path.removesuffix(".yaml").strip("/").split("/")
         if parts == [SCHEMA, "root"]:
             return "", "root"
-        if len(parts) == 3 and (parts[1] == SCHEMA or (parts[1] == PRESETS and _has_presets(parts[0], parts[2]))):
+        if len(parts) == 3 and (
+            parts[1] == SCHEMA or (parts[1] == presets.FOLDER and presets.has_presets(parts[0], parts[2]))
+        ):
             del parts[1]
         return (parts[0], parts[1]) if len(parts) == 2 and parts[1] in registered(parts[0]) else None
-
-
-def _presets_path(group: str, name: str) -> str:
-    return f"{group}/{PRESETS}/{name}"
-
-
-def _has_presets(group: str, name: str) -> bool:
-    """Whether it is a recipe of a plugin that something goes with, see `Recipe.presets`."""
-    return group == "recipe" and name in registered(group) and bool(registered(group)[name].presets)  # type: ignore[attr-defined]
-
-
-def _presets(group: str, name: str) -> dict[str, Any]:
-    """What goes with a recipe, as a YAML file would choose it."""
-    presets = registered(group)[name].presets  # type: ignore[attr-defined]
-    chosen = [{f"override /{key}": value} for key, value in presets.items() if key in GROUPS]
-    return {"defaults": ["_self_", *chosen], **preset_values(group, name)}
-
-
-def preset_values(group: str, name: str) -> dict[str, Any]:
-    """Root key -> values of keys in it, that go with a recipe."""
-    presets = registered(group)[name].presets  # type: ignore[attr-defined]
-    return {key: dict(value) for key, value in presets.items() if key not in GROUPS}
 
 
 class GuardedFiles(FileConfigSource):

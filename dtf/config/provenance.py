@@ -11,9 +11,10 @@ from hydra.types import RunMode
 
 from dtf.api.registry import registered
 from dtf.api.schema import UNSET, KeyProblem, option_node, show, to_plain
+from dtf.config import presets
 from dtf.config.defaults_lists import YamlFile
 from dtf.config.dotted_keys import UNSAID, at, leaves, parts_of
-from dtf.config.hydra_sources import CONF, PRESETS, Loader, preset_values
+from dtf.config.hydra_sources import CONF, Loader
 from dtf.config.messages import COMMAND_LINE, display_path, in_quotes, is_set_by, with_suggestions
 from dtf.config.option_files import ROOT_KEYS, is_class_file, option_of
 from dtf.config.settings import Root
@@ -174,12 +175,12 @@ def _class_values(config_path: str) -> tuple[str, dict[str, Any]] | None:
     if config_path == ROOT_KEYS:
         return "Root", to_plain(Root())
     group, name = option_of(config_path)
-    cls = registered(group).get(name.removeprefix(f"{PRESETS}/"))
+    cls = registered(group).get(name.removeprefix(f"{presets.FOLDER}/"))
     if cls is None:
         return None
     said = f"{cls.__module__}.{cls.__qualname__}"
     if name not in registered(group):
-        return f"{said}.presets", preset_values(group, name.removeprefix(f"{PRESETS}/"))
+        return f"{said}.presets", presets.preset_values(group, name.removeprefix(f"{presets.FOLDER}/"))
     return said, option_node(group, name)
 
 

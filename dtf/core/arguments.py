@@ -46,7 +46,7 @@ def arguments_of(target: Target) -> tuple[Parameter, ...]:
     from. ConfigError where the module or the name is not found.
     """
     if not isinstance(target, str):
-        return _of_object(target)
+        return _of_callable(target)
     place = _find(*_parts(target), 0)
     found = place if isinstance(place.node, ast.FunctionDef) else _constructor(place, 0)
     return tuple(_of_source(found)) if found is not None else ()
@@ -100,7 +100,7 @@ def _parts(target: str) -> tuple[str, str]:
     return module, name
 
 
-def _of_object(target: Callable[..., Any]) -> tuple[Parameter, ...]:
+def _of_callable(target: Callable[..., Any]) -> tuple[Parameter, ...]:
     try:
         found = inspect.signature(target).parameters.values()
     except (TypeError, ValueError) as error:
