@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from dtf.model.mean_proof import IGNORED, Mean, labels
+from dtf.model.mean_proof import IGNORED, NOT_TAKEN, Mean, labels
 
 Inputs = Mapping[str, Tensor]
 Observe = Callable[[Inputs], Mapping[str, Tensor]]
 """The values of a step for some inputs, by name."""
 
-_TAKEN = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError, KeyError)
 _CLOSE = {torch.float64: 1e-9}
 _CLOSE_OTHERS = 5e-5
 
@@ -97,7 +96,7 @@ def loss_mean(observe: Observe, inputs: Inputs, label: str) -> Mean | None:
         if _splits(observe, ignoring, label, cuts[-1:], Mean.labels):
             return Mean.labels if _splits(observe, inputs, label, cuts, Mean.labels) else None
         return Mean.rows if by_rows and _splits(observe, ignoring, label, cuts[-1:], Mean.rows) is not False else None
-    except _TAKEN:  # the step takes no such label
+    except (*NOT_TAKEN, KeyError):  # the step takes no such label
         return Mean.rows if by_rows else None
 
 

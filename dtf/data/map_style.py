@@ -50,11 +50,11 @@ class MapStyle(Dataset):
     def __init__(
         self,
         rows: Any,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        target: str | int | None = None,
-        threads: int | None = None,
-        seed: int | None = None,
-        shapes_vary: bool | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        target: str | int | None,
+        threads: int | None,
+        seed: int | None,
+        shapes_vary: bool | None,
     ) -> None:
         from torch.utils.data import default_collate
 

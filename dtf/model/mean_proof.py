@@ -26,8 +26,8 @@ _ROWS = 24
 _MOST_BYTES = 1 << 26
 """Of outputs."""
 _CLOSE = {torch.float64: 1e-9, torch.float32: 2e-5}
-_TAKEN = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
-"""Errors of a loss that does not take such rows."""
+NOT_TAKEN = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
+"""Errors of a loss, or of a step, that does not take such rows."""
 
 
 class Mean(Enum):
@@ -56,7 +56,7 @@ def proved(loss: Callable[[Any, Any], Tensor], outputs: Any, targets: Any) -> Me
         for labelled in _varied(rows):
             try:
                 whole = loss(*labelled)
-            except _TAKEN:
+            except NOT_TAKEN:
                 continue
             if isinstance(whole, Tensor) and not whole.shape:
                 return _mean(loss, labelled, _CLOSE.get(whole.dtype, 2e-2))
@@ -90,7 +90,7 @@ def _splits(loss: Callable[[Any, Tensor], Tensor], rows: _Rows, mean: Mean, clos
             _splits_at(cut, loss, rows, mean, close * max(1e-6, abs(whole)), whole)
             for cut in (count // 3, count // 2 + 1, count - 5)
         )
-    except _TAKEN:
+    except NOT_TAKEN:
         return None
 
 
