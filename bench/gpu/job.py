@@ -59,6 +59,9 @@ class Job:
             out, err = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             out, err = _stopped(process)
+            print(" ".join(command), out, err, sep="\n", flush=True)
+            if seconds < most_s:
+                raise NotRun(f"the time was up after {seconds:.0f} s of {folder}") from None
             err += f"\nstopped after {seconds:.0f} s"
         except BaseException:  # this process is told to end
             _stopped(process)

@@ -65,7 +65,7 @@ STEPS = (
     Step("waits", "host waits in dtf's steps: none", "bench.gpu.waits:run", 120, 25, PAIR),
     Step("kernels", "optimizers, digests, masks, copies", "bench.gpu.kernels:run", 90, 15, ("numpy",), alone=False),
     Step("nccl", "collectives in a group of one rank", "bench.gpu.collectives:run", 90, 15, alone=False),
-    Step("numbers", "a GPU against the CPU, and precisions", "bench.gpu.numbers:run", 180, 45, COMMAND, alone=False),
+    Step("numbers", "a GPU against the CPU, and precisions", "bench.gpu.numbers:run", 240, 45, COMMAND, alone=False),
     Step("shared", "two ranks on one GPU, ResNet", "bench.gpu.shared:resnet", 200, 60, COMMAND, alone=False),
     Step(
         "clicks", "two ranks on one GPU, DeepFM", "bench.gpu.shared:clicks", 200, 60, (*COMMAND, "numba"), alone=False

@@ -350,7 +350,7 @@ class Replica:
         part = with_leaves(self._received(copy_of(rows), 0, micro_batch), self._looked_up)
         self.changing.begin()
         self._begin_random(0, micro_batch)
-        footprint = Footprint() if len(self._trials) < 2 else None
+        footprint = Footprint() if len(self._trials) < 2 and not compiled else None
         with footprint or nullcontext(), nullcontext() if compiled else uncompiled(self._compiled):
             start = torch.full((), factor, device=self._device)
             sums = self._pass(part, start, last or self._sync is not None)
