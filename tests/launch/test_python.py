@@ -230,7 +230,7 @@ class Interrupting(dtf.Observer):
                 signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_interrupted_run_goes_on_where_it_was_saved(times: int) -> None:
     register("observer", "interrupting")(Interrupting)
     whole = dtf.train(composed(checkpoint__every_steps=2))

@@ -35,7 +35,7 @@ REFUSING = ("tensor",)
 def ways() -> list[Any]:
     """The strategies that compile."""
     return [
-        pytest.param(*way, marks=() if way[0] in ("ddp", "fsdp") and not way[1] else pytest.mark.slow)
+        pytest.param(*way, marks=() if way[0] == "fsdp" and not way[1] else pytest.mark.slow)
         for way in variants()
         if way[0] not in REFUSING and way[1].get("unit") != "layer"
     ]
@@ -48,7 +48,7 @@ def test_the_numbers_are_those_of_the_plain_model(strategy: str, options: dict[s
     assert difference(reference(**RESIDUAL), found) < 1e-10
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_so_they_are_of_a_model_that_writes_to_its_inputs(strategy: str) -> None:
     """Passes that are compared begin with the same rows, which are not cast here, and train, whatever came before."""
     case = {**COMPILED, "recipe": {"name": "residual", "in_place": True}, "precision": "fp32"}

@@ -14,18 +14,14 @@ OF_SHAPES: dict[str, Any] = {"recipe": {"name": "shapes_toy"}, "steps": 3}
 
 @pytest.mark.parametrize(
     ("strategy", "options"),
-    [
-        pytest.param(*way, marks=() if way[0] in ("ddp", "fsdp") else pytest.mark.slow)
-        for way in variants()
-        if not way[1]
-    ],
+    [pytest.param(*way, marks=() if way[0] == "fsdp" else pytest.mark.slow) for way in variants() if not way[1]],
 )
 def test_the_numbers_are_those_of_channels_first(strategy: str, options: dict[str, Any]) -> None:
     found = spread(strategy, 2, options=options, channels_last=True, **OF_SHAPES)
     assert difference(reference(**OF_SHAPES), found) < 1e-10
 
 
-@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("last", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_run_goes_on_in_the_other_format(last: bool, tmp_path: Path) -> None:
     half = {**OF_SHAPES, "optimizer": "adamw", "folder": str(tmp_path), "save_every": 2, "halt": True}
     spread("ddp", 2, channels_last=last, **half)

@@ -59,6 +59,7 @@ def test_peers_are_pinned() -> None:
         assert all("==" in text for text in [*wish["packages"], *wish.get("alone", [])])
 
 
+@pytest.mark.slow
 def test_contestants_take_turns_and_train_alike() -> None:
     """The toy network, by dtf's engine and by hand: the same rows, the same loss; who cannot run says why."""
     from bench.overhead import contestants
@@ -108,6 +109,7 @@ class Dying(NamedTuple):
         return self.kind([Process([sys.executable, "-c", code])])
 
 
+@pytest.mark.slow
 def test_who_dies_is_silent_or_talks_is_a_row_and_the_others_go_on(capsys: pytest.CaptureFixture) -> None:
     noise = r"sys.stderr.buffer.write(b'\xffout of luck'); sys.exit(1)"
     those = [
@@ -239,6 +241,7 @@ def test_a_ratio_says_what_is_compared_with_what() -> None:
     assert [row.ratios for row in with_ratios(rates)] == [[], [4.0], []]
 
 
+@pytest.mark.slow
 def test_the_script_of_other_launchers_trains_what_dtf_trains_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,7 +67,10 @@ def test_nothing_is_shown_but_what_was_decoded() -> None:
     assert decoded >= 8, "the intact file, once for each marker"
 
 
-@pytest.mark.parametrize(("sides", "scale"), [((400, 600), 1), ((1100, 1000), 2), ((1900, 2000), 4), ((3700, 3800), 8)])
+@pytest.mark.parametrize(
+    ("sides", "scale"),
+    [((400, 600), 1), ((1100, 1000), 2), ((1900, 2000), 4), pytest.param((3700, 3800), 8, marks=pytest.mark.slow)],
+)
 def test_large_parts_are_decoded_small_and_look_alike(sides: tuple[int, int], scale: int) -> None:
     image = picture(*sides)
     content = encode(image)
