@@ -16,7 +16,9 @@ import torch
 from dtf.api.recipe import Dataset
 from dtf.core.errors import ConfigError, DataError
 from dtf.data import spooled
+from dtf.data.decode_any import decode_any
 from dtf.data.file_patterns import files_of
+from dtf.data.image_formats import SUFFIXES
 from dtf.data.made_once import cache_folder
 from dtf.data.map_style import map_style
 from dtf.data.tar_index import TarIndex, key_of
@@ -26,7 +28,6 @@ Sample = dict[str, Any]
 
 Decode = Callable[[Sample], Any]
 
-_IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
 _PICKLES = ("pkl", "pickle", "pyd", "pt", "pth")
 
 
@@ -181,7 +182,7 @@ def decoded(sample: Sample) -> Any:
 
 
 def _decode(kind: str, content: bytes) -> Any:
-    if kind in _IMAGES:
+    if f".{kind}" in SUFFIXES:
         return image(content)
     if kind in ("cls", "index", "id"):
         return int(content)
@@ -195,13 +196,5 @@ def _decode(kind: str, content: bytes) -> Any:
 
 
 def image(content: bytes) -> torch.Tensor:
-    """A picture as uint8 (3, H, W), upright as its EXIF data say, in RGB."""
-    from PIL import Image, ImageOps
-
-    with Image.open(io.BytesIO(content)) as file:
-        upright = ImageOps.exif_transpose(file)
-        if upright.mode.startswith("I"):  # 16 bits of grey, which `convert` would cut off at 255
-            grey = (np.asarray(upright, np.uint32) >> 8).astype(np.uint8)
-            return torch.from_numpy(np.stack([grey] * 3))
-        pixels = np.asarray(upright.convert("RGB"))
-    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+    """A picture as uint8 (3, H, W), see `decode_any`. ValueError, with the reason, for what cannot be decoded whole."""
+    return torch.from_numpy(np.ascontiguousarray(decode_any(content).transpose(2, 0, 1)))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtf.core.errors import DataError
+from dtf.data.image_formats import HEAD, SUFFIXES, is_image
 from dtf.recipes.resnet.listing import (
     CIRCLE,
     DEEPEST,
@@ -22,7 +23,6 @@ from dtf.recipes.resnet.listing import (
     MOST,
     NO_FILE,
     NO_IMAGE,
-    SUFFIXES,
     TOO_DEEP,
     Listing,
 )
@@ -116,8 +116,6 @@ def _clean(name: str) -> str:
 
 def _judge(member: tarfile.TarInfo, archive: tarfile.TarFile, name: str, reasons: dict[str, str]) -> str:
     """Why a regular file is no image, by its content; kept in `reasons`."""
-    from dtf.recipes.resnet.recognise import HEAD, is_image
-
     content = archive.extractfile(member)
     assert content is not None
     head = content.read(HEAD)

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from dtf.core.errors import DataError
-from dtf.recipes.resnet.decode_any import decode_any
+from dtf.data.decode_any import decode_any
 from dtf.recipes.resnet.tree import Tree, read_files
 
 CHUNK = 64  # images that a thread takes at a time: handing over a small one costs more than decoding it

@@ -12,46 +12,7 @@ from pathlib import Path
 
 from dtf.core.errors import DataError
 from dtf.core.files import replace_text
-
-SUFFIXES = frozenset(
-    [
-        ".jpg",
-        ".jpeg",
-        ".jpe",
-        ".jfif",
-        ".mpo",
-        ".png",
-        ".apng",
-        ".gif",
-        ".bmp",
-        ".dib",
-        ".webp",
-        ".tif",
-        ".tiff",
-        ".avif",
-        ".avifs",
-        ".jp2",
-        ".j2k",
-        ".j2c",
-        ".jpc",
-        ".jpx",
-        ".ppm",
-        ".pgm",
-        ".pbm",
-        ".pnm",
-        ".pfm",
-        ".tga",
-        ".ico",
-        ".icns",
-        ".pcx",
-        ".dcx",
-        ".psd",
-        ".dds",
-        ".qoi",
-        ".sgi",
-    ]
-)
-"""A file with such a name is an image, or a bad one. Into all others one has to look."""
+from dtf.data.image_formats import HEAD, SUFFIXES, is_image
 
 DEEPEST = 5
 """Names that a path below a tree may have: one folder more than an image has above it."""
@@ -134,8 +95,6 @@ class Judgements:
 
 
 def _look(path: str) -> str:
-    from dtf.recipes.resnet.recognise import HEAD, is_image
-
     with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         head = file.read(HEAD)
         if not head:

@@ -24,10 +24,10 @@ from dtf.api.recipe import Dataset
 from dtf.core.errors import DataError
 from dtf.core.seeding import draws
 from dtf.core.text import plain_text
+from dtf.data.decode_any import MOST_PIXELS, decode_any
 from dtf.recipes.resnet import augment, jpeg
 from dtf.recipes.resnet.buffers import Buffers
 from dtf.recipes.resnet.crops import CROP_DRAWS, Part, random_part, shorter_side
-from dtf.recipes.resnet.decode_any import MOST_PIXELS, decode_any
 from dtf.recipes.resnet.store import Store, reason
 
 _MARGIN = 2

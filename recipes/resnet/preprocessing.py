@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dtf.recipes.resnet.decode_any import CONVERSION
+from dtf.data.decode_any import CONVERSION
 
 _SAME = {"levels": 0.01, "with": "Pillow of the version that dtf ran with"}
 """How far what one prepares by these words may be from the model's input, in levels of a byte. This is fp32's rounding.

@@ -15,10 +15,11 @@ import torch
 from PIL import Image
 
 from dtf.core.errors import DataError
+from dtf.data import image_formats
+from dtf.data.decode_any import decode_any
 from dtf.engine.row_notes import left_out_text
-from dtf.recipes.resnet import jpeg, recognise
+from dtf.recipes.resnet import jpeg
 from dtf.recipes.resnet.decode import decode_image
-from dtf.recipes.resnet.decode_any import decode_any
 from dtf.recipes.resnet.listing import Judgements, list_folder
 from dtf.recipes.resnet.options import FolderOptions, ModelOptions
 from dtf.recipes.resnet.photo_recipe import BadRecords
@@ -74,7 +75,7 @@ def test_what_is_left_out_is_counted_by_kind_and_reason() -> None:
 def test_lossless_files_have_the_pixels_that_pillow_shows(kind: str) -> None:
     for mode in MODES[kind]:
         content = saved(kind, mode)
-        assert recognise.is_image(content, lambda content=content: content)
+        assert image_formats.is_image(content, lambda content=content: content)
         if mode == "I;16":
             grey = np.asarray(Image.fromarray(picture(40, 60)).convert("L"))
             expected = np.repeat(grey[..., None], 3, axis=2)
@@ -172,8 +173,10 @@ def test_content_counts_in_trees_and_archives(name: str, tmp_path: Path) -> None
 
 def test_files_that_say_nothing_by_name_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, looked = odd_tree(tmp_path / "t"), list[int]()
-    real = recognise.is_image
-    monkeypatch.setattr(recognise, "is_image", lambda head, content: (looked.append(1), real(head, content))[1])
+    real = image_formats.is_image
+    monkeypatch.setattr(
+        "dtf.recipes.resnet.listing.is_image", lambda head, content: (looked.append(1), real(head, content))[1]
+    )
     first = read_index(root, tmp_path / "cache").tree
     assert len(looked) == 3 and read_index(root, tmp_path / "cache").tree == first and len(looked) == 3
     (root / "val/c0/notes.txt").write_bytes(encode(picture(30, 40), "GIF"))

@@ -19,9 +19,9 @@ from torchvision.transforms.v2 import functional
 
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.seeding import draws
+from dtf.data.decode_any import decode_any
 from dtf.recipes.resnet import augment, jpeg
 from dtf.recipes.resnet.crops import CROP_DRAWS, Part, random_part, shorter_side
-from dtf.recipes.resnet.decode_any import decode_any
 from dtf.recipes.resnet.options import ModelOptions
 from dtf.recipes.resnet.photo_recipe import BadRecords, PhotoOptions, Policy, ResnetPhotos
 from dtf.recipes.resnet.photos import Photos, resized

@@ -21,6 +21,7 @@ from dtf.data.loader import Loader
 from dtf.data.made_once import made_once
 from dtf.data.samplers import Shuffle
 from tests.support import pictures
+from tests.support.image_files import encode
 
 ROWS = 40
 
@@ -176,6 +177,8 @@ def test_pickles_and_broken_files_are_refused_by_name() -> None:
         decoded({"__key__": "s", "pt": b""})
     with pytest.raises(DataError, match="s.png .3 bytes. cannot be decoded"):
         decoded({"__key__": "s", "png": b"abc"})
+    with pytest.raises(DataError, match="s.tif .* cannot be decoded: its pixels are numbers of 32 bits"):
+        decoded({"__key__": "s", "tif": encode(np.zeros((2, 2), np.uint8), "TIFF", "F")})
     found = decoded({"__key__": "s", "a.txt": b"x", "json": b"[1]", "cls": b"3\n", "bin": b"z"})
     assert found == {"a.txt": "x", "json": [1], "cls": 3, "bin": b"z"}
 

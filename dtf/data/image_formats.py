@@ -1,5 +1,5 @@
 """Which files are images: by the first bytes, whatever the name says. Needs Pillow and no torch; decodes only where a
-format has no signature.
+format has no signature. Pillow is imported where a file is looked into: most names say enough.
 """
 
 from __future__ import annotations
@@ -9,7 +9,14 @@ import io
 from collections.abc import Callable
 from functools import lru_cache
 
-from PIL import Image
+SUFFIXES = frozenset(
+    (
+        *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".gif", ".bmp", ".dib", ".webp", ".tif", ".tiff"),
+        *(".avif", ".avifs", ".jp2", ".j2k", ".j2c", ".jpc", ".jpx", ".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".tga"),
+        *(".ico", ".icns", ".pcx", ".dcx", ".psd", ".dds", ".qoi", ".sgi"),
+    )
+)
+"""A file with such a name is an image, or a bad one. Into all others one has to look."""
 
 HEAD = 1 << 16
 """Bytes of a file that are looked at."""
@@ -41,6 +48,8 @@ _SIGNATURES = (
 @lru_cache(maxsize=1)
 def formats() -> tuple[str, ...]:
     """The formats that the installed Pillow decodes, those of its plugins included."""
+    from PIL import Image
+
     Image.init()
     known = [name for name in Image.ID if name in Image.OPEN and name not in _NOT_READ]
     return tuple(sorted(known, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)))
@@ -55,6 +64,8 @@ def is_image(head: bytes, content: Callable[[], bytes]) -> bool:
         return True
     if head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"):
         return "AVIF" in formats()
+    from PIL import Image
+
     with contextlib.suppress(Exception):  # what is no image makes Pillow's parsers stumble over anything
         with Image.open(io.BytesIO(head), formats=formats()) as file:
             kind = file.format or ""

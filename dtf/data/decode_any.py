@@ -1,6 +1,4 @@
-"""Decodes image files of any kind that Pillow knows, upright and in RGB. It is used for all files that
-`jpeg.read_header` refuses.
-"""
+"""Decodes image files of any kind that Pillow knows, upright and in RGB: the one place that says what a picture is."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import io
 import numpy as np
 from PIL import Image, ImageOps
 
-from dtf.recipes.resnet.recognise import formats
+from dtf.data.image_formats import formats
 
 MOST_PIXELS = 1 << 27
 """Larger pictures are not decoded: a small file can claim to be enormous."""
@@ -68,7 +66,7 @@ def _bits(file: Image.Image) -> int:
 
 def _turn(file: Image.Image) -> None:
     """Turn the picture as its tag says, in place; leave it where its Exif data are damaged."""
-    with contextlib.suppress(Exception):  # `jpeg.read_header` takes no notice of them either
+    with contextlib.suppress(Exception):  # as every viewer does
         ImageOps.exif_transpose(file, in_place=True)
 
 
