@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-import random
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from dtf.api.recipe import Dataset
 from dtf.core.errors import ConfigError
-from dtf.core.seeding import seed_of
-from dtf.data.map_style import seed_generators
+from dtf.data.row_draws import Positions, drawn_batch
+from dtf.model.receive import Receiver
 
 _LABELS = ("labels", "label", "targets", "target", "y")
 
@@ -51,44 +48,27 @@ class LoaderRows(Dataset):
         return f"the collate_fn of {self.name} (of dtf.lightning_recipe)"
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[dict[str, Tensor], Tensor]:
-        numbers = [int(row) for row in ids]
-        before = _generators()
-        if not self._draws:
-            batch = self._collate(self._items(numbers))
-            self._draws = _changed(before)
-        if self._draws:
-            batch = self._drawn_batch(numbers, epoch, before)
+        batch = self._batch(ids.tolist(), epoch)
         tensors: dict[str, Tensor] = {}
         self.form = _form(batch, "", tensors, self.name)
         return tensors, tensors[label_of(tensors)]
 
-    def _drawn_batch(self, numbers: list[int], epoch: int, before: tuple[Any, Any, Any]) -> Any:
-        """The batch of rows that draw. Generators are then as `before`."""
-        try:
-            items = self._drawn(numbers, epoch)
-            seed_generators(seed_of(self._seed, "collate", epoch, *numbers))
-            start = _generators()
-            batch = self._collate(items)
-            if _changed(start) and not self.shapes_vary:
-                raise ConfigError(
-                    f"the collate_fn of {self.name} draws random numbers for all rows that it gets, which ranks divide "
-                    "with shapes_vary=False; leave shapes_vary out, so that each micro-batch is collated by itself, or "
-                    "draw in the data set, for each row"
-                )
-            return batch
-        finally:
-            _restore(before)
+    def _batch(self, numbers: list[int], epoch: int) -> Any:
+        """The batch of these rows, under seeds where it draws."""
+        if not self._draws:
+            with Receiver.lock:
+                before = Positions.now()
+                batch = self._collate(self._items(numbers))
+                if not before.moved():
+                    return batch
+                before.restore()
+            self._draws = True
+        keys = self._seed, epoch
+        return drawn_batch(self._items, self._collate, numbers, keys, self.shapes_vary, self.batch_source)
 
     def _items(self, numbers: list[int]) -> list[Any]:
         many: Any = getattr(self._rows, "__getitems__", None)
         return list(many(numbers)) if many is not None else [self._rows[row] for row in numbers]
-
-    def _drawn(self, numbers: list[int], epoch: int) -> list[Any]:
-        items = []
-        for row in numbers:
-            seed_generators(seed_of(self._seed, "row", epoch, row))
-            items += self._items([row])
-        return items
 
 
 def check_loader(loader: Any, name: str) -> DataLoader:
@@ -158,31 +138,3 @@ def batch_of(form: Any, tensors: Mapping[str, Tensor]) -> Any:
 def label_of(tensors: Mapping[str, Tensor]) -> str:
     """The name of what rows are to be predicted as: by its name, else the last."""
     return next((name for name in tensors if name.rpartition(".")[2].lower() in _LABELS), list(tensors)[-1])
-
-
-# ------------------------------------------------------------ generators
-
-_NUMPY_BYTES = 4 * 625
-"""Of the state of numpy's generator, a Mersenne twister: 624 numbers and a position."""
-
-
-def _generators() -> tuple[Any, Any, Any]:
-    """What tells whether torch's, Python's and numpy's generators have moved. Called for each batch: numpy's own way to
-    read its state takes longer than to read some rows.
-    """
-    return torch.get_rng_state(), random.getstate(), ctypes.string_at(_numpy_address(), _NUMPY_BYTES)
-
-
-def _numpy_address() -> int:
-    return np.random.get_bit_generator().ctypes.state_address  # type: ignore[attr-defined]
-
-
-def _changed(before: tuple[Any, Any, Any]) -> bool:
-    torchs, pythons, numpys = _generators()
-    return not (torch.equal(before[0], torchs) and before[1] == pythons and before[2] == numpys)
-
-
-def _restore(before: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(before[0])
-    random.setstate(before[1])
-    ctypes.memmove(_numpy_address(), before[2], _NUMPY_BYTES)

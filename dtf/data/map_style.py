@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,8 +12,7 @@ from torch import Tensor
 from dtf.api.recipe import Dataset
 from dtf.core import nest
 from dtf.core.errors import ConfigError
-from dtf.core.seeding import seed_of
-from dtf.model.receive import Receiver
+from dtf.data.row_draws import drawn_batch
 
 REMEDY = "write its samples once, dtf.write_samples(data, FOLDER), and read them by number: dtf.tar_samples(FOLDER)"
 
@@ -81,22 +78,16 @@ class MapStyle(Dataset):
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Any]:
         numbers = ids.tolist()
         if self._seed is not None:
-            batch = self._drawn(self._seed, epoch, numbers)
-        elif self._at_once is not None:
-            batch = self._collate(self._at_once(numbers))
+            keys = self._seed, epoch
+            batch = drawn_batch(self._items, self._collate, numbers, keys, self.shapes_vary, self.batch_source)
         else:
-            batch = self._collate([self.wrapped[number] for number in numbers])
+            batch = self._collate(self._items(numbers))
         return self._divided(_plain(batch))
 
-    def _drawn(self, seed: int, epoch: int, numbers: list[int]) -> Any:
-        """A batch whose items, and what the collate function makes of them, draw under seeds of their own."""
-        with _generators_restored():
-            items = []
-            for number in numbers:
-                seed_generators(seed_of(seed, "row", epoch, number))
-                items.append(self.wrapped[number])
-            seed_generators(seed_of(seed, "collate", epoch, *numbers))
-            return self._collate(items)
+    def _items(self, numbers: list[int]) -> list[Any]:
+        if self._at_once is not None:
+            return list(self._at_once(numbers))
+        return [self.wrapped[number] for number in numbers]
 
     def _divided(self, batch: Any) -> tuple[Any, Any]:
         """Inputs and targets of a collated batch."""
@@ -158,26 +149,6 @@ def refuse_streams(rows: Any) -> None:
     if not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__"):
         lacks = "__len__" if hasattr(rows, "__getitem__") else "__getitem__"
         raise ConfigError(f"{name} is no map-style data set: it has no {lacks}; define it, or {REMEDY}")
-
-
-@contextmanager
-def _generators_restored() -> Iterator[None]:
-    """A context after which the global generators are as before; nobody else seeds them, or draws under a seed."""
-    with Receiver.lock:
-        states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(states[0])
-            random.setstate(states[1])
-            np.random.set_state(states[2])
-
-
-def seed_generators(key: int) -> None:
-    """Seed the global generators of torch, Python and NumPy."""
-    torch.default_generator.manual_seed(key)
-    random.seed(key)
-    np.random.seed(key % 2**32)
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dtf.core import nest
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
+from dtf.data.row_draws import Positions
 from dtf.data.splits import Splits
 from dtf.distributed.world import World
 
@@ -21,16 +22,22 @@ CLOSE = 1e-3
 
 
 def check_first_rows(splits: Splits, recipe: str, world: World) -> None:
-    """Read a few rows of both splits, twice. ConfigError on all ranks where the numbers differ. Collective."""
+    """Read a few rows of both splits, twice. ConfigError on all ranks where the numbers differ, or are drawn under no
+    seed. Collective.
+    """
     found = {}
     for split, read in {
         "train": lambda: splits.first_rows(0, ROWS),
         "eval": lambda: splits.first_eval_rows(ROWS),
     }.items():
-        tensors, again = _tensors(read()), _tensors(read())
+        tensors = _tensors(read())
+        positions = Positions.now()
+        again = _tensors(read())
         found[split] = {name: _numbers(tensor) for name, tensor in tensors.items()}
         if not all(name in again and _same(tensor, again[name]) for name, tensor in tensors.items()):
-            found[split] = None
+            found[split] = "gives other numbers for the same ids when it is called again"
+        elif positions.moved():  # rows that draw may be the same by chance
+            found[split] = "draws from the generators of torch, Python or NumPy"
     everyone, refusal = world.gather(found), ""
     if everyone is not None:
         refusal = next((text for split in found if (text := _refusal(recipe, split, everyone))), "")
@@ -41,11 +48,11 @@ def check_first_rows(splits: Splits, recipe: str, world: World) -> None:
 
 def _refusal(recipe: str, split: str, everyone: list[Any]) -> str:
     first, *others = (found[split] for found in everyone)
-    if first is None or None in others:
+    if changing := next((each for each in (first, *others) if isinstance(each, str)), ""):
         return (
-            f"recipe={recipe}: fetch() of the data of open_data({split!r}) gives other numbers for the same ids "
-            "when it is called again, so no two runs would train on the same rows; draw "
-            "with dtf.draws(seed, epoch, ids, count), or give the seed to dtf.map_style(rows, seed=seed)"
+            f"recipe={recipe}: fetch() of the data of open_data({split!r}) {changing}, so no two runs would train on "
+            "the same rows; draw with dtf.draws(seed, epoch, ids, count), or give the seed to dtf.map_style(rows, "
+            "seed=seed)"
         )
     for rank, other in enumerate(others, 1):
         for name in sorted(first.keys() | other.keys()):

@@ -151,4 +151,18 @@ FAULTS = [
         "(value << np.uint64(3))",
         ("tests/unit/test_ctr_parsing.py::test_any_bytes_are_read_as_the_reference_reads_them",),
     ),
+    Fault(
+        "rows that draw pass where two readings are alike by chance",
+        "dtf/engine/first_rows.py",
+        "elif positions.moved():",
+        "elif False:",
+        ("tests/unit/test_first_rows.py::test_rows_that_draw_and_are_the_same_by_chance",),
+    ),
+    Fault(
+        "what a collate function draws depends on the rows that a rank has",
+        "dtf/data/row_draws.py",
+        "if not cut and start.moved():",
+        "if False:",
+        ("tests/unit/test_map_style.py::test_a_seed_makes_random_items_a_function_of_seed_epoch_and_row",),
+    ),
 ]

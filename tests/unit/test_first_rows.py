@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -108,3 +109,24 @@ def test_rows_that_are_drawn_anew(split: str) -> None:
 
     with pytest.raises(ConfigError, match=f"open_data.'{split}'. gives other numbers for the same ids"):
         check(make)
+
+
+@pytest.mark.parametrize("draw", [torch.rand, lambda _: random.random(), np.random.rand])
+def test_rows_that_draw_and_are_the_same_by_chance(draw: Any) -> None:
+    """As images that are mirrored at random: both readings may have mirrored the same."""
+
+    def make(which: str, rank: int, read: int) -> Any:
+        if which == "train":
+            draw(1)
+        return of(which, rank, read)
+
+    with pytest.raises(ConfigError, match="open_data.'train'. draws from the generators .*map_style.rows, seed=seed"):
+        check(make)
+
+
+def test_rows_that_put_the_generators_back_are_taken() -> None:
+    def make(which: str, rank: int, read: int) -> Any:
+        torch.manual_seed(3)
+        return torch.rand(2, 6), torch.tensor([3, 1])
+
+    check(make)

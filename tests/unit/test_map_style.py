@@ -129,6 +129,9 @@ def test_a_seed_makes_random_items_a_function_of_seed_epoch_and_row() -> None:
     masked = map_style(Items(draw), seed=5, collate_fn=lambda items: (torch.rand(len(items)), torch.zeros(len(items))))
     assert torch.equal(masked.fetch(IDS, 0)[0], masked.fetch(IDS, 0)[0]) and masked.shapes_vary
     assert not torch.equal(masked.fetch(IDS, 0)[0], masked.fetch(IDS, 1)[0])
+    cut = map_style(Items(draw), seed=5, collate_fn=masked._collate, shapes_vary=False)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"map_style\(Items\) draws .* leave shapes_vary out"):
+        cut.fetch(IDS, 0)
     with pytest.raises(ConfigError, match="threads=2: with a seed, rows are read one after the other"):
         map_style(Items(draw), seed=5, threads=2)
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
