@@ -66,6 +66,8 @@ class MapStyle(Dataset):
         self._collate = default_collate if collate_fn is None else collate_fn
         self.shapes_vary = collate_fn not in (None, default_collate) if shapes_vary is None else shapes_vary
         self._at_once = getattr(rows, "__getitems__", None)
+        if isinstance(left_out := getattr(rows, "left_out", None), Mapping):
+            self.left_out = left_out
 
     @property
     def batch_source(self) -> str:

@@ -21,7 +21,7 @@ from dtf.data.file_patterns import files_of
 from dtf.data.image_formats import SUFFIXES
 from dtf.data.made_once import cache_folder
 from dtf.data.map_style import map_style
-from dtf.data.tar_index import TarIndex, key_of
+from dtf.data.tar_index import NO_SAMPLE, TarIndex, key_of
 
 Sample = dict[str, Any]
 """The files of a sample by extension, as bytes, and its name under `__key__`."""
@@ -83,6 +83,7 @@ class Samples:
 
     def __init__(self, index: TarIndex | FolderIndex, decode: Decode | None) -> None:
         self.index, self._decode = index, decoded if decode is None else decode
+        self.left_out = index.left_out
 
     def __len__(self) -> int:
         return len(self.index)
@@ -95,18 +96,21 @@ class Samples:
 
 
 class FolderIndex:
-    """The samples of a folder. Holds names and sizes."""
+    """The samples of a folder. Holds names and sizes. `left_out`: files that are in no sample -> why."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         if not root.is_dir():
             raise DataError(f"{root} is no folder")
+        self.left_out: dict[str, str] = {}
         grouped: dict[str, dict[str, tuple[str, int]]] = {}
         for name, size in sorted(self._files()):
             key, extension = key_of(name)
-            if key:
-                if extension in grouped.setdefault(key, {}):
-                    raise DataError(f"{root}: sample {key} has two files .{extension} in upper and lower case")
+            if not key:
+                self.left_out[name] = NO_SAMPLE
+            elif extension in grouped.setdefault(key, {}):
+                raise DataError(f"{root}: sample {key} has two files .{extension} in upper and lower case")
+            else:
                 grouped[key][extension] = name, size
         self._keys, self._members = list(grouped), list(grouped.values())
         parents = [key.split("/") for key in self._keys]

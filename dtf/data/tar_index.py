@@ -23,8 +23,11 @@ import numpy as np
 from dtf.core.errors import DataError
 from dtf.data.made_once import made_once, name_of, state_of
 
-FORMAT = 1  # of the index files; part of their names
+FORMAT = 2  # of the index files; part of their names
 _PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zX": "xz", b"(\xb5/\xfd": "zstd"}
+NO_SAMPLE = "in no sample"
+"""Why a file is left out whose name has no extension, or nothing before it."""
+
 _OPEN = 64
 """Archives that are open at once."""
 
@@ -42,7 +45,7 @@ class ShardIndex(NamedTuple):
     sizes: np.ndarray  # (members,) int64
     digests: np.ndarray  # (members,) uint32: crc32 of the bytes
     extensions: tuple[str, ...]
-    left_out: int  # files without a key or an extension
+    left_out: tuple[str, ...]  # files that are in no sample
 
     def key(self, sample: int) -> str:
         first = int(self.key_ends[sample - 1]) if sample else 0
@@ -60,7 +63,8 @@ class TarIndex:
     """The samples of several archives, in their order. Threads may read at once.
 
     An archive is read whole once, for the index, which is kept in `cache`. It is indexed again when it has changed.
-    DataError names the archive that cannot be read, is damaged, or changes while it is used.
+    `left_out`: files that are in no sample -> why. DataError names the archive that cannot be read, is damaged, or
+    changes while it is used.
     """
 
     def __init__(self, shards: Sequence[Path], cache: Path) -> None:
@@ -72,9 +76,11 @@ class TarIndex:
             made = dict(zip(order, pool.map(lambda n: shard_index(self._shards[n], cache), order), strict=True))
         self._indexes = [made[number] for number in range(len(self._shards))]
         self._starts = np.cumsum([0, *(len(index.key_ends) for index in self._indexes)])
-        for path, index in zip(self._shards, self._indexes, strict=True):
-            if index.left_out:
-                _log.warning("%s: left out: %d files whose names have no extension", path, index.left_out)
+        self.left_out = {
+            f"{path}/{name}": NO_SAMPLE
+            for path, index in zip(self._shards, self._indexes, strict=True)
+            for name in index.left_out
+        }
         self._files: OrderedDict[int, IO[bytes]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -128,7 +134,8 @@ def shard_index(path: Path, cache: Path) -> ShardIndex:
                     return None
                 arrays = [stored[name] for name in ShardIndex._fields[:-2]]
                 arrays = dict(zip(ShardIndex._fields, arrays, strict=False))
-                return ShardIndex(**arrays, extensions=tuple(about["extensions"]), left_out=about["left_out"])
+                texts = {name: tuple(about[name]) for name in ("extensions", "left_out")}
+                return ShardIndex(**arrays, **texts)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
             return None
 
@@ -208,11 +215,11 @@ def _members(path: Path, file: IO[bytes]) -> list[_Member]:
 def _samples(path: Path, members: Sequence[_Member]) -> ShardIndex:
     """Files whose names agree up to the first dot of the last part are one sample, in the order of WebDataset."""
     keys, bounds, extensions = list[str](), [0], dict[str, int]()
-    kept, kinds, inside, seen, left_out = list[_Member](), list[int](), set[str](), set[str](), 0
+    kept, kinds, inside, seen, left_out = list[_Member](), list[int](), set[str](), set[str](), list[str]()
     for member in members:
         key, extension = key_of(member.name)
         if not key:
-            left_out += 1
+            left_out.append(member.name)
             continue
         if not keys or key != keys[-1]:
             if key in seen:
@@ -241,7 +248,7 @@ def _samples(path: Path, members: Sequence[_Member]) -> ShardIndex:
         sizes,
         np.array([member.digest for member in kept], np.uint32),
         tuple(extensions),
-        left_out,
+        tuple(left_out),
     )
 
 

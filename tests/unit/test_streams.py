@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from dtf import ConfigError, DataError, Dataset, decoded, tar_samples, write_samples
+from dtf import ConfigError, DataError, Dataset, decoded, folder_samples, tar_samples, write_samples
 from dtf.core.types import Shard
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.made_once import made_once
 from dtf.data.samplers import Shuffle
+from dtf.engine.row_notes import left_out_text
 from tests.support import pictures
 from tests.support.image_files import encode
 
@@ -170,6 +171,21 @@ def test_links_inside_an_archive_are_followed_and_others_named(tmp_path: Path) -
         out.addfile(link)
     with pytest.raises(DataError, match=r"b.cls is a link to /etc/passwd, which is no file of the archive"):
         tar_samples(tmp_path / "b.tar", cache=tmp_path / "cache")
+
+
+def test_files_in_no_sample_are_left_out_by_name(tmp_path: Path) -> None:
+    """In a folder and in an archive, so that the start of a run counts them."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name in ("1.cls", "LICENSE", ".hidden"):
+        (folder / name).write_bytes(b"1")
+    with tarfile.open(tmp_path / "a.tar", "w") as out:
+        out.add(folder, "")
+    read = folder_samples(folder, target="cls"), tar_samples(tmp_path / "a.tar", cache=tmp_path / "cache")
+    again = tar_samples(tmp_path / "a.tar", cache=tmp_path / "cache")
+    for rows in (*read, again):
+        assert len(rows) == 1 and sorted(name.rpartition("/")[2] for name in rows.left_out) == [".hidden", "LICENSE"]
+        assert left_out_text(rows.left_out) == "1 .hidden, 1 without suffix (in no sample)"
 
 
 def test_pickles_and_broken_files_are_refused_by_name() -> None:
