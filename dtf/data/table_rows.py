@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,8 +20,11 @@ from dtf.data.file_patterns import files_of
 from dtf.data.made_once import cache_folder, made_once, name_of, state_of
 from dtf.data.parquet_rows import require_pyarrow
 
-FORMAT = 1  # of the written files; part of their names
+FORMAT = 2  # of the written files; part of their names
 _DELIMITERS = {".tsv": "\t", ".tab": "\t"}
+_EMPTY = ["", "NA", "N/A", "NaN", "nan", "null", "NULL"]
+"""How an empty field is written. Of a category the first only: the others may be names, as NA is of Namibia."""
+_NUMBER = re.compile("-?[0-9]{1,18}")
 
 _log = logging.getLogger(__name__)
 
@@ -81,9 +85,9 @@ def table_rows(
     `numeric`: columns that are inputs (B, F) float32. `categorical`: columns that are inputs (B, C) int64, the number
     of each value in the order of values; of both kinds, inputs are the dict {numeric, categorical}. `label`: a column
     of classes, targets (B,) int64; or `target`: a column of numbers, targets (B,) float32. `like`: the table whose
-    values count, for evaluation rows: a category that it does not have gets the number after its last one, a class
-    that it does not have is refused. `missing`: the number for an empty field; by default one is refused. `rows`: some
-    of them, `slice(-400, None)` the last 400; values are those of all. `columns`: the names of columns, for files
+    values count, for evaluation rows: a category that it does not have gets the number after its last one, as an empty
+    field does, and a class that it does not have is refused. `missing`: the number for an empty field of a column of
+    numbers; by default one is refused. `rows`: some of them, `slice(-400, None)` the last 400; values are those of all. `columns`: the names of columns, for files
     without a line of names. `delimiter`: by default a comma, in .tsv a tab.
 
     The files are read once, into `cache` (by default `~/.cache/dtf/rows`), 4 bytes a field. DataError names what
@@ -103,9 +107,7 @@ def table_rows(
     given = None if like is None else {**like.categories, **({label: like.classes} if label else {})}
     states = [[os.path.realpath(path), *state_of(path)] for path in paths]
     folder = cache_folder(cache) / name_of("table", FORMAT, states, source.key, given)
-    if (about := made_once(folder, _intact, lambda building: source.write(building, given))) is None:
-        raise DataError(f"{folder} cannot be read")
-    return Table(folder, about, rows)
+    return Table(folder, made_once(folder, _intact, lambda building: source.write(building, given)), rows)
 
 
 class _Source:
@@ -169,7 +171,7 @@ class _Source:
         seen: dict[str, set[str]] = {name: set() for name in names}
         for _, _, batch in self._batches():
             for name in names:
-                seen[name].update(value for value in _texts(batch, name).unique().to_pylist() if value is not None)
+                seen[name].update(value for value in self._texts(batch, name).unique().to_pylist() if value is not None)
         return {name: sorted(found, key=_order) for name, found in seen.items()}
 
     def _numbers(self, path: Path, row: int, batch: Any, names: list[str]) -> np.ndarray:
@@ -199,7 +201,7 @@ class _Source:
 
         found = np.empty((len(batch), len(names)), np.int32)
         for place, name in enumerate(names):
-            texts = _texts(batch, name)
+            texts = self._texts(batch, name)
             places = pc.index_in(texts, value_set=pa.array(values[name], pa.string()))  # type: ignore[attr-defined]
             unknown = np.asarray(places.is_null())
             if name == self._label and unknown.any():
@@ -210,6 +212,15 @@ class _Source:
                 )
             found[:, place] = places.fill_null(len(values[name])).to_numpy(zero_copy_only=False)
         return found
+
+    def _texts(self, batch: Any, name: str) -> Any:
+        """A column as texts; null where it is empty."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        texts, empty = batch.column(name).cast(pa.string()), _EMPTY if name == self._label else _EMPTY[:1]
+        is_empty = pc.is_in(texts, value_set=pa.array(empty))  # type: ignore[attr-defined]
+        return pc.if_else(is_empty, pa.scalar(None, pa.string()), texts)  # type: ignore[attr-defined]
 
     def _batches(self) -> Iterator[tuple[Path, int, Any]]:
         """(file, number of the first row in it, from 0, record batch) with the columns that are used."""
@@ -241,9 +252,7 @@ class _Source:
         options = csv.ConvertOptions(
             include_columns=wanted,
             column_types={**dict.fromkeys(texts, pa.string()), **dict.fromkeys(numbers, pa.float64())},
-            strings_can_be_null=True,
-            quoted_strings_can_be_null=True,
-            null_values=["", "NA", "N/A", "NaN", "nan", "null", "NULL"],
+            null_values=_EMPTY,
         )
         delimiter = self._delimiter or _DELIMITERS.get(path.suffix.lower(), ",")
         parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
@@ -268,16 +277,10 @@ def _check_columns(path: Path, wanted: list[str], there: list[str]) -> None:
         raise DataError(f"{path} has the column {twice} more than once; rename one")
 
 
-def _texts(batch: Any, name: str) -> Any:
-    import pyarrow as pa
-
-    return batch.column(name).cast(pa.string())
-
-
 def _order(value: str) -> tuple[bool, float, str]:
     """Whole numbers by size, before texts by letter."""
-    number = value.isascii() and value.lstrip("-").isdecimal()
-    return not number, int(value) if number else 0, value
+    number = _NUMBER.fullmatch(value)
+    return number is None, int(value) if number else 0, value
 
 
 def _intact(folder: Path) -> dict[str, Any] | None:

@@ -70,6 +70,7 @@ def test_rows_of_a_table_and_the_values_of_another(tmp_path: Path) -> None:
         (TEXT, {"numeric": ["b"], "categorical": []}, DataError, "a.csv cannot be read as a table: .*b.*q0|q0"),
         ("a,b,c,y\n1,x,2,0\n,x,2,0\n", {}, DataError, "a is empty in row 1; give missing="),
         ("a,b,c,y\n1,x,2,\n", {}, DataError, "y=None in row 0 is empty"),
+        ("a,b,c,y\n1,x,2,NA\n", {}, DataError, "y=None in row 0 is empty"),
         ("a,b,c,y\n1,x,2\n", {}, DataError, "a.csv cannot be read as a table: .*[Ee]xpected 4 columns"),
         ("a,a,b,c,y\n1,1,x,2,0\n", {}, DataError, "has the column a more than once"),
         (TEXT, {"numeric": ["a", "b"]}, ConfigError, "the column b is named twice"),
@@ -86,6 +87,15 @@ def test_empty_numbers_take_the_one_that_is_given_and_unknown_categories_have_a_
     rows = read(tmp_path / "a.csv", "a,b,c,y\n1,x,,0\n,x,2,0\n", missing=-1.0)
     inputs, _ = rows.fetch(np.array([1, 0]), 0)
     assert inputs["numeric"].tolist() == [[-1.0], [1.0]] and inputs["categorical"].tolist() == [[0, 0], [0, 1]]
+
+
+def test_a_category_may_be_any_text(tmp_path: Path) -> None:
+    """NA is the code of Namibia; --5 begins as a number does."""
+    texts = ["NA", "null", "--5", "7", "-7", "\u00b2", "9" * 5000]
+    rows = read(tmp_path / "a.csv", "a,b,c,y\n" + "".join(f"1,{text},2,0\n" for text in texts), categorical=["b"])
+    assert rows.categories["b"] == ["-7", "7", "--5", "9" * 5000, "NA", "null", "\u00b2"]
+    inputs, _ = rows.fetch(np.array([0, 4]), 0)
+    assert inputs["categorical"].tolist() == [[4], [0]]
 
 
 def test_a_damaged_cache_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
