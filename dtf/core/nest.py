@@ -54,21 +54,21 @@ def map_leaves(function: Callable[[Tensor], Any], nest: Any) -> Any:
 
 def leaves(nest: Any) -> list[Tensor]:
     """The tensors of a nest, in order."""
-    if isinstance(nest, Tensor):
+    if isinstance(nest, dict):
+        inside: Iterable[Any] = nest.values()
+    elif isinstance(nest, list | tuple):
+        inside = nest
+    elif isinstance(nest, MicroBatches):
+        inside = nest.parts
+    else:
         return [nest]
     found: list[Tensor] = []
-    for value in _inside(nest):
+    for value in inside:
         if isinstance(value, Tensor):
             found.append(value)
         else:
             found += leaves(value)
     return found
-
-
-def _inside(nest: Any) -> Iterable[Any]:
-    if isinstance(nest, dict):
-        return nest.values()
-    return nest.parts if isinstance(nest, MicroBatches) else nest
 
 
 def named(nest: Any, name: str = "") -> dict[str, Tensor]:
@@ -121,9 +121,12 @@ def concatenate(nests: Sequence[Any]) -> Any:
     return rebuild(nests[0], [torch.cat(tensors) for tensors in zip(*map(leaves, nests), strict=True)])
 
 
-def formats(nest: Any) -> list[tuple[torch.Size, torch.dtype]]:
-    """The shape of a row, and the number format, of each tensor."""
-    return [(tensor.shape[1:], tensor.dtype) for tensor in leaves(nest)]
+def formats(nest: Any, rows: int) -> list[tuple[torch.Size, torch.dtype]] | None:
+    """The shape of a row, and the number format, of each tensor. None where something is no tensor of so many rows."""
+    tensors = leaves(nest)
+    if any(not isinstance(tensor, Tensor) or tensor.shape[:1] != (rows,) for tensor in tensors):
+        return None
+    return [(tensor.shape[1:], tensor.dtype) for tensor in tensors]
 
 
 def is_named_tuple(value: Any) -> bool:

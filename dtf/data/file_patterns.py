@@ -26,7 +26,7 @@ def files_of(pattern: str | Path | Sequence[str | Path], suffix: str) -> list[Pa
         path = Path(text).expanduser()
         if path.is_dir():
             matches = sorted(path.glob(f"*{suffix}"))
-        elif glob.has_magic(text):
+        elif glob.has_magic(text) and not path.exists():
             matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
         else:
             matches = [path]

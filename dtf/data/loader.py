@@ -188,12 +188,11 @@ class Loader:
 
     def _checked(self, ids: np.ndarray, fetched: Any) -> Any:
         """What was fetched. ConfigError for what is no answer, and for shapes that change where nothing says so."""
-        if self._dataset.shapes_vary or self._formats is None:
+        vary = self._dataset.shapes_vary
+        if vary or self._formats is None or (found := formats(fetched, len(ids))) is None:
             check_fetched(self._dataset, len(ids), fetched)
-        if not self._dataset.shapes_vary:
-            found = formats(fetched)
-            if self._formats is None:
-                self._formats = found
-            elif found != self._formats:
-                raise varying_error(self._dataset, self._formats, found)
+            if not vary:
+                self._formats = formats(fetched, len(ids))
+        elif found != self._formats:
+            raise varying_error(self._dataset, self._formats, found)
         return fetched

@@ -167,6 +167,24 @@ def test_shapes_that_vary_without_a_word_are_refused_and_micro_batches_are_not()
     assert other is not None and torch.equal(other.inputs, batch.inputs.parts[1])
 
 
+@pytest.mark.parametrize(
+    ("later", "words"),
+    [
+        (torch.ones(1), r"inputs of shape \(1,\) for 2 ids"),  # a row of a batch would count for all of them
+        ("two texts", "a str as inputs"),
+        (None, "None as inputs"),
+    ],
+)
+def test_a_later_fetch_that_is_no_answer_is_refused_by_name(later: Any, words: str) -> None:
+    """As of a collate function that leaves out items."""
+    rows = map_style(Items(int), collate_fn=lambda items: (torch.ones(2) if 0 in items else later, torch.ones(2)))
+    rows.shapes_vary = False
+    loader = Loader(rows, Epochs(Sequential(), 8, 2, 0), WHOLE, 2)
+    loader.get(0, 0)
+    with pytest.raises(ConfigError, match=rf"map_style\(Items\) returned {words}"):
+        loader.get(0, 3)
+
+
 def test_what_varying_shapes_cannot_have_is_refused_before_the_first_step() -> None:
     rows = map_style(Items(lambda n: n), collate_fn=default_collate)
     assert not rows.shapes_vary and refuse_varying(rows, "mine", True, "model") is None

@@ -17,6 +17,7 @@ import torch
 from dtf import ConfigError, DataError, Dataset, decoded, folder_samples, tar_samples, write_samples
 from dtf.core.types import Shard
 from dtf.data.batches import Epochs
+from dtf.data.file_patterns import files_of
 from dtf.data.loader import Loader
 from dtf.data.made_once import made_once
 from dtf.data.samplers import Shuffle
@@ -171,6 +172,12 @@ def test_links_inside_an_archive_are_followed_and_others_named(tmp_path: Path) -
         out.addfile(link)
     with pytest.raises(DataError, match=r"b.cls is a link to /etc/passwd, which is no file of the archive"):
         tar_samples(tmp_path / "b.tar", cache=tmp_path / "cache")
+
+
+def test_a_file_may_have_brackets_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a[1].tar").touch()
+    assert files_of(tmp_path / "a[1].tar", ".tar") == [tmp_path / "a[1].tar"]
+    assert files_of(tmp_path / "a?1?.tar", ".tar") == [tmp_path / "a[1].tar"]
 
 
 def test_files_in_no_sample_are_left_out_by_name(tmp_path: Path) -> None:
