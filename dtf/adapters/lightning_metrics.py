@@ -18,7 +18,8 @@ from dtf.adapters.lightning_module import Records, metrics_of, overrides, record
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 
-_HOOKS = {True: "on_train_epoch_end", False: "on_validation_epoch_end"}
+EPOCH_ENDS = {True: "on_train_epoch_end", False: "on_validation_epoch_end"}
+"""The hook at the end of training, and of an evaluation."""
 
 
 class _State(NamedTuple):
@@ -111,7 +112,7 @@ class MetricSums:
 
     def _at_the_end(self, trains: bool) -> dict[str, float]:
         """What the hook at the end of an epoch logs."""
-        name = _HOOKS[trains]
+        name = EPOCH_ENDS[trains]
         if not overrides(self._cls, name):
             return {}
         with recording(Records(self._module, trains)) as records:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.adapters.lightning_data import LoaderRows, batch_of, check_loader, label_of
-from dtf.adapters.lightning_metrics import MetricSums, prepare_metrics
+from dtf.adapters.lightning_metrics import EPOCH_ENDS, MetricSums, prepare_metrics
 from dtf.adapters.lightning_module import (
     Records,
     check_module,
@@ -247,9 +247,16 @@ class LightningRun:
         paths = {id(metric): path for path, metric in metrics_of(module).items()}
         shown = {name: paths[id(metric)] for records in found.values() for name, metric in records.metrics.items()}
         sums = MetricSums(module, cls, tuple(names), shown)
-        for records in found.values():
-            outputs = sums.pack(records, 1)
+        for trains, records in found.items():
+            outputs, before = sums.pack(records, 1), _kept(module) | _state_of(module)
             sums.values([1.0, *outputs["sums"].tolist()])  # what hooks do at the end of an epoch is refused now
+            changed = _changed(before, _kept(module) | _state_of(module))
+            if changed:
+                raise ConfigError(
+                    f"{cls.__name__}.{EPOCH_ENDS[trains]}() changes self.{changed}: it is called where metrics are "
+                    "added up, on another copy of the module, so that steps would not see the change; leave it out, "
+                    "and let a scheduler of configure_optimizers depend on the step"
+                )
         for parameter in module.parameters():
             parameter.requires_grad_(False)
             parameter.grad = None
@@ -282,15 +289,15 @@ class LightningRun:
 
     def _refuse_kept(self, module: nn.Module, cls: type) -> None:
         """Raise ConfigError for a hook at the end of an epoch that reads what steps have kept in the module."""
-        for trains, hook in ((True, "on_train_epoch_end"), (False, "on_validation_epoch_end")):
+        for trains, hook in EPOCH_ENDS.items():
             if not overrides(cls, hook):
                 continue
             before = _kept(module)
             self._records(module, cls, trains)
-            changed = [key for key, value in _kept(module).items() if before.get(key) != value]
+            changed = _changed(before, _kept(module))
             if changed:
                 raise ConfigError(
-                    f"{cls.__name__} keeps what its steps compute in self.{changed[0]} for {hook}(): each rank has a "
+                    f"{cls.__name__} keeps what its steps compute in self.{changed} for {hook}(): each rank has a "
                     "part of the rows; log a value, or a metric of torchmetrics, in the step"
                 )
 
@@ -368,3 +375,14 @@ def _kept(module: nn.Module) -> dict[str, Any]:
         elif isinstance(value, int | float | str):
             found[key] = value if not (isinstance(value, float) and math.isnan(value)) else "nan"
     return found
+
+
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    """Parameters and buffers, in a form that tells whether they have changed."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: (tensor._version, id(tensor), tensor.requires_grad) for name, tensor in named}
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The name of the first that has changed; empty: none has."""
+    return next((name for name, value in now.items() if before.get(name) != value), "")

@@ -130,6 +130,8 @@ def test_a_file_that_starts_from_the_recipe_gets_what_goes_with_it(tmp_path: Pat
         ("UsesBatchNumber", "Points", "batch_idx is not known"),
         ("AsksTrainer", "Points", "self.trainer.callbacks is not known"),
         ("KeepsRows", "Points", "keeps what its steps compute in self.outputs"),
+        ("CoolsDown", "Points", r"on_train_epoch_end\(\) changes self.temperature"),
+        ("MovesWeights", "Points", r"on_validation_epoch_end\(\) changes self.net.0.weight"),
         ("KeepsAllRows", "Points", "keeps all rows in its state"),
         ("NoLoss", "Points", "training_step returned None"),
         ("Decayed", "Points", "unused.weight gets no gradient"),
