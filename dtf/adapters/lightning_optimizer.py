@@ -30,7 +30,7 @@ class Configured:
     def __init__(self, returned: Any, module: nn.Module, steps_per_epoch: int) -> None:
         self._who = f"{type(module).__name__}.configure_optimizers"
         optimizer, scheduler = self._parts(returned)
-        names = {id(p): name for name, p in module.named_parameters()}
+        names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         self.groups = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
         self.inner = self._inner(optimizer)
         rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dtf.api.lr import Schedule
 from dtf.api.optimizer import Group, Optimizer
+from dtf.api.options import FineTuning
 from dtf.api.sampler import Sampler, Tail
 from dtf.core.errors import ConfigError
 from dtf.data.samplers import Sequential, Shuffle
@@ -30,6 +31,9 @@ class Described(Protocol):
     """Whether the module, and the data, have an argument BATCH_SIZE."""
     shapes_vary: ClassVar[bool | None]
     """Of the rows that its loaders collate, see `LoaderRows`."""
+
+    @property
+    def fine_tuning(self) -> FineTuning: ...
 
 
 class ModuleOptimizer(Optimizer):

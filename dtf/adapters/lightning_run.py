@@ -28,6 +28,7 @@ from dtf.adapters.lightning_optimizer import Configured
 from dtf.adapters.lightning_parts import BATCH_SIZE, Described, ModuleOptimizer
 from dtf.adapters.row_proof import Observe, fixed_draws, in_order, loss_mean, no_means
 from dtf.adapters.trainer_view import TrainerView
+from dtf.api.name_patterns import covered
 from dtf.api.options import FineTuning
 from dtf.api.sampler import Tail
 from dtf.core.arguments import load
@@ -169,7 +170,11 @@ class LightningRun:
             if not overrides(cls, "configure_optimizers"):
                 raise ConfigError(f"{cls.__name__} has no configure_optimizers(); choose: optimizer=adamw lr=cosine")
             configured = Configured(cls.configure_optimizers(module), module, self._view.num_training_batches)  # type: ignore[attr-defined]
-            self._configured, part.inner, part.lr_factors = configured, configured.inner, configured.lr_factors
+            self._configured, part.inner = configured, configured.inner
+            frozen = self._recipe.fine_tuning.freeze
+            part.lr_factors = {
+                name: factor for name, factor in configured.lr_factors.items() if not covered(frozen, name)
+            }
             part.averages_squares = configured.inner.averages_squares
             part.momenta = configured.momenta if configured.cycles else None
             stepped_names = {name for group in configured.groups for name in group}

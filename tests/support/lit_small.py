@@ -110,6 +110,15 @@ class OtherOptimizer(Net):
         return torch.optim.Rprop(self.parameters())
 
 
+class SlowBackbone(Net):
+    """Its first layer is in a group of its own, and its bias does not learn."""
+
+    def configure_optimizers(self):
+        self.net[0].bias.requires_grad_(False)
+        groups = [{"params": self.net[0].parameters(), "lr": 0.001}, {"params": self.net[4].parameters()}]
+        return torch.optim.SGD(groups, lr=0.01)
+
+
 class Amsgrad(Net):
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), amsgrad=True)

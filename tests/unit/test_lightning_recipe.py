@@ -164,6 +164,17 @@ def test_a_module_that_is_right_is_taken(recipe: Any) -> None:
     assert made._settings.sampler.tail is Tail.drop
 
 
+def test_a_group_of_its_own_may_hold_what_does_not_learn(recipe: Any) -> None:
+    """By the module, or by `recipe.model.freeze`: its factor is none that the config names in vain."""
+    made = recipe("SlowBackbone")
+    made.build_model()
+    assert made._settings.optimizer.lr_factors == pytest.approx({"net.0.weight": 0.1})
+    made = recipe("SlowBackbone")
+    made.model.freeze = ["net.0"]
+    made.build_model()
+    assert made._settings.optimizer.lr_factors == {}
+
+
 def test_logs_of_parts_add_up_to_those_of_all_rows(recipe: Any) -> None:
     made = recipe("Net")
     model = made.build_model().eval()
