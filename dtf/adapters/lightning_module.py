@@ -87,8 +87,10 @@ class Records:
                 )
             self.values.pop("loss", None)
         elif not isinstance(returned, Mapping) or found is None:
-            whole = returned if isinstance(returned, Tensor) and returned.numel() == 1 else None
-            found = next((self.values[name] for name in self.values if _is_loss(name)), whole)
+            whole = [returned] if isinstance(returned, Tensor) and returned.numel() == 1 else []
+            parts = {name: words for name in self.values if "loss" in (words := _words(name))}
+            main = [self.values[name] for name, words in parts.items() if words <= _WHOLE_LOSS]
+            found = next(iter([*main, *whole, *(self.values[name] for name in parts)]), None)
         if isinstance(found, Tensor) and found.numel() != 1:
             raise ConfigError(
                 f"training_step returned a loss of shape {tuple(found.shape)}; return one number, such as its mean()"
@@ -97,8 +99,12 @@ class Records:
             self.loss = found.reshape(()) if isinstance(found, Tensor) else torch.tensor(float(found))
 
 
-def _is_loss(name: str) -> bool:
-    return "loss" in re.split("[^a-z]+", name.lower())
+_WHOLE_LOSS = {"loss", "val", "valid", "validation", "eval", "total", "mean", "avg", "epoch", ""}
+"""Words in the name of a loss that is no part of another one."""
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split("[^a-z]+", name.lower()))
 
 
 def _kind(value: Any) -> str:
@@ -251,7 +257,11 @@ class _Here:
                 f"self.log({name!r}, reduce_fx={reduce_fx!r}): only means over rows are added up over ranks; log a "
                 "metric of torchmetrics, such as SumMetric"
             )
-        records = _noting(f"self.log({name!r})")
+        records = _records.get()
+        if records is None:
+            raise ConfigError(
+                f"self.log({name!r}) outside of a step has no rows to count; log in training_step or validation_step"
+            )
         if batch_size is not None and records.rows and int(batch_size) != records.rows:
             raise ConfigError(
                 f"self.log({name!r}, batch_size={batch_size}) in a batch of {records.rows} rows: means are weighted by "
@@ -289,13 +299,6 @@ class _Here:
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         return withheld("self.all_gather()")
-
-
-def _noting(what: str) -> Records:
-    records = _records.get()
-    if records is None:
-        raise ConfigError(f"{what} outside of a step has no rows to count; log in training_step or validation_step")
-    return records
 
 
 @contextmanager

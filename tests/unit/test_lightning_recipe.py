@@ -19,6 +19,7 @@ import torch
 
 from dtf.adapters.lightning import LightningRecipe, lightning_recipe
 from dtf.adapters.lightning_data import LoaderRows
+from dtf.adapters.lightning_module import Records
 from dtf.adapters.lightning_optimizer import Configured
 from dtf.adapters.lightning_parts import ModuleOptimizer, ModuleSchedule
 from dtf.api import registry
@@ -173,6 +174,23 @@ def test_a_group_of_its_own_may_hold_what_does_not_learn(recipe: Any) -> None:
     made.model.freeze = ["net.0"]
     made.build_model()
     assert made._settings.optimizer.lr_factors == {}
+
+
+@pytest.mark.parametrize(
+    ("logged", "returned", "loss"),
+    [
+        ({"kl_loss": 1.0, "val/loss": 2.0, "acc": 3.0}, None, 2.0),
+        ({"kl_loss": 1.0, "acc": 3.0}, torch.tensor(4.0), 4.0),
+        ({"acc": 3.0, "loss_of_reconstruction": 1.0}, None, 1.0),
+        ({"acc": 3.0}, torch.tensor([1.0, 2.0]), None),
+    ],
+)
+def test_the_loss_of_an_evaluation_is_no_part_of_it(logged: Any, returned: Any, loss: float | None) -> None:
+    records = Records(torch.nn.Linear(1, 1), trains=False, rows=4)
+    for name, value in logged.items():
+        records.log(name, value)
+    records.close(returned)
+    assert (records.loss is None) if loss is None else float(records.loss) == loss  # type: ignore[arg-type]
 
 
 def test_logs_of_parts_add_up_to_those_of_all_rows(recipe: Any) -> None:
