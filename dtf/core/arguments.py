@@ -119,7 +119,7 @@ def _of_callable(target: Callable[..., Any]) -> tuple[Parameter, ...]:
 def _constructor(place: _Place, hops: int) -> _Place | None:
     """Of the class, or of the nearest class that it inherits from. None: no class in reach has one."""
     assert isinstance(place.node, ast.ClassDef)
-    for node in place.node.body:
+    for node in reversed(place.node.body):  # the last one counts, as of several `@overload`
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
             return _Place(place.path, place.module, node)
     for base in place.node.bases if hops < _MOST_HOPS else ():
@@ -196,7 +196,7 @@ def _find(module: str, name: str, hops: int) -> _Place:
     """What has this name in a module, or what the module imports under it."""
     path = _file(module)
     lines = list(_statements(_source(path).body))
-    for node in lines:
+    for node in reversed(lines):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return _Place(path, module, node)
     imports = [

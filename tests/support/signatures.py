@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional, Union
+from typing import Annotated, Any, Literal, Optional, Union, overload
 
 import not_installed_at_all as absent
 
@@ -76,3 +76,20 @@ if RATE:
 
     def conditional(count: int, seed=0):
         raise NotImplementedError
+
+
+class Overloaded:
+    @overload
+    def __init__(self, width: int): ...
+    @overload
+    def __init__(self, name: str): ...
+    def __init__(self, width=8, name=""):
+        raise NotImplementedError
+
+
+@overload
+def overloaded(width: int): ...
+@overload
+def overloaded(name: str): ...
+def overloaded(width=8, name=""):
+    raise NotImplementedError

@@ -68,6 +68,8 @@ def test_arguments_are_typed_keys() -> None:
         ("ByModule", ["params", "lr", "betas", "weight_decay"]),
         ("ByPackage", ["params", "lr", "period", "scale"]),
         ("conditional", ["count", "seed"]),
+        ("Overloaded", ["width", "name"]),
+        ("overloaded", ["width", "name"]),
     ],
 )
 def test_a_constructor_is_found_where_it_is_inherited_from(name: str, expected: list[str]) -> None:
