@@ -67,7 +67,7 @@ class Dataset(ABC):
     shapes_vary: bool = False
     """Whether the shapes of rows depend on which rows are fetched together, as where the longest one of a batch decides
     how far others are padded. Then each micro-batch is fetched by itself, so that its numbers are the same whichever
-    rank computes it.
+    rank computes it. Shapes that depend on the epoch alone do not vary.
     """
 
     bad: Mapping[int, str] = MappingProxyType({})

@@ -84,7 +84,7 @@ class Loader:
         self._pending: dict[tuple[int, int], Future[Batch]] = {}
         self._unread: dict[int, set[int]] = {}  # epoch -> rows
         self.batches = epochs.batches
-        self._formats: list[Any] | None = None  # of a row, as the first fetch gave them
+        self._formats: dict[int, Any] = {}  # epoch -> of a row, as the first fetch gave them
         self._reading = Reading()
 
     def get(self, epoch: int, index: int) -> Batch | None:
@@ -174,7 +174,7 @@ class Loader:
         padding = cut[-1][-1] < 0
         cut = [cut[0][:-1]] if padding else cut
         rows = np.concatenate(cut) if len(cut) > 1 else cut[0]
-        parts = [self._checked(ids, self._dataset.fetch(ids, epoch)) for ids in cut]
+        parts = [self._checked(ids, epoch, self._dataset.fetch(ids, epoch)) for ids in cut]
         inputs, targets = parts[0] if len(parts) == 1 else map(MicroBatches, zip(*parts, strict=True))
         weight = torch.zeros(len(rows)) if padding else torch.ones(len(rows))
         if self._dataset.bad and not padding:
@@ -186,13 +186,15 @@ class Loader:
             inputs, targets, weight = map_leaves(torch.Tensor.pin_memory, (inputs, targets, weight))
         return Batch(inputs, targets, weight, np.full_like(rows, -1) if padding else rows)
 
-    def _checked(self, ids: np.ndarray, fetched: Any) -> Any:
-        """What was fetched. ConfigError for what is no answer, and for shapes that change where nothing says so."""
-        vary = self._dataset.shapes_vary
-        if vary or self._formats is None or (found := formats(fetched, len(ids))) is None:
+    def _checked(self, ids: np.ndarray, epoch: int, fetched: Any) -> Any:
+        """What was fetched. ConfigError for what is no answer, and for shapes that change within an epoch where nothing
+        says so. From one epoch to the next they may, as where images grow.
+        """
+        vary, first = self._dataset.shapes_vary, self._formats.get(epoch)
+        if vary or first is None or (found := formats(fetched, len(ids))) is None:
             check_fetched(self._dataset, len(ids), fetched)
             if not vary:
-                self._formats = formats(fetched, len(ids))
-        elif found != self._formats:
-            raise varying_error(self._dataset, self._formats, found)
+                self._formats[epoch] = formats(fetched, len(ids))
+        elif found != first:
+            raise varying_error(self._dataset, first, found)
         return fetched

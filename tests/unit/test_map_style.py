@@ -167,6 +167,18 @@ def test_shapes_that_vary_without_a_word_are_refused_and_micro_batches_are_not()
     assert other is not None and torch.equal(other.inputs, batch.inputs.parts[1])
 
 
+def test_shapes_may_change_from_one_epoch_to_the_next() -> None:
+    """As those of images that grow: all ranks have them alike."""
+
+    class Growing(Padded):
+        def fetch(self, ids: np.ndarray, epoch: int) -> Any:
+            return torch.ones(len(ids), 2 + epoch), torch.zeros(len(ids))
+
+    loader = Loader(Growing(), Epochs(Sequential(), 8, 4, 0), WHOLE, 2)
+    shapes = [loader.get(epoch, index).inputs.shape for epoch in (0, 1, 0, 2) for index in (0, 1)]  # type: ignore[union-attr]
+    assert shapes == [(4, 2 + epoch) for epoch in (0, 1, 0, 2) for _ in range(2)]
+
+
 @pytest.mark.parametrize(
     ("later", "words"),
     [
