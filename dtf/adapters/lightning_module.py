@@ -229,10 +229,8 @@ class _Here:
     local_rank = property(lambda self: withheld("self.local_rank"))
     logger = property(lambda self: None)
     loggers = property(lambda self: [])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(p.dtype for p in self.parameters() if p.dtype.is_floating_point)  # type: ignore[attr-defined]
+    device = property(lambda self: next(self.parameters()).device)
+    dtype = property(lambda self: next(p.dtype for p in self.parameters() if p.dtype.is_floating_point))
 
     def log(
         self,

@@ -45,10 +45,10 @@ def parquet_rows(
     """The rows of Parquet files, numbered in the order of the files.
 
     `files`: `part-{0..9}.parquet`, `parts/*.parquet`, a folder, or a list of such. `decode`: makes an item of a row, a
-    dict of Python values by column; by default numbers stay, lists of numbers become tensors, and pictures
-    (`{bytes, path}`, as Hugging Face writes them) uint8 tensors (3, H, W). `columns`: those to read, by default all.
-    The other arguments: see `map_style`. `cache`: the folder of the rows as Arrow, which needs the room that they take
-    without compression; by default `~/.cache/dtf/rows`.
+    dict of Python values by column; by default numbers stay, lists of numbers become tensors (of fractions float32),
+    and pictures (`{bytes, path}`, as Hugging Face writes them) uint8 tensors (3, H, W). `columns`: those to read, by
+    default all. The other arguments: see `map_style`. `cache`: the folder of the rows as Arrow, which needs the room
+    that they take without compression; by default `~/.cache/dtf/rows`.
 
     DataError names the file that is missing, damaged, or lacks a column. ConfigError without pyarrow.
     """

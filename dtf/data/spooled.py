@@ -29,9 +29,9 @@ def write_samples(
     """Write the samples of a stream once, into tar archives in `folder`, and return the folder for `tar_samples`.
 
     A sample: tensors, arrays, numbers, texts and bytes, in dicts, lists, tuples and named tuples (read back as tuples).
-    A folder that is there is taken for written and left as it is: remove it to write it anew. While one process
-    writes, others wait; one that is killed leaves no folder. `samples` may be a function that opens the stream, called
-    only where it is to be written.
+    A folder that is there is taken for written and left as it is: remove it to write it anew. While one process writes,
+    others wait; one that is killed leaves no folder. So a stream must give all samples in any process, not the part of
+    a rank. `samples` may be a function that opens the stream, called only where it is to be written.
 
     ConfigError for a sample with something else in it, DataError for a stream without samples.
     """

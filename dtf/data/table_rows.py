@@ -82,14 +82,13 @@ def table_rows(
 ) -> Table:
     """The rows of CSV, TSV or Parquet files, in their order, by columns. Larger than memory or not.
 
-    `numeric`: columns that are inputs (B, F) float32. `categorical`: columns that are inputs (B, C) int64, the
-    number of each value in the order of values; of both kinds, inputs are the dict {numeric, categorical}. `label`:
-    a column of classes, targets (B,) int64; or `target`: a column of numbers, targets (B,) float32. `like`: the
-    table whose values count, for evaluation rows: a category that it does not have gets the number after its last
-    one, as an empty field does, and a class that it does not have is refused. `missing`: the number for an empty
-    field of a column of numbers; by default one is refused. `rows`: some of them, `slice(-400, None)` the last 400;
-    values are those of all. `columns`: the names of columns, for files without a line of names. `delimiter`: by
-    default a comma, in .tsv a tab.
+    `numeric`: columns that are inputs (B, F) float32. `categorical`: columns that are inputs (B, C) int64, the number
+    of each value in the order of values; of both kinds, inputs are the dict {numeric, categorical}. `label`: a column
+    of classes, targets (B,) int64; or `target`: a column of numbers, targets (B,) float32. `like`: the table whose
+    values count, for evaluation rows: a category that it does not have gets the number after its last one, as an empty
+    field does, and a class that it does not have is refused. `missing`: the number for an empty field of a column of
+    numbers; by default one is refused. `rows`: some of them, `slice(-400, None)` the last 400; values are those of all.
+    `columns`: the names of columns, for files without a line of names. `delimiter`: by default a comma, in .tsv a tab.
 
     The files are read once, into `cache` (by default `~/.cache/dtf/rows`), 4 bytes a field. DataError names what
     cannot be read, ConfigError what does not fit together.

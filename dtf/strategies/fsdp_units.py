@@ -22,10 +22,9 @@ def gathered_units(
     """What is gathered at once: lists of modules. What lies in none of them is gathered with the whole model.
 
     `size`: `layer`, or `block` or `stage` of the layout; without blocks, and where those found are single layers, the
-    model is cut into eight parts. `use`: where
-    the parameters are used. A module of which a parameter is used elsewhere is taken apart, and units come in the order
-    in which a pass calls them, which need not be that of their names. `compiled`: modules that compute in one piece;
-    where blocks are none of the layout's they are not cut.
+    model is cut into eight parts. `use`: where the parameters are used. A module of which a parameter is used elsewhere
+    is taken apart, and units come in the order in which a pass calls them, which need not be that of their names.
+    `compiled`: modules that compute in one piece; where blocks are none of the layout's they are not cut.
     """
     modules = dict(model.named_modules())
     owners = _owners(model, use, compiled)

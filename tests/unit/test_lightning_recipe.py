@@ -165,6 +165,13 @@ def test_a_module_that_is_right_is_taken(recipe: Any) -> None:
     assert made._settings.sampler.tail is Tail.drop
 
 
+def test_a_module_is_where_its_parameters_are(recipe: Any) -> None:
+    """Strategies may move them one by one, so that what Lightning remembers is not asked."""
+    model = recipe("Net").build_model()
+    assert model.device.type == "cpu"
+    assert torch.nn.Module.to(model, "meta").device.type == "meta"
+
+
 def test_a_group_of_its_own_may_hold_what_does_not_learn(recipe: Any) -> None:
     """By the module, or by `recipe.model.freeze`: its factor is none that the config names in vain."""
     made = recipe("SlowBackbone")
