@@ -18,6 +18,7 @@ from dtf.data.answers import check_fetched, refuse_varying
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.samplers import Sequential
+from dtf.data.splits import FirstRows
 from dtf.model.forward import copy_of, rows_of
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 (as people write them)
@@ -167,6 +168,13 @@ def test_shapes_that_vary_without_a_word_are_refused_and_micro_batches_are_not()
     assert other is not None and torch.equal(other.inputs, batch.inputs.parts[1])
 
 
+def test_the_first_rows_are_as_all_of_them() -> None:
+    rows = Padded()
+    rows.shapes_vary, rows.left_out, rows.bad = True, {"a.txt": "no image"}, {1: "damaged"}
+    first = FirstRows(rows, 3)
+    assert (len(first), first.shapes_vary, first.left_out, first.bad) == (3, True, rows.left_out, rows.bad)
+
+
 def test_shapes_may_change_from_one_epoch_to_the_next() -> None:
     """As those of images that grow: all ranks have them alike."""
 
@@ -217,6 +225,9 @@ def test_a_nest_keeps_its_form() -> None:
                                                   "inputs['b'].right"]  # fmt: skip
     cut = nest.rows(inputs, 1, 3)
     assert cut["b"].right.tolist() == [1.0, 2.0] and nest.count(cut) == 2
+    cut["b"].right.add_(1)  # a model may: it is no change of the other rows
+    assert inputs["b"].right.tolist() == [0.0, 2.0, 3.0, 3.0] and not inputs["b"].right._version
+    cut["b"].right.sub_(1)
     assert str(nest.concatenate([nest.rows(inputs, 0, 1), nest.rows(inputs, 1, 4)])) == str(inputs)
     copy = copy_of(Batch(inputs, torch.arange(4), torch.ones(4), np.arange(4)))
     copy.inputs["a"][0].zero_()

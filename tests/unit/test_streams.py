@@ -6,6 +6,7 @@ import gzip
 import os
 import signal
 import tarfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from dtf import ConfigError, DataError, Dataset, decoded, folder_samples, tar_samples, write_samples
+from dtf import ConfigError, DataError, Dataset, decoded, folder_samples, parquet_rows, tar_samples, write_samples
 from dtf.core.types import Shard
 from dtf.data.batches import Epochs
 from dtf.data.file_patterns import files_of
 from dtf.data.loader import Loader
-from dtf.data.made_once import made_once
+from dtf.data.made_once import made_once, name_of
 from dtf.data.samplers import Shuffle
 from dtf.engine.row_notes import left_out_text
 from tests.support import pictures
@@ -77,12 +78,13 @@ def test_an_index_is_made_once_and_again_for_what_has_changed(
     first = pictures.read(tmp_path, "tar", tmp_path / "cache").fingerprint()
     assert pictures.read(tmp_path, "tar", tmp_path / "cache").fingerprint() == first
     assert sorted(scanned) == ["shard-000.tar", "shard-001.tar", "shard-002.tar"]
-    index = next((tmp_path / "cache").glob("*.npz"))
+    other = name_of("tar", tar_index.FORMAT, os.path.realpath(tmp_path / "shard-000.tar"))
+    index = tmp_path / "cache" / f"{other}.npz"
     index.write_bytes(index.read_bytes()[:-30])
     archive(tmp_path / "shard-001.tar", ("x.png", pictures.png(1)), ("x.cls", b"1"))
     changed = pictures.read(tmp_path, "tar", tmp_path / "cache")
     assert len(changed) < ROWS and changed.fingerprint() != first
-    assert len(scanned) in (4, 5) and "shard-001.tar has changed" in caplog.text
+    assert sorted(scanned[3:]) == ["shard-000.tar", "shard-001.tar"] and "shard-001.tar has changed" in caplog.text
 
 
 def test_whoever_is_killed_while_an_index_is_made_leaves_none(tmp_path: Path) -> None:
@@ -103,6 +105,27 @@ def test_whoever_is_killed_while_an_index_is_made_leaves_none(tmp_path: Path) ->
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert made_once(tmp_path / "cache" / "index", read, make) == "whole"
+
+
+def test_one_makes_what_another_waits_for(tmp_path: Path) -> None:
+    """The second begins while the first one makes it, and finds it made."""
+    begun, makers = threading.Event(), list[str]()
+
+    def make(path: Path) -> None:
+        makers.append(threading.current_thread().name)
+        begun.set()
+        if len(makers) == 1:
+            second.join(0.2)  # whoever does not wait is done by then
+        path.write_text("made")
+
+    def read() -> str:
+        return made_once(tmp_path / "index", Path.read_text, make)
+
+    second = threading.Thread(target=lambda: begun.wait() and read(), name="second")
+    second.start()
+    assert read() == "made"
+    second.join()
+    assert makers == [threading.current_thread().name]
 
 
 def test_webdataset_finds_the_same_samples(tmp_path: Path) -> None:
@@ -145,6 +168,43 @@ def test_bytes_that_change_during_a_run_are_named(tmp_path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(DataError, match=r"a.tar: the bytes of a.npy are others"):
         rows.fetch(np.array([0]), 0)
+
+
+def test_files_of_a_folder_that_change_during_a_run_are_named(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("text")
+    rows: Any = folder_samples(tmp_path)
+    (tmp_path / "b.txt").write_text("more text")
+    assert rows.wrapped[0] == {"txt": "text"}
+    with pytest.raises(DataError, match=r"b.txt has changed since the start"):
+        rows.wrapped[1]
+    (tmp_path / "b.TXT").write_text("text")
+    with pytest.raises(DataError, match="sample b has two files .txt in upper and lower case"):
+        folder_samples(tmp_path)
+
+
+def test_parquet_files_that_change_or_differ_are_read_again_or_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def read(*numbers: float, more: dict[str, Any] | None = None) -> Any:
+        pq.write_table(pa.table({"x": [*numbers]}), tmp_path / "a.parquet")
+        pq.write_table(pa.table(more or {"x": [0.5]}), tmp_path / "b.parquet")
+        return parquet_rows(tmp_path, cache=tmp_path / "cache")
+
+    first = read(1.0, 2.0).fingerprint()
+    again = read(1.0, 3.0)
+    assert again.wrapped[1] == {"x": 3.0} and again.wrapped[2] == {"x": 0.5} and again.fingerprint() != first
+    assert "a.parquet has changed since it was read" in caplog.text
+    (stored,) = {file._folder for file in again.wrapped._files if file.path.name == "a.parquet"}
+    content = (stored / "rows.arrow").read_bytes()
+    at = content.index(np.float64(3.0).tobytes())
+    (stored / "rows.arrow").write_bytes(content[:at] + np.float64(4.0).tobytes() + content[at + 8 :])
+    with pytest.raises(DataError, match=r"the cache of .*a.parquet, is damaged"):
+        parquet_rows(tmp_path, cache=tmp_path / "cache").wrapped[1]  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"b.parquet has other columns than .*a.parquet: x: int64 and not x: double"):
+        read(1.0, more={"x": [1]})
 
 
 def test_what_is_missing_or_elsewhere_is_named(tmp_path: Path) -> None:

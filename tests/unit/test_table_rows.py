@@ -56,6 +56,9 @@ def test_rows_of_a_table_and_the_values_of_another(tmp_path: Path) -> None:
     train, last = read(tmp_path / "a.csv", rows=slice(None, -10)), read(tmp_path / "a.csv", rows=slice(-10, None))
     assert (len(train), len(last)) == (40, 10) and train.fingerprint() != last.fingerprint()
     assert last.fetch(np.array([9]), 0)[0]["numeric"].tolist() == [[12.25]] and len(last.groups()) == 10
+    odd, even = (read(tmp_path / "a.csv", rows=slice(first, None, 2)) for first in (1, 0))
+    assert odd.fetch(np.array([0, 24]), 0)[0]["numeric"].tolist() == [[0.25], [12.25]]
+    assert len(odd) == len(even) and odd.fingerprint() != even.fingerprint()
     other = read(tmp_path / "b.csv", "a,b,c,y\n1,new,3,2\n", like=train)
     inputs, targets = other.fetch(np.array([0]), 0)
     assert inputs["categorical"].tolist() == [[4, 3]] and targets.tolist() == [2]
