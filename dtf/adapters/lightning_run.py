@@ -346,7 +346,7 @@ class LightningRun:
         records = run_step(module, cls, self._batch(inputs, True), True, _rows_of(inputs))
         values = {name: torch.as_tensor(value) for name, value in records.values.items()}
         for name, metric in metrics_of(module).items():
-            values |= {f"{name}.{key}": getattr(metric, key) for key in metric._defaults}
+            values |= {f"{name}.{key}": getattr(metric, key) - start for key, start in metric._defaults.items()}
         return {**values, "loss": records.loss} if records.loss is not None else values
 
 

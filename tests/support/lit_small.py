@@ -72,6 +72,36 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
 
 
+class Counted(torchmetrics.Metric):
+    """One more than the rows of all batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.tensor(1.0), dist_reduce_fx="sum")
+
+    def update(self, labels):
+        self.total += len(labels)
+
+    def compute(self):
+        return self.total
+
+
+class TrainMetric(Net):
+    """With a metric in training whose state does not begin at zero, and a layer that nothing steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.counted = Counted()
+
+    def training_step(self, batch, batch_idx):
+        self.counted.update(batch[1])
+        self.log("counted", self.counted)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[4].parameters(), lr=0.1)
+
+
 class SumLoss(Net):
     def loss(self, logits, y):
         return F.cross_entropy(logits, y, reduction="sum")
@@ -92,6 +122,28 @@ class LogsNoMean(Net):
         loss = super().training_step(batch, batch_idx)
         self.log("largest", batch[0].max())
         return loss
+
+
+class OtherRows(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("rows", loss, batch_size=3)
+        return loss
+
+
+class LogsSum(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("added", loss, reduce_fx="sum")
+        return loss
+
+
+class Masks(Net):
+    """Draws a mask of its own for each row, which leaves its loss a mean over rows."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return self.loss(self.net(x * (torch.rand_like(x) > 0.3)), y)
 
 
 class Manual(Net):

@@ -139,6 +139,8 @@ def test_a_file_that_starts_from_the_recipe_gets_what_goes_with_it(tmp_path: Pat
         ("SumLoss", "Points", "no mean over rows"),
         ("ClassWeights", "Points", "no mean over rows"),
         ("Contrast", "Points", "no mean over rows"),
+        ("OtherRows", "Points", "batch_size=3. in a batch of 16 rows"),
+        ("LogsSum", "Points", "reduce_fx='sum'"),
         ("LogsNoMean", "Points", "logs 'largest', which is no mean over rows"),
         ("Net", "StreamData", "Stream gives rows in an order of its own"),
         ("Net", "WeightedData", "has the sampler WeightedRandomSampler"),
@@ -161,6 +163,7 @@ def test_a_module_that_is_right_is_taken(recipe: Any) -> None:
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in lit_small.Net().named_parameters()]
     assert made.loss_mean(True) == "labels"  # cross_entropy leaves out labels -100
     assert recipe("SumLoss").loss_mean(False) == ""  # nothing is divided
+    assert recipe("Masks").loss_mean(True) == "labels"  # rows draw alike in the trial
     assert made.run.train.drop_last
     assert made._settings.sampler.tail is Tail.drop
 
@@ -220,6 +223,21 @@ def test_logs_of_parts_add_up_to_those_of_all_rows(recipe: Any) -> None:
     assert "train_loss" not in values
     padding = made.measure(model(inputs), SimpleNamespace(weight=torch.zeros(40)), None)
     assert not padding.any()
+
+
+def test_a_metric_of_training_counts_each_row_and_its_beginning_once(recipe: Any) -> None:
+    made = recipe("TrainMetric")
+    model = made.build_model()
+    assert made.loss_mean(True) == "labels"  # cutting the rows, metrics are those of each part
+    inputs, _ = made.open_data("train", 0).fetch(np.arange(32), 0)
+    parts = [{name: tensor[first:end] for name, tensor in inputs.items()} for first, end in ((0, 20), (20, 32))]
+    sums = [made.measure(model(part), SimpleNamespace(weight=torch.ones(len(part["1"]))), None) for part in parts]
+    assert made.summarise(sum(sums).tolist())["counted"] == 33
+
+
+def test_what_is_in_no_group_does_not_learn(recipe: Any) -> None:
+    learning = [name for name, p in recipe("TrainMetric").build_model().named_parameters() if p.requires_grad]
+    assert learning == ["net.4.weight", "net.4.bias"]
 
 
 def test_rows_draw_the_same_however_they_are_fetched(recipe: Any) -> None:

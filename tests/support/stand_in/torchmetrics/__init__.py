@@ -16,6 +16,14 @@ class Metric(nn.Module):
         self._defaults, self._reductions, self._update_count, self._computed = {}, {}, 0, None
         self._device = torch.device("cpu")
 
+    def __init_subclass__(cls):
+        update = vars(cls).get("update")
+        if update is not None:
+            cls.update = lambda self, *args: (
+                setattr(self, "_update_count", self._update_count + 1),
+                update(self, *args),
+            )
+
     def add_state(self, name, default, dist_reduce_fx):
         self._defaults[name] = default
         self._reductions[name] = {"sum": dim_zero_sum, "cat": dim_zero_cat}[dist_reduce_fx]
@@ -40,7 +48,6 @@ class Accuracy(Metric):
         self.add_state("total", torch.tensor(0), "sum")
 
     def update(self, predicted, target):
-        self._update_count += 1
         self.right += (predicted == target).sum()
         self.total += len(target)
 
