@@ -76,6 +76,7 @@ def chain(*layers: nn.Module) -> nn.Sequential:
         (chain(nn.Linear(8, 8), Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 4)), [["0"], ["1"], ["2"], ["3", "4"]]),
         (chain(Block(), Block(), nn.LayerNorm(8)), [["0"], ["1", "2"]]),
         (chain(Stage(2), Stage(2)), [[f"{i}.{name}"] for i in (0, 1) for name in ("down", "blocks.0", "blocks.1")]),
+        (chain(nn.Linear(8, 8), Block(), nn.Linear(8, 4)), [["0"], ["1.first", "1.norm"], ["1.last"], ["2"]]),
         (Attributes(), [["a"], ["b"], ["c"], ["head"]]),
         (chain(chain(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 4)), [["0"], ["1"]]),
         (chain(nn.MultiheadAttention(8, 2), nn.Linear(8, 4)), [["0"], ["1"]]),

@@ -145,6 +145,7 @@ def test_a_file_that_starts_from_the_recipe_gets_what_goes_with_it(tmp_path: Pat
         ("Net", "StreamData", "Stream gives rows in an order of its own"),
         ("Net", "WeightedData", "has the sampler WeightedRandomSampler"),
         ("Net", "TextsData", "1.0 is a str"),
+        ("Net", "DropsLast", "drop_last=True, and an evaluation counts each row"),
         ("Net", "OtherBatch", "has batches of 12 rows"),
     ],
 )
