@@ -61,6 +61,7 @@ def folder_samples(
     root: str | Path,
     decode: Decode | None = None,
     *,
+    classes: Sequence[str] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     target: str | int | None = None,
     threads: int | None = None,
@@ -70,9 +71,11 @@ def folder_samples(
     """As `tar_samples`, of the files below a folder, sorted by name. Where each lies in a folder of its class,
     `root/<class>/<name>.jpg`, a sample also has `cls`: the number of the class, in the order of their names.
 
-    The folder is listed at each start. DataError names a file that cannot be read, or whose size has changed since.
+    `classes`: the names of all classes in the order of their numbers, for a folder that may lack some, such as one to
+    evaluate on. The folder is listed at each start. DataError names a file that cannot be read, or whose size has
+    changed since, and a class that is none of `classes`.
     """
-    rows = Samples(FolderIndex(Path(root).expanduser()), decode)
+    rows = Samples(FolderIndex(Path(root).expanduser(), classes), decode)
     return map_style(rows, collate_fn=collate_fn, target=target, threads=threads, seed=seed, shapes_vary=shapes_vary)
 
 
@@ -98,7 +101,7 @@ class Samples:
 class FolderIndex:
     """The samples of a folder. Holds names and sizes. `left_out`: files that are in no sample -> why."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, classes: Sequence[str] | None = None) -> None:
         self._root = root
         if not root.is_dir():
             raise DataError(f"{root} is no folder")
@@ -113,18 +116,19 @@ class FolderIndex:
             else:
                 grouped[key][extension] = name, size
         self._keys, self._members = list(grouped), list(grouped.values())
-        parents = [key.split("/") for key in self._keys]
-        one_each = bool(parents) and all(len(parts) == 2 for parts in parents)
-        self.classes = sorted({parts[0] for parts in parents}) if one_each else []
-        if any("cls" in members for members in self._members):
-            self.classes = []
-        self._numbers = {name: number for number, name in enumerate(self.classes)}
+        self._numbers = {name: number for number, name in enumerate(self._folders_of_classes())}
+        if classes is not None:
+            unknown = next((name for name in self._numbers if name not in classes), None)
+            if unknown is not None or not self._numbers:
+                what = f"the class {unknown} is none of classes=" if self._numbers else "no folders of classes, as in "
+                raise DataError(f"{root}: {what}{[*classes][:20]}; name the folders of classes as these")
+            self._numbers = {name: number for number, name in enumerate(classes)}
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def fingerprint(self) -> str:
-        text = json.dumps([self._keys, self._members]).encode("utf-8", "surrogateescape")
+        text = json.dumps([self._keys, self._members, self._numbers]).encode("utf-8", "surrogateescape")
         return f"{len(self)} {zlib.crc32(text):08x}"
 
     def read(self, number: int) -> Sample:
@@ -138,9 +142,16 @@ class FolderIndex:
                 raise DataError(f"{self._root / name} cannot be read: {error.strerror or error}") from error
             if len(found[extension]) != size:
                 raise DataError(f"{self._root / name} has changed since the start; restore it and start again")
-        if self.classes:
+        if self._numbers:
             found["cls"] = str(self._numbers[key.split("/")[0]]).encode()
         return found
+
+    def _folders_of_classes(self) -> list[str]:
+        """The folders that samples lie in, each in one; none where a sample says its class itself."""
+        parents = [key.split("/") for key in self._keys]
+        if any(len(parts) != 2 for parts in parents) or any("cls" in members for members in self._members):
+            return []
+        return sorted({parts[0] for parts in parents})
 
     def _files(self) -> list[tuple[str, int]]:
         def refuse(error: OSError) -> None:

@@ -170,6 +170,20 @@ def test_bytes_that_change_during_a_run_are_named(tmp_path: Path) -> None:
         rows.fetch(np.array([0]), 0)
 
 
+def test_a_folder_that_lacks_a_class_may_have_the_numbers_of_another(tmp_path: Path) -> None:
+    """Else those of its own classes: bird and cat would be 0 and 1."""
+    for name in ("bird/1.txt", "cat/2.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("text")
+    for classes, numbers in ((None, [0, 1]), (["ant", "bird", "cat"], [1, 2])):
+        rows: Any = folder_samples(tmp_path, target="cls", classes=classes)
+        assert [rows.wrapped[row]["cls"] for row in range(2)] == numbers
+    with pytest.raises(DataError, match=r"the class cat is none of classes=.'ant', 'bird'."):
+        folder_samples(tmp_path, classes=["ant", "bird"])
+    with pytest.raises(DataError, match="no folders of classes, as in"):
+        folder_samples(tmp_path / "cat", classes=["ant"])
+
+
 def test_files_of_a_folder_that_change_during_a_run_are_named(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("text")
