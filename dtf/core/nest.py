@@ -109,8 +109,6 @@ def count(nest: Any) -> int:
 
 def rows(nest: Any, first: int, last: int) -> Any:
     """Rows [first, last), in their memory; each counts its own changes."""
-    if isinstance(nest, Tensor):
-        return nest.data[first:last]
     if isinstance(nest, MicroBatches):
         return nest.rows(first, last)
     return map_leaves(lambda tensor: tensor.data[first:last], nest)
