@@ -45,7 +45,8 @@ class Positions(NamedTuple):
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         ctypes.memmove(_numpy_address(), self.numpy, _NUMPY_BYTES)
-        np.random.set_state((*np.random.get_state()[:3], 0, 0.0))  # a normal number that it has drawn ahead
+        state: Any = np.random.get_state()
+        np.random.set_state((*state[:3], 0, 0.0))  # without a normal number that it has drawn ahead
 
 
 def _numpy_address() -> int:

@@ -134,8 +134,7 @@ def shard_index(path: Path, cache: Path) -> ShardIndex:
                     return None
                 arrays = [stored[name] for name in ShardIndex._fields[:-2]]
                 arrays = dict(zip(ShardIndex._fields, arrays, strict=False))
-                texts = {name: tuple(about[name]) for name in ("extensions", "left_out")}
-                return ShardIndex(**arrays, **texts)
+                return ShardIndex(**arrays, extensions=tuple(about["extensions"]), left_out=tuple(about["left_out"]))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
             return None
 

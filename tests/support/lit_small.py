@@ -236,7 +236,7 @@ class CoolsDown(Net):
 class MovesWeights(Net):
     @torch.no_grad()
     def on_validation_epoch_end(self):
-        self.net[0].weight.mul_(0.5)
+        self.net[0].weight.mul_(0.5)  # pyright: ignore[reportCallIssue]
 
 
 class NoLoss(Net):

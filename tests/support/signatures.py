@@ -1,7 +1,7 @@
 """Constructors and functions in many forms. This module cannot be imported: it is read."""
 
 # ruff: noqa: UP007, UP045 (older forms are read too)
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportInconsistentOverload=false
 from __future__ import annotations
 
 from collections.abc import Callable
