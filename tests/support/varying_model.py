@@ -19,5 +19,5 @@ class Tagger(nn.Module):
     def forward(self, row: Any) -> Tensor:
         words = self.words(row.words)
         x = words + words.mean(1, keepdim=True) + self.marks(row.lists[0]["marks"])[:, None]
-        x = x + row.lists[1][0][:, None, None]
-        return self.head(x + self.down(self.drop(self.up(x).tanh())))
+        x = x + self.down(self.drop(self.up(x).tanh()))
+        return self.head(x + row.lists[1][0][:, None, None])  # a part of the inputs that a later block needs first

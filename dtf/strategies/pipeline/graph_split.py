@@ -261,11 +261,19 @@ def refuse_hooks_of_root(model: nn.Module) -> None:
 
 
 def _is_input(node: Node) -> bool:
-    """Whether it is the model's input or, of a dict, a part of it: that belongs to the first block, so that only
+    """Whether it is the model's input or, of a nest, a part of it: that belongs to the first block, so that only
     tensors cross cuts.
     """
-    origin = node.args[0] if node.target is operator.getitem else node
-    return isinstance(origin, Node) and origin.op == "placeholder"
+    while node.op == "call_function" and isinstance(node.args[0], Node) and _takes_part(node):
+        node = node.args[0]
+    return node.op == "placeholder"
+
+
+def _takes_part(node: Node) -> bool:
+    """Whether it takes a value out of a dict, list or tuple, or a field of a named tuple. A tensor has others."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[1], str | int) or node.args[0].op == "placeholder"  # type: ignore[union-attr]
+    return node.target is getattr and not hasattr(torch.Tensor, str(node.args[1]))
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
