@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -30,11 +32,11 @@ def map_style(
 
     `collate_fn`: makes a batch of a list of items, by default torch's `default_collate`. Without `target` it gives
     (inputs, targets). `target`: the key, field or place of the targets in a batch of another form; the rest are the
-    inputs, as a dict or a tuple. `threads`: batches that are read at once, by default one (files that dtf decodes:
-    two); with more than one, `rows` must be thread-safe. `seed`: seeds the global generators of torch, NumPy and Python
-    before each item, from the seed, the epoch and the number of the row, for random transforms in `__getitem__`, and
-    before each call of a `collate_fn`, from the numbers of its rows; rows are then read between steps. `shapes_vary`:
-    see `Dataset.shapes_vary`; by default True where there is a `collate_fn`.
+    inputs, as a dict or a tuple. `threads`: batches that are read at once, of all splits, by default one (files that
+    dtf decodes: two); with more than one, `rows` must be thread-safe. `seed`: seeds the global generators of torch,
+    NumPy and Python before each item, from the seed, the epoch and the number of the row, for random transforms in
+    `__getitem__`, and before each call of a `collate_fn`, from the numbers of its rows; rows are then read between
+    steps. `shapes_vary`: see `Dataset.shapes_vary`; by default True where there is a `collate_fn`.
 
     ConfigError for what has no numbers, such as an `IterableDataset`.
     """
@@ -43,6 +45,11 @@ def map_style(
 
 class MapStyle(Dataset):
     """See `map_style`."""
+
+    _one_at_a_time = threading.RLock()
+    """Held while rows are read that need not be thread-safe: training rows are read ahead during an evaluation, and
+    both splits may have one file open.
+    """
 
     def __init__(
         self,
@@ -78,13 +85,14 @@ class MapStyle(Dataset):
         return len(self.wrapped)
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Any]:
-        numbers = ids.tolist()
-        if self._seed is not None:
-            keys = self._seed, epoch
-            batch = drawn_batch(self._items, self._collate, numbers, keys, self.shapes_vary, self.batch_source)
-        else:
-            batch = self._collate(self._items(numbers))
-        return self._divided(_plain(batch))
+        with self._one_at_a_time if self.threads == 1 else nullcontext():
+            return self._divided(_plain(self._batch(ids.tolist(), epoch)))
+
+    def _batch(self, numbers: list[int], epoch: int) -> Any:
+        if self._seed is None:
+            return self._collate(self._items(numbers))
+        keys = self._seed, epoch
+        return drawn_batch(self._items, self._collate, numbers, keys, self.shapes_vary, self.batch_source)
 
     def _items(self, numbers: list[int]) -> list[Any]:
         if self._at_once is not None:

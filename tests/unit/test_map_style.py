@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import OrderedDict, namedtuple
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from dtf import ConfigError, Dataset, map_style
 from dtf.core import nest
@@ -166,6 +167,33 @@ def test_shapes_that_vary_without_a_word_are_refused_and_micro_batches_are_not()
     assert [list(part.shape) for part in rows_of(batch, 1, 3).inputs.parts] == [[1, 6], [1, 8]]
     other = Loader(rows, Epochs(Sequential(), 8, 4, 0), Shard(1, 2), 2).get(0, 1)
     assert other is not None and torch.equal(other.inputs, batch.inputs.parts[1])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_that_need_not_be_thread_safe_are_read_by_one_thread(threads: int) -> None:
+    """Of both splits, which may share them: training rows are read ahead during an evaluation."""
+    met = threading.Barrier(2)
+    seen = list[bool]()
+
+    def item(n: int) -> Any:
+        try:
+            met.wait(0.2)
+        except threading.BrokenBarrierError:
+            seen.append(False)
+        else:
+            seen.append(True)
+        return n, n
+
+    rows = Items(item)
+    readers = [
+        threading.Thread(target=map_style(part, threads=threads).fetch, args=(IDS[:1], 0))
+        for part in (Subset(rows, range(4)), Subset(rows, range(4)))  # type: ignore[arg-type]
+    ]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    assert seen == [threads > 1] * 2
 
 
 def test_the_first_rows_are_as_all_of_them() -> None:
