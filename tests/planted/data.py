@@ -172,4 +172,25 @@ FAULTS = [
         "self._formats.get(0)",
         ("tests/unit/test_map_style.py::test_shapes_may_change_from_one_epoch_to_the_next",),
     ),
+    Fault(
+        "an archive that has changed keeps its index",
+        "dtf/data/tar_index.py",
+        'if about["state"] != state:',
+        "if False:",
+        ("tests/unit/test_streams.py::test_an_index_is_made_once_and_again_for_what_has_changed",),
+    ),
+    Fault(
+        "two splits read one data set at once",
+        "dtf/data/map_style.py",
+        "if self.threads == 1 else nullcontext()",
+        "if False else nullcontext()",
+        ("tests/unit/test_map_style.py::test_rows_that_need_not_be_thread_safe_are_read_by_one_thread",),
+    ),
+    Fault(
+        "a hook at the end of an epoch changes a copy of the module",
+        "dtf/adapters/lightning_run.py",
+        "changed = _changed(before, _kept(module) | _state_of(module))",
+        'changed = ""',
+        ("tests/unit/test_lightning_recipe.py::test_what_cannot_be_right_is_refused_by_name",),
+    ),
 ]
