@@ -33,7 +33,7 @@ class Positions(NamedTuple):
 
     @classmethod
     def now(cls) -> Positions:
-        return cls(torch.get_rng_state(), random.getstate(), ctypes.string_at(_numpy_address(), _NUMPY_BYTES))
+        return cls(torch.get_rng_state(), random.getstate(), _numpy_position())
 
     def moved(self) -> bool:
         """Whether any of them has moved since."""
@@ -44,13 +44,22 @@ class Positions(NamedTuple):
         """Put them back."""
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
-        ctypes.memmove(_numpy_address(), self.numpy, _NUMPY_BYTES)
-        state: Any = np.random.get_state()
-        np.random.set_state((*state[:3], 0, 0.0))  # without a normal number that it has drawn ahead
+        source = _numpy_generator()
+        if isinstance(source, np.random.MT19937):  # others cannot be seeded, so that nobody goes on
+            ctypes.memmove(source.ctypes.state_address, self.numpy, _NUMPY_BYTES)
+            state: Any = np.random.get_state()
+            np.random.set_state((*state[:3], 0, 0.0))  # without a normal number that it has drawn ahead
 
 
-def _numpy_address() -> int:
-    return np.random.get_bit_generator().ctypes.state_address  # type: ignore[attr-defined]
+def _numpy_generator() -> Any:
+    return np.random.get_bit_generator()  # type: ignore[attr-defined]
+
+
+def _numpy_position() -> bytes:
+    source = _numpy_generator()
+    if isinstance(source, np.random.MT19937):
+        return ctypes.string_at(source.ctypes.state_address, _NUMPY_BYTES)
+    return str(source.state).encode()
 
 
 def drawn_batch(

@@ -124,6 +124,18 @@ def test_rows_that_draw_and_are_the_same_by_chance(draw: Any) -> None:
         check(make)
 
 
+def test_another_generator_of_numpy_is_seen_too() -> None:
+    numpy: Any = np.random
+    before = numpy.get_bit_generator()
+    numpy.set_bit_generator(numpy.PCG64(3))
+    try:
+        check(of)
+        with pytest.raises(ConfigError, match="draws from the generators"):
+            check(lambda *key: (np.random.rand(), of(*key))[1])
+    finally:
+        numpy.set_bit_generator(before)
+
+
 def test_rows_that_put_the_generators_back_are_taken() -> None:
     def make(which: str, rank: int, read: int) -> Any:
         torch.manual_seed(3)
