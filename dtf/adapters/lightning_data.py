@@ -53,6 +53,9 @@ class LoaderRows(Dataset):
         self.form = _form(batch, "", tensors, self.name)
         return tensors, tensors[label_of(tensors)]
 
+    def fingerprint(self) -> str:
+        return f"{type(self._rows).__name__} {len(self)}"
+
     def _batch(self, numbers: list[int], epoch: int) -> Any:
         """The batch of these rows, under seeds where it draws."""
         if not self._draws:

@@ -97,6 +97,9 @@ class LoaderOrder(Sampler):
     def tail(self) -> Tail:  # type: ignore[override]
         return Tail.drop if self.recipe.run.train.drop_last else Tail.partial
 
+    def fingerprint(self) -> str:
+        return f", {'shuffled' if self.recipe.run.train.shuffles else 'in order'}, tail={self.tail.name}"
+
     def order(self, rows: int, seed: int, epoch: int, groups: np.ndarray | None) -> np.ndarray:
         chosen = Shuffle() if self.recipe.run.train.shuffles else Sequential()
         return chosen.order(rows, seed, epoch, groups)

@@ -283,6 +283,11 @@ class OtherBatch(Points):
         return DataLoader(self.train_set, batch_size=12)
 
 
+class InOrder(Points):
+    def train_dataloader(self):
+        return DataLoader(self.train_set, batch_size=self.batch_size)
+
+
 class DropsLast(Points):
     def val_dataloader(self):
         return DataLoader(self.val_set, batch_size=16, drop_last=True)

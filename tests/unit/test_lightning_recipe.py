@@ -203,6 +203,13 @@ def test_the_loss_of_an_evaluation_is_no_part_of_it(logged: Any, returned: Any, 
     assert (records.loss is None) if loss is None else float(records.loss) == loss  # type: ignore[arg-type]
 
 
+def test_a_run_goes_on_with_the_order_of_its_loader_alone(recipe: Any) -> None:
+    """A loader that shuffles no more has other rows in the middle of an epoch: what checkpoints hold differs."""
+    made = [recipe("Net", data) for data in ("Points", "InOrder", "Points")]
+    told = [each.open_data("train", 0).fingerprint() + each._settings.sampler.fingerprint() for each in made]
+    assert told == ["TensorDataset 96, shuffled, tail=drop", "TensorDataset 96, in order, tail=partial", told[0]]
+
+
 def test_logs_of_parts_add_up_to_those_of_all_rows(recipe: Any) -> None:
     made = recipe("Net")
     model = made.build_model().eval()
