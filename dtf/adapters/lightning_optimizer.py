@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dtf.api.optimizer import Optimizer
-from dtf.api.registry import lookup
+from dtf.api.registry import lookup, registered
 from dtf.core.errors import ConfigError
 
 _PER_GROUP = (
@@ -186,9 +186,11 @@ def _same(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], who: str
             "lr_decay": float(options["lr_decay"]),
         }
     else:
+        known = kind.__name__.lower() in registered("optimizer") and kind.__module__.startswith("torch.optim")
+        other = f"optimizer={kind.__name__.lower()}" if known else "one that dtf.torch_optimizer registers"
         raise ConfigError(
-            f"{who} returned {kind.__module__}.{kind.__name__}; those with the same numbers here are SGD, Adam, AdamW "
-            f"and Adagrad of torch.optim: use one of them, {_OTHER_OPTIMIZER}"
+            f"{who} returned {kind.__module__}.{kind.__name__}; those that are taken from there are SGD, Adam, AdamW "
+            f"and Adagrad of torch.optim: use one of them, or choose {other} in its place, and lr=cosine lr.peak=NUMBER"
         )
     for key in off:
         if options.get(key):

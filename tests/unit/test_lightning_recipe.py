@@ -121,7 +121,11 @@ def test_a_file_that_starts_from_the_recipe_gets_what_goes_with_it(tmp_path: Pat
     [
         ("Manual", "Points", "automatic_optimization=False"),
         ("TwoOptimizers", "Points", "returned 2 optimizers"),
-        ("OtherOptimizer", "Points", "Rprop; those with the same numbers here"),
+        (
+            "OtherOptimizer",
+            "Points",
+            "Rprop; those that are taken .* or choose optimizer=rprop in its place",
+        ),
         ("Amsgrad", "Points", r"Adam\(amsgrad=True\)"),
         ("OnPlateau", "Points", "ReduceLROnPlateau"),
         ("StepsItself", "Points", r"overrides optimizer_step\(\)"),
