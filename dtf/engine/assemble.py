@@ -33,6 +33,7 @@ from dtf.distributed.world import World
 from dtf.engine.clock import Plan, plan_of
 from dtf.engine.first_rows import check_first_rows
 from dtf.engine.initial_numbers import agree_on_start
+from dtf.engine.mixed_rows import mixed_rows
 from dtf.engine.preparing import prepare_once
 from dtf.engine.program_check import check_program
 from dtf.engine.rank import Rank, ignore
@@ -104,6 +105,9 @@ class TaskInputs:
 
     compiled: str
     """For the start-up table: what is compiled; empty: nothing."""
+
+    mixed: list[str]
+    """See `mixed_rows`."""
 
     blocks: dict[str, str]
     """For the start-up table: the blocks, where they were found in the model and are used; else empty."""
@@ -220,6 +224,7 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         turns,
         memory_format,
         compiled,
+        mixed_rows(model, splits.train),
         blocks_row(model, layout_of(recipe, model)) if _uses_blocks(rank) else {},
     )
 

@@ -25,6 +25,7 @@ from dtf.engine.clock import PlannedClock
 from dtf.engine.dry_run import watched
 from dtf.engine.guarded_steps import guarded_steps
 from dtf.engine.loop import RECENT, Loop, fit
+from dtf.engine.mixed_rows import cut_row
 from dtf.engine.rank import Rank, peer_is_gone, run_rank
 from dtf.engine.resume import Resumed, hyperparameters, identity, resume
 from dtf.engine.row_notes import note_left_out, note_skipped
@@ -129,6 +130,7 @@ def _report_start(setup: TrainingSetup, resumed: Resumed, saving: Saving) -> lis
         len(splits.train),
         len(splits.eval),
     )
+    table |= cut_row(inputs.mixed, rank.settings.step, program.micro_batch_rows)
     if inputs.turns is not None:
         table |= inputs.turns.row(planned)
     table |= saving.row
