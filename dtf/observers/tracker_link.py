@@ -17,7 +17,7 @@ from typing import IO, Any
 from dtf.core.files import open_private
 
 MOST_REPORTS = 50_000
-"""Reports that may wait for a tracker, of some hundred bytes each. Later ones are lost."""
+"""Reports that may wait for a tracker, of some hundred bytes each. What is sent while so many wait is lost."""
 _MOST_NOTES = 1000  # and other messages
 _REAPED_S = 5.0
 _START = (
@@ -67,7 +67,8 @@ class TrackerLink:
 
     def send(self, message: dict[str, Any], reports: int = 0) -> None:
         """Send a message, which holds so many reports, when the process reads again. Dropped where too many wait."""
-        if self._sent - self._taken + reports > MOST_REPORTS or (not reports and self._inbox.qsize() > _MOST_NOTES):
+        waiting = self._sent - self._taken
+        if waiting >= MOST_REPORTS if reports else self._inbox.qsize() > _MOST_NOTES:
             self._dropped += reports
             return
         self._sent += reports

@@ -17,6 +17,7 @@ import pytest
 
 from dtf.core.errors import ConfigError, Exit
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Started
+from dtf.observers import tracker, tracker_link
 from dtf.observers.jsonl import Jsonl
 from dtf.observers.wandb_observer import Wandb
 from tests.support.launching import HANG_S
@@ -117,6 +118,15 @@ def test_without_checkpoints_reports_come_at_once(folder: Path) -> None:
     config = CONFIG | {"checkpoint": {"every_steps": 0}}
     launch(folder, make("wandb"), [started(), train(1), train(2)], None, config)
     assert set(rows("wandb", folder)) == {("train", 1), ("train", 2)}
+
+
+def test_more_reports_than_may_be_held_are_sent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that saves seldom. They come at once, and wait until the tracker takes them."""
+    for module in (tracker, tracker_link):
+        monkeypatch.setattr(module, "MOST_REPORTS", 10)
+    reported = [train(step) for step in range(1, 12)]
+    launch(folder, make("wandb"), [started(), *reported, Ended(11, "finished")], 0)
+    assert len(rows("wandb", folder)) == 11
 
 
 def test_config_notes_best_and_cause(folder: Path, tmp_path: Path) -> None:
