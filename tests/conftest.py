@@ -140,3 +140,19 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty run folder."""
+    made = tmp_path / "run"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def tracker_stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The libraries of trackers are stand-ins, and MLflow has its store in the folder of the test."""
+    monkeypatch.syspath_prepend(Path(__file__).parent / "support" / "tracker_stand_ins")
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'store.json'}")

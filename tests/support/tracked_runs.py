@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from dtf.api.observer import Observers
 from dtf.core.types import Ended, Event, Saved
 from dtf.observers.jsonl import Jsonl
@@ -29,13 +27,6 @@ CONFIG = {
     "api_key": "***",
 }
 LAST = 24
-
-
-def use_stand_ins(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
-    """Let the libraries of trackers be those in tests/support/tracker_stand_ins. MLflow's store is in a folder."""
-    monkeypatch.syspath_prepend(STAND_INS)
-    monkeypatch.delenv("WANDB_DIR", raising=False)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{store / 'store.json'}")
 
 
 def make(name: str, **options: Any) -> Tracker:

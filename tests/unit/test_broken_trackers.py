@@ -21,21 +21,10 @@ from tests.support.tracked_runs import (
     reports,
     rows,
     steps,
-    use_stand_ins,
 )
 from tests.unit.test_observers import lines, started, timeless, train
 
-
-@pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    use_stand_ins(monkeypatch, tmp_path)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "run"
-    made.mkdir()
-    return made
+pytestmark = pytest.mark.usefixtures("tracker_stand_ins")
 
 
 MISSING = "of the run may be missing there"

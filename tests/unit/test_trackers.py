@@ -33,21 +33,10 @@ from tests.support.tracked_runs import (
     rows,
     said,
     same,
-    use_stand_ins,
 )
 from tests.unit.test_observers import started, train
 
-
-@pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    use_stand_ins(monkeypatch, tmp_path)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "run"
-    made.mkdir()
-    return made
+pytestmark = pytest.mark.usefixtures("tracker_stand_ins")
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
