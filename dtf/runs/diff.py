@@ -55,6 +55,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"b = {found['runs'][1]}"
     for title in ("config", "code", "data"):
         pairs = found[title]
+        if pairs is None:
+            yield f"{title}: not known of both, as checkpoints hold it"
+            continue
         yield f"{title}: {'alike' if not pairs else count_text(len(pairs), 'difference')}"
         for key, (a, b) in list(pairs.items())[:_LONGEST]:
             yield f"  {key}: {_short(a)} | {_short(b)}"
@@ -78,8 +81,10 @@ def _code(one: Result, other: Result) -> dict[str, Pair]:
     return _differing(both)
 
 
-def _facts(one: Path, other: Path) -> dict[str, Pair]:
-    """What the newest checkpoint of each run says of its data and model: fingerprints, classes, sampler, seed."""
+def _facts(one: Path, other: Path) -> dict[str, Pair] | None:
+    """What the newest checkpoint of each run says of its data and model: fingerprints, classes, sampler, seed. None
+    where one of them has no checkpoint.
+    """
     both = []
     for folder in (one, other):
         facts: dict[str, Any] = {}
@@ -89,7 +94,7 @@ def _facts(one: Path, other: Path) -> dict[str, Pair]:
                 facts = {key: value for key, value in scalars.items() if key not in _COURSE}
                 break
         both.append(facts)
-    return _differing(both) if all(both) else {}
+    return _differing(both) if all(both) else None
 
 
 def _differing(both: Sequence[dict[str, Any]]) -> dict[str, Pair]:

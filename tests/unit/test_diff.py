@@ -62,7 +62,7 @@ def test_the_same_run_twice_has_no_difference(both) -> None:
     a, b, _ = both
     change(b, 100, float)
     result, text = found(a, b)
-    assert result["config"] == result["code"] == result["data"] == {}
+    assert result["config"] == result["code"] == {}
     assert "parts" in result and not result["parts"] and "no number differs" in text
     assert "train lines: 4 in common, alike" in text and "checkpoints: alike after steps 10, 20" in text
 
@@ -136,8 +136,10 @@ def test_runs_that_trained(run_dtf, tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         assert run_dtf(*keys, f"seed={seed}", folder=tmp_path / name).code == 0
     alike, _ = found(tmp_path / "a", tmp_path / "b")
-    assert not alike["parts"] and alike["checkpoints"]["alike"] == 4 and not alike["rows"]
+    assert not alike["parts"] and alike["checkpoints"]["alike"] == 4 and not alike["rows"] and alike["data"] == {}
     apart, text = found(tmp_path / "a", tmp_path / "c")
     assert apart["checkpoints"]["first"] == 2 and "seed: 0 | 1" in text and "sampled rows first differ" in text
     shutil.rmtree(tmp_path / "b" / "checkpoints")
-    assert found(tmp_path / "a", tmp_path / "b")[0]["checkpoints"]["common"] == []
+    unknown, text = found(tmp_path / "a", tmp_path / "b")
+    assert unknown["checkpoints"]["common"] == [] and unknown["data"] is None
+    assert "data: not known of both, as checkpoints hold it" in text
