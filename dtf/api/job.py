@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
 from dtf.core.types import Event
@@ -39,6 +40,13 @@ class ComposedConfig(Protocol):
     def chosen(self) -> dict[str, Any]:
         """Group -> the option chosen in it."""
         ...
+
+
+class Output(Enum):
+    """What a job prints: text for people, or JSON for programs."""
+
+    text = "text"
+    json = "json"
 
 
 class Job(ABC):

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.api.job import Job
+from dtf.api.job import Job, Output
 from dtf.api.registry import option, register
 from dtf.checkpoint import storage
 from dtf.checkpoint.boxes import content_faults, read_scalars
@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 class Action(Enum):
     inspect = "inspect"
     verify = "verify"
-
-
-class Output(Enum):
-    text = "text"
-    json = "json"
 
 
 @register("job", "checkpoint")

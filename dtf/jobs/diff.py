@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from typing import TYPE_CHECKING
 
-from dtf.api.job import Job
+from dtf.api.job import Job, Output
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, Exit
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
-
-
-class Layout(Enum):
-    text = "text"
-    json = "json"
 
 
 @register("job", "diff")
@@ -33,7 +27,7 @@ class Diff(Job):
         doc="relative difference of numbers that counts as none; 0: each bit counts. Runs that sum in another order "
         "(another strategy, another number of processes) agree to 1e-5 in fp32",
     )
-    format: Layout = option(default=Layout.text, doc="what is printed")
+    format: Output = option(default=Output.text, doc="what is printed: `text` to read, `json` for programs")
 
     def run(self, composed: Composed) -> int:
         from dtf.runs.diff import diff, lines
@@ -47,7 +41,7 @@ class Diff(Job):
                 f"job.runs={self.runs} stands for {len(results)} run folders, and job=diff compares two; name two"
             )
         found = diff(results[0], results[1], self.tolerance)
-        if self.format is Layout.json:
+        if self.format is Output.json:
             print(json.dumps(found, indent=1, default=str))
         else:
             for line in lines(found):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import TYPE_CHECKING
 
-from dtf.api.job import Job
+from dtf.api.job import Job, Output
 from dtf.api.recipe import Split
 from dtf.api.registry import option, register
 from dtf.core.errors import Exit
@@ -24,11 +23,6 @@ NAMED = 10
 
 SHOWN = 40
 """Classes in the printed table; of more, those with the lowest recall."""
-
-
-class Output(Enum):
-    text = "text"
-    json = "json"
 
 
 @register("job", "evaluate")

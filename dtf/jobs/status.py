@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.api.job import Job
+from dtf.api.job import Job, Output
 from dtf.api.registry import option, register
 from dtf.api.schema import build
 from dtf.core.endpoint_file import EndpointFile, find
@@ -26,11 +25,6 @@ if TYPE_CHECKING:
     from dtf.config.compose import Composed
 
 _DEADLINE_S = 5.0
-
-
-class Output(Enum):
-    text = "text"
-    json = "json"
 
 
 @register("job", "status")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from dtf.api.job import Output
 from dtf.checkpoint.manifest import BLOCK_BYTES
 from dtf.checkpoint.options import Every
 from dtf.checkpoint.resolve_path import resolve_checkpoints
@@ -19,7 +20,7 @@ from dtf.checkpoint.storage import MANIFEST, checkpoints, step_name
 from dtf.config.compose import compose
 from dtf.core.errors import ConfigError, DataError, Exit
 from dtf.core.types import Box, State
-from dtf.jobs.checkpoint import Action, Checkpoint, Output
+from dtf.jobs.checkpoint import Action, Checkpoint
 from tests.support.checkpoints import Together, checkpointer, on_ranks, whole
 
 ROOT = Path(__file__).parents[2]
