@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from dtf.api.launcher import failures_told
 from dtf.api.registry import lookup
+from dtf.api.schema import option_node
 from dtf.config.advice import print_notes
 from dtf.config.compose import Composed
 from dtf.config.python_compose import compose
@@ -165,8 +166,15 @@ def _using(
 def _spread(run: Composed, texts: Sequence[str]) -> list[str]:
     """How a run was spread over processes, as overrides, but for groups of which `texts` choose the option."""
     chosen = {text.partition("=")[0].lstrip("+~") for text in texts}
-    groups = tuple(group for group in ("launcher", "strategy") if group not in chosen)
-    return [text for text in run.overrides if text.lstrip("+~").startswith(groups)]
+    spread: list[str] = []
+    for group in ("launcher", "strategy"):
+        if group not in chosen:
+            option, node = run.choices[group], run.config[group]
+            file = run.composer.read(group, option)
+            usual = {**option_node(group, node["name"]), **(file.content if file else {})}
+            other = {f"{group}.{key}": value for key, value in node.items() if value != usual.get(key)}
+            spread += as_texts({group: option, **other})
+    return spread
 
 
 def _current(config: Composed, kind: type) -> Composed:

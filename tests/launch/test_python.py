@@ -24,6 +24,7 @@ from dtf.api import registry
 from dtf.api.registry import register
 from dtf.config.compose import Composed
 from dtf.core.types import Ended, Event, Measured, Note, Saved, Started
+from dtf.jobs import calls
 from dtf.launch import rank_process
 from tests.support import mistakes, toy
 from tests.support.toy import Toy
@@ -180,6 +181,19 @@ def test_evaluations_and_predictions_of_a_result_are_those_of_its_best_weights(
     with pytest.raises(dtf.ConfigError, match="strategy=pserver has"):
         dtf.evaluate(trained, ["strategy=pserver", "launcher=local"])
     assert capsys.readouterr().out == "", "what is returned is not printed"
+
+
+def test_a_result_brings_what_an_experiment_chose(tmp_path: Path) -> None:
+    """Launcher, strategy and their keys, but for what is chosen anew."""
+    Path("mine", "experiment").mkdir(parents=True)
+    defaults = "# @package _global_\ndefaults: [{override /launcher: inline}, {override /strategy: fsdp}]\n"
+    Path("mine", "experiment", "own.yaml").write_text(f"{defaults}strategy: {{unit: layer}}\n")
+    given = ["recipe=toy", "experiment=own", {"launcher.threads": 1, "launcher.devices": "cpu"}]
+    run = dtf.compose(given, config_dir=tmp_path / "mine")
+    brought = dtf.compose([*calls._spread(run, []), "recipe=toy"])
+    assert brought.config["launcher"] == run.config["launcher"]
+    assert brought.config["strategy"] == run.config["strategy"] and brought.choices["strategy"] == "fsdp"
+    assert calls._spread(run, ["strategy=ddp"]) == ["launcher=inline", "launcher.devices=cpu", "launcher.threads=1"]
 
 
 def test_what_goes_wrong_is_raised_and_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
