@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Literal
 
 from dtf.api.launcher import WORK, Launcher, check_one_role, report
 from dtf.api.registry import option, register
-from dtf.core.errors import BusyError, ConfigError
+from dtf.core.errors import ConfigError
 from dtf.core.types import Event, Failed, Place
 from dtf.host import devices
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
+from dtf.launch.one_run import one_run
 
 if TYPE_CHECKING:
     from dtf.api.launcher import LaunchedRun
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Has torch ask whether there is a GPU without starting CUDA."""
 
-_one_run = threading.Lock()
-"""Runs in one process would share torch's threads, formats and signals."""
+_is_rank = threading.Lock()
+"""Two runs at a time would share torch's threads, formats and signals."""
 
 
 @register("launcher", "inline")
@@ -65,19 +66,17 @@ class Inline(Launcher):
             )
 
     def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
-        if not _one_run.acquire(blocking=False):
-            raise BusyError("another run goes on in this process; wait for it, or use launcher=local")
-        given = os.environ.get(_NVML_CHECK)
-        os.environ.setdefault(_NVML_CHECK, "1")
-        try:
-            from dtf.model.process_state import process_state_kept
+        with one_run(_is_rank, "use launcher=local"):
+            given = os.environ.get(_NVML_CHECK)
+            os.environ.setdefault(_NVML_CHECK, "1")
+            try:
+                from dtf.model.process_state import process_state_kept
 
-            with process_state_kept():
-                return self._become_rank(run, see, entry)
-        finally:
-            if given is None:
-                os.environ.pop(_NVML_CHECK, None)
-            _one_run.release()
+                with process_state_kept():
+                    return self._become_rank(run, see, entry)
+            finally:
+                if given is None:
+                    os.environ.pop(_NVML_CHECK, None)
 
     def _become_rank(self, run: LaunchedRun, see: Callable[[Event], None], entry: str) -> int:
         slots, chosen = self.count(), devices.choose(self.devices)

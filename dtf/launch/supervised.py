@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +23,7 @@ from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.host.signals import Stop
 from dtf.launch import manual_checks
 from dtf.launch.forkserver_cache import files, fork_server
+from dtf.launch.one_run import one_run
 from dtf.launch.rank_handle import Limits, OtherHosts
 from dtf.launch.recovery import RecoveryReport
 from dtf.launch.restart_policy import NO_PROGRESS, run_with_restarts
@@ -30,6 +32,9 @@ from dtf.launch.worker_group import WorkerGroup
 if TYPE_CHECKING:
     from dtf.api.launcher import LaunchedRun
     from dtf.api.strategy import Strategy
+
+_uses_fork_server = threading.Lock()
+"""Two runs at a time would take each other's ranks for their own."""
 
 
 @dataclass(kw_only=True)
@@ -145,7 +150,7 @@ class SupervisedLauncher(Launcher):
         `sockets`: environment variables that name the network interface.
         """
         recovery = RecoveryReport(see)
-        with Stop() as stop:
+        with one_run(_uses_fork_server, "start this one in a process of its own"), Stop() as stop:
 
             def start(attempt: int) -> WorkerGroup:
                 return recovery.begin(self.worker_group(run, entry, attempt, sockets, stop, recovery.see))

@@ -25,7 +25,7 @@ from dtf.api.registry import register
 from dtf.config.compose import Composed
 from dtf.core.types import Ended, Event, Measured, Note, Saved, Started
 from dtf.jobs import calls
-from dtf.launch import rank_process
+from dtf.launch import rank_process, supervised
 from tests.support import mistakes, toy
 from tests.support.toy import Toy
 
@@ -194,6 +194,17 @@ def test_a_result_brings_what_an_experiment_chose(tmp_path: Path) -> None:
     assert brought.config["launcher"] == run.config["launcher"]
     assert brought.config["strategy"] == run.config["strategy"] and brought.choices["strategy"] == "fsdp"
     assert calls._spread(run, ["strategy=ddp"]) == ["launcher=inline", "launcher.devices=cpu", "launcher.threads=1"]
+
+
+def test_a_second_run_is_refused_while_ranks_of_one_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both would hear of each other's ranks."""
+    monkeypatch.setattr(supervised, "fork_server", lambda environment: pytest.fail("a rank was started"))
+    with (
+        supervised._uses_fork_server,
+        pytest.raises(dtf.BusyError, match="another run goes on in this process") as refused,
+    ):
+        dtf.train(composed().with_("launcher=local"))
+    assert refused.value.exit == dtf.Exit.BUSY and not supervised._uses_fork_server.locked()
 
 
 def test_what_goes_wrong_is_raised_and_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
