@@ -147,12 +147,8 @@ def _ranks() -> Iterator[int]:
             yield number
 
 
-def rows_of(trials: list[Trial]) -> Iterator[str]:
-    """Lines for people."""
-    yield from (line_of(trial) for trial in sorted(trials, key=lambda trial: trial.rows))
-
-
 def line_of(trial: Trial) -> str:
+    """For people."""
     cells: list[Any] = [
         f"{trial.rows:>8} rows",
         f"{bytes_text(trial.planned) if trial.planned else '-':>9} planned",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.api.job import Job, Watchable
 from dtf.api.registry import option, register
-from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
+from dtf.core.errors import ConfigError, DtfError, Exit, Preempted, io_failure
 from dtf.core.files import replace_text
 from dtf.core.json_lines import rows
 from dtf.core.text import count_text, quoted, suggest
@@ -59,18 +59,21 @@ class Tune(Job):
         self._check(composed)
         run = composed.config["run"]
         folder = Path(run["dir"] or Path("outputs", run["name"] or "tune", unique_id())).absolute()
-        with scratch_folder("dtf-tune-") as scratch, preempting(_STOPPED):
-            found = self._rate(composed, scratch) if self.key == RATE else self._rows(composed, scratch)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            replace_text(folder / RESULT, json.dumps(asdict(found) if isinstance(found, RangeTest) else found) + "\n")
-            if isinstance(found, RangeTest):
-                _draw(found, folder / PICTURE)
         except OSError as error:
-            raise ConfigError(
+            raise io_failure(error, folder) or ConfigError(
                 f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir"
             ) from error
-        print(folder / (PICTURE if isinstance(found, RangeTest) else RESULT))
+        with scratch_folder("dtf-tune-") as scratch, preempting(_STOPPED):
+            if self.key == RATE:
+                test = self._rate(composed, scratch)
+                found, shown = asdict(test), folder / PICTURE
+                _draw(test, shown)
+            else:
+                found, shown = self._rows(composed, scratch), folder / RESULT
+        replace_text(folder / RESULT, json.dumps(found) + "\n")
+        print(shown)
         return Exit.OK
 
     def _check(self, composed: Composed) -> None:

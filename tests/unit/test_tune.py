@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dtf.api.lr import Geometric
 from dtf.jobs import largest_micro_batch as sizes
+from dtf.jobs import tune
 from dtf.jobs.largest_micro_batch import HostGuard, Trial, expected_bytes, refusal, search, wants_memory
 from dtf.jobs.range_test import judge, table
 from tests.support.launching import HANG_S
@@ -189,3 +190,13 @@ def test_what_cannot_be_tuned_is_refused(run_dtf) -> None:
     ):
         done = run_dtf("job=tune", *TOY[:2], *keys)
         assert done.code == 2 and message in done.err
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_a_trial(
+    run_dtf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(tune, "_train", lambda *_: pytest.fail("a trial was started"))
+    (tmp_path / "file").touch()
+    done = run_dtf("job=tune", *TOY[:2], folder=tmp_path / "file" / "run")
+    assert done.code == 2 and "cannot be written: Not a directory; choose another run.dir" in done.err
