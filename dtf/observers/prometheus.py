@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from socketserver import ThreadingTCPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtf.api.observer import Observer
 from dtf.api.registry import option, register
 from dtf.core.files import replace_text
 from dtf.core.types import Ended, Event, Measured, Note, Saved, Started
 from dtf.observers.measured_row import measured_row
-from dtf.observers.openmetrics import CONTENT_TYPE, Family, page
+from dtf.observers.openmetrics import Family, page
+
+if TYPE_CHECKING:
+    from dtf.observers.metrics_server import MetricsServer
 
 TARGETS = "prometheus.json"
-_HOST = "127.0.0.1"
-_REQUEST_S = 2.0  # silence of a client
-_MOST_CLIENTS = 8
 
 
 @register("observer", "prometheus")
@@ -35,12 +32,14 @@ class Prometheus(Observer):
     port: int = option(default=0, least=0, most=65535, doc="0: one that is free")
 
     def open(self, folder: Path, config: dict) -> None:
+        from dtf.observers.metrics_server import HOST, MetricsServer  # 5 ms that --help need not wait
+
         self._targets = folder / TARGETS
         self._families, self._lock = _families(folder, config), threading.Lock()
-        self._server: _Server | None = None
+        self._server: MetricsServer | None = None
         # not tried before: with ranks that others start, each of them checks the config, and one has the port
         try:
-            self._server = _Server(self._text, self.port)
+            self._server = MetricsServer(self._text, self.port)
         except OSError as error:
             raise OSError(
                 error.errno, f"observer.prometheus.port={self.port}: {error.strerror}; use another one, or 0"
@@ -49,7 +48,7 @@ class Prometheus(Observer):
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="prometheus", daemon=True
         )
         self._thread.start()
-        address = f"{_HOST}:{self._server.server_address[1]}"
+        address = f"{HOST}:{self._server.server_address[1]}"
         labels = {"run": folder.name, "recipe": str(config.get("recipe", {}).get("name", ""))}
         replace_text(self._targets, json.dumps([{"targets": [address], "labels": labels}]) + "\n")
 
@@ -122,49 +121,3 @@ def _measured(families: dict[str, Family], event: Measured) -> None:
     families["dtf_step"].set(row.pop("step"), {"split": split})
     for name, value in row.items():
         families["dtf_metric"].set(float("nan") if value is None else value, {"split": split, "metric": name})
-
-
-class _Server(ThreadingTCPServer):
-    """Answers a few clients at once, each in a thread that nobody waits for. Others are turned away."""
-
-    daemon_threads, block_on_close, allow_reuse_address = True, False, True
-    request_queue_size = 2 * _MOST_CLIENTS
-
-    def __init__(self, text: Callable[[], str], port: int) -> None:
-        self.text, self._free = text, threading.Semaphore(_MOST_CLIENTS)
-        super().__init__((_HOST, port), _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away in the middle is no matter of the run's."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = _REQUEST_S
-    server_version, sys_version = "dtf", ""
-
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] != "/metrics":
-            self.send_error(404, "the numbers are at /metrics")
-            return
-        assert isinstance(self.server, _Server)
-        body = self.server.text().encode()
-        self.send_response(200)
-        self.send_header("Content-Type", CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments: object) -> None:
-        pass

@@ -15,7 +15,7 @@ import pytest
 
 from dtf.api.observer import Observers
 from dtf.core.types import Measured, Note, Started
-from dtf.observers import prometheus
+from dtf.observers import metrics_server
 from dtf.observers.jsonl import Jsonl
 from dtf.observers.openmetrics import CONTENT_TYPE, Family, page
 from dtf.observers.prometheus import Prometheus
@@ -108,7 +108,7 @@ def test_clients_that_say_nothing_keep_nobody_waiting(observer: Prometheus, tmp_
     """As many as it answers, and more; the run sees its events and ends all the same."""
     port = int(address(tmp_path).split(":")[2].split("/")[0])
     with ExitStack() as silent:
-        for _ in range(2 * prometheus._MOST_CLIENTS):
+        for _ in range(2 * metrics_server._MOST_CLIENTS):
             silent.enter_context(socket.create_connection(("127.0.0.1", port), HANG_S))
         for event in whole_run():
             observer.see(event)

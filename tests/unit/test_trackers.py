@@ -203,7 +203,7 @@ def test_a_library_is_imported_only_where_it_was_chosen(tmp_path: Path) -> None:
         f"observers.open(pathlib.Path({str(tmp_path)!r}), {CONFIG!r})\n"
         "observers.see(Started(0, 1, 1, {}))\n"
         "observers.close()\n"
-        "print({'wandb', 'mlflow', 'prometheus_client', 'torch'} & set(sys.modules))\n"
+        "print({'wandb', 'mlflow', 'http.server', 'torch'} & set(sys.modules))\n"
     )
     path = os.pathsep.join([str(STAND_INS), str(ROOT)])
     done = subprocess.run(
