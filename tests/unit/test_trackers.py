@@ -11,6 +11,8 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,20 +41,26 @@ from tests.unit.test_observers import started, train
 pytestmark = pytest.mark.usefixtures("tracker_stand_ins")
 
 
+def later(events: Iterable[Event], seconds: float) -> Iterator[Event]:
+    for event in events:
+        yield replace(event, seconds=event.seconds + seconds) if isinstance(event, Measured) else event
+
+
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_tracker_has_metrics_jsonl_after_kills(name: str, seed: int, folder: Path) -> None:
     """Ranks die, the launching process is killed; redone steps have other times. The same run of the tracker has all
     of it, once.
     """
-    chance, at = random.Random(seed), 0
+    chance, at, kept = random.Random(seed), 0, list[Measured]()  # by the last checkpoint
     for launches in range(3):
         observer, events = make(name), list[Event]()
         for attempt in range(2):
             reached = min(LAST, at + chance.randint(0, 7)) if launches < 2 or not attempt else LAST
-            recent = tuple(event for event in reports(0, at) if isinstance(event, Measured))[-3:]
-            events += [Started(at, LAST, 8, {}, attempt, recent), *reports(at, reached)]
+            new = list(later(reports(at, reached), 100.0 * (2 * launches + attempt)))
+            events += [Started(at, LAST, 8, {}, attempt, tuple(kept[-3:])), *new]
             at = reached - reached % 4
+            kept += [event for event in new if isinstance(event, Measured) and event.step <= at]
         ends = launches == 2
         launch(folder, observer, [*events, *([Ended(LAST, "finished")] if ends else [])], 0 if ends else None)
     assert same(rows(name, folder), measured(folder)) and len(measured(folder)) == LAST + LAST // 2
