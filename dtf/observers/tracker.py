@@ -101,7 +101,7 @@ class Tracker(Observer):
     def _start(self, event: Started) -> None:
         """The ranks are ready, for the first time or again: forget what they will do again."""
         if self._link is None:
-            self._link = TrackerLink(self._name, self._folder, self._order(), self._told)
+            self._link = TrackerLink(self._name, self._folder, self._order(), self._warn)
         self._outcome, self._step = {"cause": ""}, event.step
         self._release(event.step)
         self._held.clear()
@@ -139,7 +139,7 @@ class Tracker(Observer):
         elif len(self._notes) < 100:
             self._notes.append(note)
 
-    def _told(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         print_warning(f"observer.{self._name}: {text}")
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class Tracker(Observer):
         asked = outcome["exit"] == Exit.PREEMPTED
         within = min(self.close_timeout_s, _ASKED_TO_STOP_S) if asked else self.close_timeout_s
         if why := link.close({"do": "end", **outcome}, within):
-            self._told(_missing(link.lost, why))
+            self._warn(_missing(link.lost, why))
 
 
 def _missing(reports: int, why: str) -> str:

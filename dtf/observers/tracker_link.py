@@ -29,12 +29,12 @@ _START = (
 
 
 class TrackerLink:
-    """Starts the process of the tracker `name`; its output goes to `<name>.log` in the run folder. `told` hears, from
+    """Starts the process of the tracker `name`; its output goes to `<name>.log` in the run folder. `warn` hears, from
     another thread, what people should know. No method but `close` waits for the process.
     """
 
-    def __init__(self, name: str, folder: Path, order: dict[str, Any], told: Callable[[str], None]) -> None:
-        self._name, self._told = name, told
+    def __init__(self, name: str, folder: Path, order: dict[str, Any], warn: Callable[[str], None]) -> None:
+        self._name, self._warn = name, warn
         self._sent, self._taken, self._dropped = 0, 0, 0  # reports
         self._failed, self._done = "", False
         self._inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -107,7 +107,7 @@ class TrackerLink:
                 self._taken += said.get("taken", 0)
                 self._done = self._done or said.get("done", False)
                 if text := said.get("say"):
-                    self._told(text)
+                    self._warn(text)
         self._kill()  # what it leaves behind; its number is its own until it is waited for
         code = self._process.wait()
         how = f"killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"

@@ -82,7 +82,7 @@ class _Feed:
         # its launching process was killed, and the next has come here first
         self.is_late = self._state["launched"] > order["launched"]
         self._state["launched"] = order["launched"]
-        self._open, self._told, self.ended = False, False, False
+        self._open, self._has_warned, self.ended = False, False, False
         self._waiting: list[dict[str, Any]] = []
         self._first = True
 
@@ -157,10 +157,10 @@ class _Feed:
             yield
         except Exception as error:  # noqa: BLE001 - whatever a library raises, the next report is another try
             traceback.print_exc()
-            if not self._told:
+            if not self._has_warned:
                 text = " ".join(str(error).split())[:300]
                 self._say(say=f"{type(error).__name__}: {text}; {remedy}, the run goes on")
-                self._told = True
+                self._has_warned = True
 
 
 def _steps(ordered: list[dict[str, Any]]) -> Iterator[Step]:

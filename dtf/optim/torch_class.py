@@ -71,7 +71,7 @@ class TorchOptimizer(Optimizer):
         return f"{module_of(self.torch_class)}:{name_in_module(self.torch_class)}"
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         """As messages begin: `optimizer=radam (torch.optim:RAdam)`."""
         return f"optimizer={name_of('optimizer', self)} ({self.class_name})"
 
@@ -87,7 +87,7 @@ class TorchOptimizer(Optimizer):
         """What its steps are made from."""
         from dtf.optim.torch_step import ChosenClass
 
-        return ChosenClass(self.said, self.torch_class, self.arguments, self.takes_weight_decay, self.weight_decay)
+        return ChosenClass(self.label, self.torch_class, self.arguments, self.takes_weight_decay, self.weight_decay)
 
     def check(self) -> None:
         if not self.takes_weight_decay and (self.weight_decay or any(self.weight_decays.values())):
@@ -124,7 +124,7 @@ class TorchOptimizer(Optimizer):
 
         if self.by_tensor and group.combine is not None:
             raise ConfigError(
-                f"{self.said}: a trial shows that its step of a part of a tensor is not that part of its step of the "
+                f"{self.label}: a trial shows that its step of a part of a tensor is not that part of its step of the "
                 "tensor, and this strategy divides tensors; use one that keeps them whole: strategy=ddp, zero1, dp, "
                 "pipeline"
             )
@@ -148,16 +148,16 @@ def torch_optimizer(
     tried before the first step of a run.
     """
     arguments = named(arguments_of(torch_class))
-    said = f'torch_optimizer("{name}", {torch_class!r})'
+    label = f'torch_optimizer("{name}", {torch_class!r})'
     for key in defaults:
         if key in _SET_BY_DTF:
-            raise ConfigError(f"{said}: {key} is set otherwise: {_SET_BY_DTF[key]}")
+            raise ConfigError(f"{label}: {key} is set otherwise: {_SET_BY_DTF[key]}")
         if key not in arguments:
-            raise ConfigError(f"{said}: the constructor takes no {key}; {suggest(key, arguments)}")
+            raise ConfigError(f"{label}: the constructor takes no {key}; {suggest(key, arguments)}")
     if not arguments:
-        raise ConfigError(f"{said}: its constructor is in no source that can be read; give the class itself")
+        raise ConfigError(f"{label}: its constructor is in no source that can be read; give the class itself")
     if "lr" not in arguments:
-        raise ConfigError(f"{said}: the constructor takes no lr, so the learning rate of a step cannot be given to it")
+        raise ConfigError(f"{label}: the constructor takes no lr, so the learning rate of a step cannot be given to it")
     hints, fields, pinned = {}, {}, {}
     for key, argument in list(arguments.items())[1:]:
         value = defaults.get(key, argument.default)
@@ -172,7 +172,7 @@ def torch_optimizer(
             if key in defaults and key != "weight_decay":
                 pinned[key] = value
             elif argument.default is Parameter.empty or key == "weight_decay":
-                raise ConfigError(f"{said}: no config key can be {key}; give its value in the line: {{{key!r}: ...}}")
+                raise ConfigError(f"{label}: no config key can be {key}; give its value in the line: {{{key!r}: ...}}")
             continue
         hints[key] = hint
         fields[key] = _field(key, typed_default(hint, value))

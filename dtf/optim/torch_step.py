@@ -30,7 +30,7 @@ proportion.
 class ChosenClass:
     """A class and what its constructor gets beside parameters and learning rate."""
 
-    said: str  # as messages begin
+    label: str  # as messages begin
     target: str | type  # "module:Class", or the class
     arguments: Mapping[str, Any]
     takes_weight_decay: bool
@@ -77,7 +77,7 @@ def load_class(chosen: ChosenClass) -> type[torch.optim.Optimizer]:
     try:
         return load(chosen.target)
     except (ImportError, ConfigError) as error:
-        raise ConfigError(f"{chosen.said}: {error}; install its package, or correct the name") from error
+        raise ConfigError(f"{chosen.label}: {error}; install its package, or correct the name") from error
 
 
 def construct(
@@ -92,7 +92,7 @@ def construct(
     try:
         return cls(list(parameters), **arguments)
     except Exception as error:  # whatever its author raises
-        raise ConfigError(f"{chosen.said} refuses its options or parameters: {error}") from error
+        raise ConfigError(f"{chosen.label} refuses its options or parameters: {error}") from error
 
 
 class ClassStep:
@@ -203,7 +203,7 @@ class _Chunk:
                     continue
                 if not _fits(value, view, slot):
                     raise ConfigError(
-                        f"{self._chosen.said} keeps {_said(value)} as `{slot.key}` of a parameter of shape "
+                        f"{self._chosen.label} keeps {_described(value)} as `{slot.key}` of a parameter of shape "
                         f"{tuple(parameter.shape)}; dtf keeps tensors of the parameter's shape, and numbers"
                     )
                 if slot.key in on_host:
@@ -221,7 +221,7 @@ class _Chunk:
     def _grown(self, state: Any) -> ConfigError:
         keys, known = sorted(map(str, state)), [slot.key for slot in self._of_state]
         return ConfigError(
-            f"{self._chosen.said} keeps {keys} of a parameter, where a trial of its first steps found {known}; "
+            f"{self._chosen.label} keeps {keys} of a parameter, where a trial of its first steps found {known}; "
             "dtf cannot say before a run what its checkpoints hold"
         )
 
@@ -257,7 +257,7 @@ def _fits(value: Any, view: Tensor | None, slot: Slot) -> bool:
     return isinstance(value, Tensor) and value.shape == view.shape and value.dtype is view.dtype
 
 
-def _said(value: Any) -> str:
+def _described(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 

@@ -86,7 +86,7 @@ class _StepFails(ConfigError):
 
 
 def _failed(chosen: ChosenClass, error: Exception) -> ConfigError:
-    return _StepFails(f"{chosen.said}: a trial of its step() fails: {type(error).__name__}: {error}")
+    return _StepFails(f"{chosen.label}: a trial of its step() fails: {type(error).__name__}: {error}")
 
 
 def _try_slots(chosen: ChosenClass, shape: tuple[int, ...], dtype: torch.dtype) -> Slots:
@@ -107,13 +107,13 @@ def _try_slots(chosen: ChosenClass, shape: tuple[int, ...], dtype: torch.dtype) 
         if len(found[-1]) != len(found[0]):
             more = sorted({slot.key for slot in found[-1]} ^ {slot.key for slot in found[0]})
             raise ConfigError(
-                f"{chosen.said} keeps {', '.join(more)} from its step {step + 1} on, not from its first; dtf cannot "
+                f"{chosen.label} keeps {', '.join(more)} from its step {step + 1} on, not from its first; dtf cannot "
                 "say what its checkpoints hold"
             )
     kinds = [{slot.key: slot.kind for slot in slots} for slots in found]
     changing = [key for key, kind in kinds[0].items() if any(other.get(key) != kind for other in kinds)]
     if changing:
-        raise ConfigError(f"{chosen.said} keeps as {changing[0]} now one thing, now another; dtf cannot keep both")
+        raise ConfigError(f"{chosen.label} keeps as {changing[0]} now one thing, now another; dtf cannot keep both")
     return (*found[-1], *_group_slots(chosen, before, instance.param_groups[0]))
 
 
@@ -125,8 +125,8 @@ def _group_slots(chosen: ChosenClass, before: dict[str, Any], after: dict[str, A
         if type(value) not in (bool, int, float):
             if key not in before or repr(before[key]) != repr(value):
                 raise ConfigError(
-                    f"{chosen.said} changes param_groups[...][{key!r}], a {type(value).__name__}; dtf keeps tensors of "
-                    "the shape of parameters, and numbers"
+                    f"{chosen.label} changes param_groups[...][{key!r}], a {type(value).__name__}; dtf keeps tensors "
+                    "of the shape of parameters, and numbers"
                 )
         elif key not in before or before[key] != value:
             yield Slot(f"{GROUP}{key}", "group", (), torch.float64, type(value))
@@ -134,14 +134,14 @@ def _group_slots(chosen: ChosenClass, before: dict[str, Any], after: dict[str, A
 
 def _slot(chosen: ChosenClass, key: Any, value: Any, parameter: Tensor) -> Slot:
     if not isinstance(key, str) or key in (STARTED, "") or key.startswith(GROUP) or "/" in key:
-        raise ConfigError(f"{chosen.said} keeps state under the key {key!r}, which is no name of a checkpoint")
+        raise ConfigError(f"{chosen.label} keeps state under the key {key!r}, which is no name of a checkpoint")
     if isinstance(value, Tensor):
         if value.shape == parameter.shape and parameter.dim():
             return Slot(key, "parameter", (), value.dtype)
         if value.numel() == 1 and value.dim() <= 1:
             return Slot(key, "scalar", tuple(value.shape), value.dtype)
         raise ConfigError(
-            f"{chosen.said} keeps a tensor {tuple(value.shape)} as `{key}` of a parameter {tuple(parameter.shape)}; "
+            f"{chosen.label} keeps a tensor {tuple(value.shape)} as `{key}` of a parameter {tuple(parameter.shape)}; "
             "dtf keeps tensors of the parameter's shape, and numbers. Factored or blocked state is not supported"
         )
     if value is None:
@@ -149,7 +149,7 @@ def _slot(chosen: ChosenClass, key: Any, value: Any, parameter: Tensor) -> Slot:
     if type(value) in (bool, int, float):
         return Slot(key, "number", (), torch.float64, type(value))
     raise ConfigError(
-        f"{chosen.said} keeps a {type(value).__name__} as `{key}` of a parameter; dtf keeps tensors of the "
+        f"{chosen.label} keeps a {type(value).__name__} as `{key}` of a parameter; dtf keeps tensors of the "
         "parameter's shape, and numbers"
     )
 
@@ -158,24 +158,24 @@ def _check_form(chosen: ChosenClass) -> None:
     """Raise ConfigError for what is no class in the form of torch.optim's, or not the one whose source was read."""
     cls = load_class(chosen)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ConfigError(f"{chosen.said} is no subclass of torch.optim.Optimizer")
+        raise ConfigError(f"{chosen.label} is no subclass of torch.optim.Optimizer")
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"{chosen.said}: its step needs a closure that computes the loss again, and a step of dtf computes it "
+            f"{chosen.label}: its step needs a closure that computes the loss again, and a step of dtf computes it "
             "once; take an optimizer that steps by gradients alone"
         )
     if all(callable(getattr(cls, name, None)) for name in ("train", "eval")):
         raise ConfigError(
-            f"{chosen.said} has train() and eval(): it would have others evaluate other parameters than it trains, and "
-            "dtf calls neither; step.ema evaluates averages"
+            f"{chosen.label} has train() and eval(): it would have others evaluate other parameters than it trains, "
+            "and dtf calls neither; step.ema evaluates averages"
         )
     source = chosen.target
     known, real = named(arguments_of(source)), named(arguments_of(cls))
     for key, argument in known.items():
         if key not in real or (argument.default is not UNKNOWN and argument.default != real[key].default):
             raise ConfigError(
-                f"{chosen.said}: its source says {argument}, the class {real.get(key, 'does not have it')}; "
+                f"{chosen.label}: its source says {argument}, the class {real.get(key, 'does not have it')}; "
                 "name the class itself in place of text"
             )
 
@@ -247,13 +247,13 @@ def _check_alone(chosen: ChosenClass, start: Tensor, gradients: Gradients) -> No
     alone = _Run(chosen, [start]).steps(gradients)
     torch.default_generator.manual_seed(1)
     if not _Run(chosen, [start]).steps(gradients).equals(alone):
-        raise ConfigError(f"{chosen.said} draws random numbers in its steps, and ranks would draw different ones")
+        raise ConfigError(f"{chosen.label} draws random numbers in its steps, and ranks would draw different ones")
     other, theirs = start.flip(0) * 3, [[gradient.flip(0) * 5] for (gradient,) in gradients]
     together = _Run(chosen, [start, other])
     together.steps([[one, another] for (one,), (another,) in zip(gradients, theirs, strict=True)])
     if not (together.equals(alone) and together.equals(_Run(chosen, [other]).steps(theirs), 1)):
         raise ConfigError(
-            f"{chosen.said}: the step of a parameter depends on the other parameters, which strategies and weight "
+            f"{chosen.label}: the step of a parameter depends on the other parameters, which strategies and weight "
             "decay put into several groups; take an optimizer that steps each parameter by itself"
         )
 
@@ -265,7 +265,7 @@ def _check_kept(chosen: ChosenClass, start: Tensor, gradients: Gradients) -> Non
     more = _changed_attributes(chosen, start, gradients)
     if more or not _Run(chosen, first.parameters, first.state).steps(gradients[cut:]).equals(whole):
         raise ConfigError(
-            f"{chosen.said} keeps more than the state of its parameters{f' ({more})' if more else ''}, so that a run "
+            f"{chosen.label} keeps more than the state of its parameters{f' ({more})' if more else ''}, so that a run "
             "could not go on from a checkpoint"
         )
     plain = start.clone()
@@ -275,8 +275,8 @@ def _check_kept(chosen: ChosenClass, start: Tensor, gradients: Gradients) -> Non
         _step(chosen, instance)
     if not torch.equal(plain, whole.parameters[0]):
         raise ConfigError(
-            f"{chosen.said}: its steps are others when their learning rate comes from param_groups, where schedules of "
-            "torch set it"
+            f"{chosen.label}: its steps are others when their learning rate comes from param_groups, where schedules "
+            "of torch set it"
         )
 
 

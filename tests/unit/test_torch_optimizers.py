@@ -118,7 +118,7 @@ def test_every_class_of_torch_is_there_or_refused_by_name(name: str) -> None:
     shipped = {registered("optimizer")[option].torch_class.partition(":")[2] for option in SHIPPED}  # type: ignore
     optimizer = foreign(name, f"torch.optim:{name}")
     if name in REFUSED:
-        with pytest.raises(ConfigError, match=re.escape(optimizer.said) + f".*{REFUSED[name]}"):
+        with pytest.raises(ConfigError, match=re.escape(optimizer.label) + f".*{REFUSED[name]}"):
             optimizer.bind({"w": torch.ones(4, 3)})
         return
     assert optimizer.by_tensor == (name == "Muon")
