@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dtf.checkpoint.manifest import parse_json
+from dtf.checkpoint.manifest import Manifest, parse_json
 from dtf.checkpoint.storage import checkpoints, read_manifest, step_of
 from dtf.core.errors import DataError
 from dtf.core.text import count_text
@@ -179,7 +179,7 @@ def _checkpoints(one: Path, other: Path, tolerance: float) -> dict[str, Any]:
 
 def _tensors(one: Path, other: Path) -> tuple[dict[str, float], list[str]]:
     """max|a - b| / max|a| of each tensor that both have, read one after the other; names that only one has."""
-    manifests = [read_manifest(path) for path in (one, other)]
+    manifests = [_manifest(path) for path in (one, other)]
     names = [{name for name in manifest.tensors if name_counts(name)} for manifest in manifests]
     distances: dict[str, float] = {}
     for group in _groups(sorted(names[0] & names[1])):
@@ -189,6 +189,13 @@ def _tensors(one: Path, other: Path) -> tuple[dict[str, float], list[str]]:
         ]
         distances |= {name: relative(sides[0][name], sides[1][name]) for name in group}
     return distances, sorted(names[0] ^ names[1])
+
+
+def _manifest(checkpoint: Path) -> Manifest:
+    try:
+        return read_manifest(checkpoint)
+    except DataError as error:
+        raise DataError(f"{checkpoint}: {error}; move this checkpoint away to compare the others") from error
 
 
 def _groups(names: Sequence[str]) -> Iterator[list[str]]:

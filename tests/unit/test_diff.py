@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dtf.core.errors import DataError
 from dtf.runs import diff as diffs
 from dtf.runs.diff import diff, lines
 from dtf.runs.results import read_runs
@@ -139,6 +140,10 @@ def test_runs_that_trained(run_dtf, tmp_path: Path) -> None:
     assert not alike["parts"] and alike["checkpoints"]["alike"] == 4 and not alike["rows"] and alike["data"] == {}
     apart, text = found(tmp_path / "a", tmp_path / "c")
     assert apart["checkpoints"]["first"] == 2 and "seed: 0 | 1" in text and "sampled rows first differ" in text
+    damaged = tmp_path / "b" / "checkpoints" / "step_000002"
+    (damaged / "manifest.json").write_text("{}")
+    with pytest.raises(DataError, match=f"{damaged}: manifest.json is damaged"):
+        found(tmp_path / "a", tmp_path / "b")
     shutil.rmtree(tmp_path / "b" / "checkpoints")
     unknown, text = found(tmp_path / "a", tmp_path / "b")
     assert unknown["checkpoints"]["common"] == [] and unknown["data"] is None
