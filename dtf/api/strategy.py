@@ -20,8 +20,9 @@ from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.distributed.sharding import bounds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    import torch
     from torch import Tensor
 
     from dtf.api.guard import Guard
@@ -55,6 +56,14 @@ class Program(ABC):
 
     leased: LeasedWork = LeasedWork()
     """What other processes compute for this rank. Default: nothing, as `step` and `eval_step` return all."""
+
+    row_flops: float | None = None
+    """Floating-point operations that the whole model makes for a row of training in matrix products and convolutions,
+    forward and backward, without what is computed again. `warmup` counts them. None: not known, or not yet.
+    """
+
+    devices: Sequence[torch.device] = ()
+    """The devices that this process computes on. Empty: the one of its place."""
 
     follows_memory_format = False
     """Whether passes compute images in the memory format of the task, see `Task.channels_last`. `Spmd` does."""

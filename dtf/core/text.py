@@ -100,6 +100,27 @@ def count_text(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
+def scaled_text(value: float) -> str:
+    """`12.4 G`, `989 T`: three digits and the prefix of a unit; powers of ten."""
+    scales = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    scale, prefix = next((pair for pair in scales if abs(value) >= pair[0]), (1.0, ""))
+    return f"{value / scale:.3g} {prefix}"
+
+
+FLOPS = ("mfu", "model_flops_per_s")
+"""Values of a measurement that `flops_text` shows."""
+
+
+def flops_text(values: Mapping[str, float]) -> dict[str, str]:
+    """Of a measurement of training: the share of the devices' arithmetic that the model used. Where that is not known,
+    the rate; nothing where neither is.
+    """
+    if "mfu" in values:
+        return {"mfu": f"{values['mfu']:.1%}"}
+    rate = values.get("model_flops_per_s")
+    return {} if rate is None else {"FLOP/s": scaled_text(rate).replace(" ", "")}
+
+
 def bytes_text(size: int) -> str:
     """`213 MB`, `1.2 GB`; powers of ten."""
     scale, unit = next((pair for pair in ((1e9, "GB"), (1e6, "MB")) if size >= pair[0]), (1e3, "kB"))

@@ -152,8 +152,8 @@ class State(NamedTuple):
 class Measured:
     """Metrics of a stretch of training, or of an evaluation. `split`: `train` or `eval`.
 
-    `values`: metric name -> value over all ranks. Training adds `lr`, `grad_norm` and `rows_per_s`; rank 0 adds its
-    `Loader.reading`.
+    `values`: metric name -> value over all ranks. Training adds `lr`, `grad_norm` and `rows_per_s`, where
+    they are known `model_flops_per_s` and `mfu` (a share of 1), and rank 0 its `Loader.reading`.
     """
 
     split: str

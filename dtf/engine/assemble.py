@@ -34,6 +34,7 @@ from dtf.engine.clock import Plan, plan_of
 from dtf.engine.first_rows import check_first_rows
 from dtf.engine.initial_numbers import agree_on_start
 from dtf.engine.mixed_rows import mixed_rows
+from dtf.engine.model_flops import ModelFlops
 from dtf.engine.preparing import prepare_once
 from dtf.engine.program_check import check_program
 from dtf.engine.rank import Rank, ignore
@@ -124,6 +125,7 @@ class TrainingSetup:
     evaluation: Loader
     plan: Plan
     checkpointer: Checkpointer
+    flops: ModelFlops
 
 
 def join(rank: Rank) -> JoinedRank:
@@ -331,7 +333,8 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
         count = min(TRIAL_ROWS, settings.step.evaluation_rows, len(splits.eval))
         batch = program.prepare(splits.first_eval_rows(count) if rows is not None else None)
         check_evaluated(settings.recipe, program.trial_eval(batch), batch, plan.objective[0])
-    return TrainingSetup(joined, inputs, program, train, evaluation, plan, checkpointer)
+    flops = ModelFlops(program, settings.precision, joined.world, splits.train.shapes_vary)
+    return TrainingSetup(joined, inputs, program, train, evaluation, plan, checkpointer, flops)
 
 
 def _check_memory_format(inputs: TaskInputs, program: Program) -> TaskInputs:

@@ -86,6 +86,7 @@ class Loop:
     averages: bool = False  # evaluate the averages of the weights
     compares_replicas: bool = True  # before a save
     guard: GuardedSteps | None = None
+    speed: Callable[[float], dict[str, float]] = lambda rows_per_s: {}  # what else to report of a rate
     recent: deque[Measured] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def report(self, measured: Measured) -> None:
@@ -198,7 +199,7 @@ class _TicketHandler:
         values = {**metrics, "grad_norm": _ratio(total[self.width], total[self.width + 1])}
         self.skipped += int(total[-1])
         rows_per_s = (total[0] - self.rows_before) / self.stopwatch.lap()
-        shown = {**values, "lr": self.lr, "rows_per_s": rows_per_s, **loop.train.reading()}
+        shown = {**values, "lr": self.lr, "rows_per_s": rows_per_s, **loop.speed(rows_per_s), **loop.train.reading()}
         shown |= self.skipped_values(SKIPPED, total[-1])
         loop.report(Measured("train", step, step / loop.steps_per_epoch, self.stopwatch.total(), shown))
         self.rows_before = 0.0

@@ -133,7 +133,7 @@ def _report_start(setup: TrainingSetup, resumed: Resumed, saving: Saving) -> lis
     table |= cut_row(inputs.mixed, rank.settings.step, program.micro_batch_rows)
     if inputs.turns is not None:
         table |= inputs.turns.row(planned)
-    table |= saving.row
+    table |= saving.row | setup.flops.row()
     table |= _best_possible(splits.eval, world)
     table["allocator"] = f"{keep_freed_memory()}; {huge_pages()}"
     if inputs.memory_format:
@@ -190,6 +190,7 @@ def _run(
         skipped=resumed.skipped,
         recent=deque(resumed.recent, maxlen=RECENT),
         averages=bool(rank.settings.step.ema),
+        speed=setup.flops.values,
         guard=guarded_steps(
             program, options.guard_every, resumed.clean, saves, lambda text: joined.see(Note("warning", text))
         ),

@@ -1,9 +1,11 @@
-"""How much memory a rank will need, estimated before training from a few rows, and how much it used."""
+"""What passes take: how much memory a rank will need, estimated before training from a few rows, and how much it used;
+and the arithmetic of the model.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,30 +18,43 @@ from torch.utils._pytree import tree_is_leaf, tree_leaves
 
 from dtf.core.text import bytes_text
 from dtf.core.types import Memory
+from dtf.model.flops import flops
 
 _PLAIN = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 """Types of arguments of an operation that are no tensors and hold none: most of them, in each of its calls."""
 
 
+FIXED = 0.01
+"""Which share of a small pass may be operations that do not grow with its rows: they are few in a large one."""
+
+
 class Footprint(TorchDispatchMode):
-    """Counts the memory of tensors in a forward and backward pass. Memory that a kernel takes for itself is not seen.
+    """Counts the memory of tensors and the arithmetic in a forward and backward pass. Memory that a kernel takes for
+    itself is not seen.
 
     `saved_bytes`: bytes that forward allocates, that are still there when backward starts, and that nobody holds in the
     end: without gradients. `recomputed_bytes`: the most at one time of what backward computes again (activation
     checkpointing). The peak is their sum.
+
+    `whole_flops`, `part_flops`: operations, see `model.flops`, without what backward computes again. `parts`: tensors
+    that hold a part of the model, of which other ranks have the others; what is computed from them is a part, up to a
+    collective that makes it whole. None: all that is computed is a part.
     """
 
     supports_higher_order_operators = True  # torch refuses to run them otherwise
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Iterable[Tensor] | None = ()) -> None:
         super().__init__()
-        self.saved_bytes = self.recomputed_bytes = 0
+        self.saved_bytes = self.recomputed_bytes = self.whole_flops = self.part_flops = 0
         self._count = 0
         self._known: dict[int, weakref.ref] = {}  # storages by id
         self._made: dict[int, int] = {}  # number of the allocation -> bytes, while it is there
         self._found: dict[int, int] = {}  # those of them that backward found
         self._recomputed = 0
         self._backward = False
+        self._plain: set[int] = set()  # backward passes that make no graph for one more
+        self._again: dict[int, list[int]] = {}  # backward pass -> operations with a graph: in a plain one, once more
+        self._all_parts, self._parts = parts is None, {id(storage) for storage in _storages([*(parts or ())])}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -47,21 +62,41 @@ class Footprint(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        backward = torch._C._current_graph_task_id() >= 0
+        task, part = torch._C._current_graph_task_id(), self._all_parts
+        backward = task >= 0
         if backward and not self._backward:
             self._backward, self._found = True, dict(self._made)
         for storage in _storages((args, kwargs)):
             self._meet(storage, made=False, again=False)  # unless known, it was there before the pass
+            part = part or id(storage) in self._parts
+        # gradients are computed without a graph of their own
+        again = backward and torch.is_grad_enabled()
+        if backward and not again:
+            self._plain.add(task)
         results = func(*args, **(kwargs or {}))
+        if count := flops(func, args, results):
+            counts = [0, count] if part else [count, 0]
+            if again:
+                self._again[task] = [a + b for a, b in zip(self._again.get(task, (0, 0)), counts, strict=True)]
+            else:
+                self._add(counts)
+        part = part and not _makes_whole(func)
         for storage in _storages(results):
-            # gradients are computed without a graph of their own
-            self._meet(storage, made=True, again=backward and torch.is_grad_enabled())
+            self._meet(storage, made=True, again=again)
+            if part:
+                self._parts.add(id(storage))
         return results
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         self._known.clear()  # and with it all calls of `_lose`
         self.saved_bytes = sum(size for number, size in self._found.items() if number not in self._made)
+        for task, counts in self._again.items():
+            if task not in self._plain:
+                self._add(counts)
+
+    def _add(self, counts: Sequence[int]) -> None:
+        self.whole_flops, self.part_flops = self.whole_flops + counts[0], self.part_flops + counts[1]
 
     def _meet(self, storage: torch.UntypedStorage, made: bool, again: bool) -> None:
         key, size = id(storage), storage.nbytes()
@@ -77,8 +112,14 @@ class Footprint(TorchDispatchMode):
 
     def _lose(self, key: int, number: int, again: int, reference: weakref.ref) -> None:
         self._known.pop(key, None)
+        self._parts.discard(key)
         self._made.pop(number, None)
         self._recomputed -= again
+
+
+def _makes_whole(operator: Any) -> bool:
+    """Whether it is a collective that gives each rank the whole, as those of dtf.distributed.collectives do."""
+    return operator.namespace == "_c10d_functional" and "reduce_scatter" not in operator.name()
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
@@ -110,6 +151,22 @@ def activations(trials: Sequence[tuple[int, Footprint]], rows: int, under_way: f
     return round(
         under_way * line(first.saved_bytes, second.saved_bytes) + line(first.recomputed_bytes, second.recomputed_bytes)
     )
+
+
+def row_flops(
+    trials: Sequence[tuple[int, Footprint]], total: Callable[[Tensor], Tensor] = lambda parts: parts
+) -> float | None:
+    """Operations of the whole model for each row. `trials`: as above. `total`: sums a tensor over the ranks that have
+    the other parts; collective.
+
+    None where they do not grow with the rows: the loss compares all rows with each other, or blocks are left out by
+    chance.
+    """
+    (few, first), (more, second) = trials
+    parts = total(torch.tensor([first.part_flops, second.part_flops], dtype=torch.float64)).tolist()
+    less, much = first.whole_flops + parts[0], second.whole_flops + parts[1]
+    rate = (much - less) / (more - few) if few < more else much / more
+    return rate if 0 <= less - few * rate <= FIXED * less else None
 
 
 def pending_grad_bytes(sizes: list[int], micro_batches: int) -> int:

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, TextIO
 
 from dtf.api.observer import Observer
 from dtf.api.registry import option, register
-from dtf.core.text import StepRate, guard_text, memory_text, number_text, option_text, plain_text, time_text
+from dtf.core.text import (
+    FLOPS,
+    StepRate,
+    flops_text,
+    guard_text,
+    memory_text,
+    number_text,
+    option_text,
+    plain_text,
+    time_text,
+)
 from dtf.core.types import Ended, Event, Measured, Note, Saved, Started
 
 if TYPE_CHECKING:
@@ -168,8 +178,9 @@ def _train_values(values: dict[str, float]) -> dict[str, str]:
         "grad_norm": ("grad_norm", number_text),
         "rows_per_s": ("rows/s", "{:.0f}".format),
     }
-    texts = {name: number_text(value) for name, value in values.items() if name not in last}
-    return texts | {short: text(values[name]) for name, (short, text) in last.items() if name in values}
+    texts = {name: number_text(value) for name, value in values.items() if name not in {*last, *FLOPS}}
+    texts |= {short: text(values[name]) for name, (short, text) in last.items() if name in values}
+    return texts | flops_text(values)
 
 
 def _final_text(name: str, value: float) -> str:

@@ -17,9 +17,11 @@ from rich.text import Text
 
 from dtf.core.errors import Exit
 from dtf.core.text import (
+    FLOPS,
     MetricHistory,
     StepRate,
     count_text,
+    flops_text,
     guard_text,
     memory_text,
     number_text,
@@ -237,9 +239,10 @@ class Bar:
 
     def _line(self, width: int) -> Text:
         """As many values as fit, the most important first, with a sparkline beside the loss."""
-        wanted = {name: number_text(value) for name, value in self._values.items() if name not in _LAST}
+        wanted = {name: number_text(value) for name, value in self._values.items() if name not in {*_LAST, *FLOPS}}
         wanted["epoch"] = f"{self.step / self._steps_per_epoch:.2f}"
         wanted |= {_LAST[name][0]: _LAST[name][1](self._values[name]) for name in _LAST if name in self._values}
+        wanted |= flops_text(self._values)
         line = Text()
         for name, value in wanted.items():
             word = _pairs({name: value})

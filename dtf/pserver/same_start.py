@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from dtf.model.attributes import digests
 from dtf.model.fingerprint import fingerprints
+from dtf.model.memory import row_flops
 from dtf.strategies.replica import Replica
 from dtf.strategies.start_check import Numbers, numbers_differ
 
@@ -20,12 +21,13 @@ class TrainerStart(NamedTuple):
     """What a trainer's model is before it takes anything from servers.
 
     `numbers`: of a trial pass over rows that are the same for all trainers. `tensors`: a digest of all parameters and
-    buffers. `attributes`: digests of plain attributes, by name.
+    buffers. `attributes`: digests of plain attributes, by name. `row_flops`: see `Program.row_flops`.
     """
 
     numbers: Numbers
     tensors: int
     attributes: dict[str, int]
+    row_flops: float | None
 
     @classmethod
     def of(cls, replica: Replica, recipe: object) -> TrainerStart:
@@ -36,16 +38,17 @@ class TrainerStart(NamedTuple):
             replica.start_numbers,
             zlib.crc32(repr(fingerprints(tensors)).encode()),
             {name: zlib.crc32(text.encode()) for name, text in texts.items()},
+            row_flops(replica.trials),
         )
 
     @classmethod
     def from_json(cls, value: Any) -> TrainerStart:
         """The inverse of `list(start)`. ValueError for anything else."""
         match value:
-            case [dict() as numbers, int() as tensors, dict() as attributes] if all(
+            case [dict() as numbers, int() as tensors, dict() as attributes, (int() | float() | None) as flops] if all(
                 isinstance(number, int | float) for number in [*numbers.values(), *attributes.values()]
             ):
-                return cls({name: float(number) for name, number in numbers.items()}, tensors, attributes)
+                return cls({name: float(number) for name, number in numbers.items()}, tensors, attributes, flops)
         raise ValueError("no start of a trainer")
 
 

@@ -24,7 +24,7 @@ from dtf.runs.results import Result, differences
 _STATE = "state.json"
 _COURSE = ("course", "program", "clock", "window", "updated", "clean", "recent")
 """What a checkpoint says beside the facts about its data and model: where it stands, and settings of config.yaml."""
-_TIMES = ("split", "step", "epoch", "seconds", "rows_per_s")
+_TIMES = ("split", "step", "epoch", "seconds", "rows_per_s", "model_flops_per_s", "mfu")
 _SHOWN = 60  # characters of a value
 _LONGEST = 12  # differences that the text shows of a kind
 

@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from dtf.core.text import bytes_text, count_text, number_text, option_text, time_text
+from dtf.core.text import bytes_text, count_text, number_text, option_text, scaled_text, time_text
 from dtf.observers.trace_shares import WORK
 from dtf.runs import html as page
 from dtf.runs.charts import Axes, Bar, Chart, Line, svg
 from dtf.runs.results import Point, Result, differences
 
-_OF_TRAINING = ("lr", "grad_norm", "rows_per_s")
+_OF_TRAINING = ("lr", "grad_norm", "rows_per_s", "model_flops_per_s", "mfu")
+_SPEED = ("throughput", "mfu", "epoch_time")
+"""Begin the names of charts."""
 _HEAD = ("split", "step", "epoch", "seconds")
 
 
@@ -28,6 +30,7 @@ def charts_of(results: Sequence[Result], published: Mapping[str, float]) -> list
         _lines(
             results, "throughput", "rows per second", lambda result: result.curve("train", "rows_per_s"), floor=True
         ),
+        _lines(results, "mfu", "model FLOPs utilisation (mfu), %", _mfu, floor=True),
         _lines(results, "epoch_time", "seconds per epoch", lambda result: result.epochs, floor=True),
     ]
     for device in dict.fromkeys(device for result in results for device in result.devices):
@@ -42,8 +45,8 @@ def html(results: Sequence[Result], charts: Sequence[Chart], now: str) -> str:
     """The whole page."""
     figures = {chart.file: page.figure(svg(chart), chart.caption, chart.wide) for chart in charts}
     wide, others = [chart.file for chart in charts if chart.wide], [chart.file for chart in charts if not chart.wide]
-    curves = [name for name in others if not name.startswith(("throughput", "epoch_time", "utilisation", "memory"))]
-    speed = [name for name in others if name.startswith(("throughput", "epoch_time"))]
+    curves = [name for name in others if not name.startswith((*_SPEED, "utilisation", "memory"))]
+    speed = [name for name in others if name.startswith(_SPEED)]
     resources = [name for name in others if name.startswith(("utilisation", "memory"))]
     sections = [("Runs", _runs(results))]
     sections += [("Side by side", "\n".join(figures[name] for name in wide))] if wide else []
@@ -126,6 +129,10 @@ def _lines(
     return Chart(file, "", [Axes(title, "epochs", lines, floor=floor)])
 
 
+def _mfu(result: Result) -> list[Point]:
+    return [(epoch, 100 * share) for epoch, share in result.curve("train", "mfu")]
+
+
 def _sampled(results: Sequence[Result], device: str, key: str, what: str, unit: float, top: float | None) -> Chart:
     known = ((number, result.samples_of(device, key)) for number, result in enumerate(results))
     lines = [Line(number, [(minutes, value / unit) for minutes, value in points]) for number, points in known if points]
@@ -161,6 +168,11 @@ def _key(results: Sequence[Result], more: str = "") -> str:
 
 def _runs(results: Sequence[Result]) -> str:
     metrics = [metric for metric in _metrics(results) if any(result.curve("eval", metric) for result in results)]
+    rates = {
+        "FLOP/s": ("model_flops_per_s", lambda rate: scaled_text(rate).replace(" ", "")),
+        "mfu": ("mfu", "{:.1%}".format),
+    }
+    known = [head for head, (name, _) in rates.items() if any(result.usual(name) is not None for result in results)]
     heads = [
         "run",
         "ended",
@@ -168,6 +180,7 @@ def _runs(results: Sequence[Result]) -> str:
         "steps",
         *(f"eval {metric}" for metric in metrics),
         "rows/s",
+        *known,
         "epoch",
         "utilisation",
         "memory of all",
@@ -185,6 +198,7 @@ def _runs(results: Sequence[Result]) -> str:
                 f"{steps:,}",
                 *(number_text(points[0][1]) if points else "" for points in last),
                 _shown(result.rows_per_s, "{:,.0f}".format),
+                *(_shown(result.usual(name), text) for name, text in map(rates.__getitem__, known)),
                 _shown(result.epoch_s, _seconds),
                 _shown(result.utilisation, "{:.0f} %".format),
                 _shown(result.memory, lambda size: bytes_text(round(size))),

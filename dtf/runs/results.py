@@ -61,7 +61,11 @@ class Result:
 
     @property
     def rows_per_s(self) -> float | None:
-        rates = [row["rows_per_s"] for row in self.rows("train") if row.get("rows_per_s")]
+        return self.usual("rows_per_s")
+
+    def usual(self, rate: str) -> float | None:
+        """The median of a rate of training."""
+        rates = [row[rate] for row in self.rows("train") if row.get(rate)]
         return median(rates) if rates else None
 
     @cached_property

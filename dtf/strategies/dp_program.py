@@ -22,6 +22,7 @@ from dtf.model.compiled_forward import configure
 from dtf.model.forward import copy_of, few_rows, loss_dtype, merge_evaluated, rows_of, to_device
 from dtf.model.init import cast, whole_model
 from dtf.model.loss_terms import per_count, scale_gradients
+from dtf.model.memory import row_flops
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.outside_tensors import refuse_kept_copies, refuse_reached
 from dtf.model.receive import Receiver
@@ -52,7 +53,7 @@ class DataParallelProgram(Program):
         self.micro_batch_rows = task.step.rows_each(len(devices))
         if len(devices) == 1 and devices[0].type == "cpu":
             torch.set_num_threads(threads)  # this thread computes
-        self._task, self._devices, self._every, self._world = task, devices, every, world
+        self._task, self.devices, self._every, self._world = task, devices, every, world
         # One thread per replica for life: intra-op threads are set per calling thread.
         self._threads = [
             ThreadPoolExecutor(1, f"replica{i}", initializer=torch.set_num_threads, initargs=(threads,))
@@ -94,6 +95,7 @@ class DataParallelProgram(Program):
         refuse_kept_copies([replica.model for replica in self._replicas], self._task.recipe)
         part = self._part(batch, 0, 8, 0)
         self._in_turn = self._replicas[0].warmup(part, ALONE) or bool(self._replicas[0].shared_changes)
+        self.row_flops = row_flops(self._replicas[0].trials)
         for replica in self._replicas[1:]:
             replica.follow(self._replicas[0])
         self._refuse_common_parameters(self._few)
@@ -132,8 +134,8 @@ class DataParallelProgram(Program):
         sums = self._each(lambda i: self._accumulate(i, ticket, batch, bounds, parts[i], factor))
         counts = [replica.counts for replica in self._replicas if replica.counts is not None]
         if counts:
-            ratio = per_count(ticket.rows, _total(counts, self._devices[0]))
-            for replica, device in zip(self._replicas, self._devices, strict=True):
+            ratio = per_count(ticket.rows, _total(counts, self.devices[0]))
+            for replica, device in zip(self._replicas, self.devices, strict=True):
                 scale_gradients(replica.model.parameters(), replica.row_gradients.values(), ratio.to(device))
         with section("communication"):
             self._sum_gradients()
@@ -147,7 +149,7 @@ class DataParallelProgram(Program):
         with section("communication"):
             self._share_parameters()
         self._synced = False
-        return StepOutput(_total([s for s in sums if s is not None], self._devices[0]), norms[0])
+        return StepOutput(_total([s for s in sums if s is not None], self.devices[0]), norms[0])
 
     def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None
@@ -164,7 +166,7 @@ class DataParallelProgram(Program):
                 return None
             return self._replicas[i].evaluate(self._part(batch, first, last, i))
 
-        return merge_evaluated([evaluated for evaluated in self._each(part) if evaluated is not None], self._devices[0])
+        return merge_evaluated([evaluated for evaluated in self._each(part) if evaluated is not None], self.devices[0])
 
     def trial_eval(self, batch: Batch | None) -> Evaluated | None:
         assert batch is not None
@@ -231,7 +233,7 @@ class DataParallelProgram(Program):
             return None
 
         def factor(ticket: Train, i: int) -> Tensor:
-            return self._factor(ticket).to(self._devices[i])
+            return self._factor(ticket).to(self.devices[i])
 
         return thread_guard(
             self._replicas, self._updates, factor, self._part, self._each, self, self._task, self._world
@@ -241,7 +243,7 @@ class DataParallelProgram(Program):
         """Of the sum of losses over the rows of a step."""
         one = self._factors.get(ticket.rows)
         if one is None:
-            one = torch.full((), 1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0])
+            one = torch.full((), 1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self.devices[0])
             self._factors[ticket.rows] = one
         return self._updates[0].scale(one)
 
@@ -259,14 +261,14 @@ class DataParallelProgram(Program):
 
     def _part(self, batch: Batch, first: int, last: int, i: int) -> Batch:
         """Rows [first, last) on the device of replica i."""
-        return to_device(rows_of(batch, first, last), self._devices[i], self._task)
+        return to_device(rows_of(batch, first, last), self.devices[i], self._task)
 
     def _finish_buffers(self, micro_batches: int, applied: bool | Tensor) -> None:
         """Give all replicas what their micro-batches together make of buffers that the forward pass changes."""
         totals = [total for replica in self._replicas if (total := replica.changing.total()) is not None]
         if totals:
-            total = _total(totals, self._devices[0])
-            for replica, device in zip(self._replicas, self._devices, strict=True):
+            total = _total(totals, self.devices[0])
+            for replica, device in zip(self._replicas, self.devices, strict=True):
                 replica.changing.finish(total.to(device), micro_batches, applied)
 
     def _share_parameters(self) -> None:
@@ -284,7 +286,7 @@ class DataParallelProgram(Program):
             replica.sit_out(len(bounds) - 1, shard.count)
             return None
         rows = self._part(batch, bounds[first], bounds[last], i)
-        return replica.accumulate(ticket, rows, bounds, part, shard, factor.to(self._devices[i]))
+        return replica.accumulate(ticket, rows, bounds, part, shard, factor.to(self.devices[i]))
 
     def _push_row_gradients(self, computed: list[int]) -> None:
         """Give sparse tables the gradients of their rows, from the replicas `computed` that had rows of the batch."""

@@ -102,9 +102,9 @@ class Replica:
         self._looked_up = tuple(task.recipe.tables())
         self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=device, dtype=loss_dtype(task))
         self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
-        self._trials: list[tuple[int, Footprint]] = []  # of the passes of `warmup`, with their rows
+        self.trials: list[tuple[int, Footprint]] = []  # of the passes of `warmup`, with their rows
+        self.parts: list[Tensor] = []  # see Footprint
         self.undivided: dict[str, Tensor] = {}  # norms of its gradients of parameters that this rank holds in whole
-        self._compute = task.precision.compute
         self._cuts = 0 < task.step.micro_batch_rows < task.step.batch_size
         self._task = task
         kept = partial(passes_without_trace, [model], task.recipe)
@@ -233,7 +233,7 @@ class Replica:
         passes, the step after a resume would differ from the same step of an unbroken run in the last bits. ConfigError
         for what cannot run: a single row under batch normalisation, and what is wrong where rows are divided.
         """
-        self._trials, self._warming, count = [], True, len(batch.ids)
+        self.trials, self._warming, count = [], True, len(batch.ids)
         self._passes.loss.undivided = not self.divided and not self._cuts
         rows = rows_of(batch, 0, 2), rows_of(batch, 0, 4), rows_of(batch, max(0, count - 4), count)
         attributes, known = Attributes(self.model, self._task.recipe), KnownParameters(self.model)
@@ -248,7 +248,7 @@ class Replica:
                     self._trial(rows[0], 0, last=not self._reach.active)
                 self.changing.take_uneven(self.statistics, calls)
                 if self._reach.active:
-                    self._trials.clear()
+                    self.trials.clear()
                     self._trial(rows[0], 0)
                 known.refuse_new()
                 attributes.refuse_read()
@@ -350,7 +350,7 @@ class Replica:
         part = with_leaves(self._received(copy_of(rows), 0, micro_batch), self._looked_up)
         self.changing.begin()
         self._begin_random(0, micro_batch)
-        footprint = Footprint() if len(self._trials) < 2 and not compiled else None
+        footprint = Footprint(self.parts) if len(self.trials) < 2 and not compiled else None
         with footprint or nullcontext(), nullcontext() if compiled else uncompiled(self._compiled):
             start = torch.full((), factor, device=self._device)
             sums = self._pass(part, start, last or self._sync is not None)
@@ -359,7 +359,7 @@ class Replica:
             numbers |= {name: size.item() for name, size in row_sizes(part, self._looked_up).items()}
         self.changing.begin_micro_batch()
         if footprint is not None:
-            self._trials.append((len(part.ids), footprint))
+            self.trials.append((len(part.ids), footprint))
         return numbers
 
     def memory(self, update: LocalUpdate, micro_batches: int, rows: int) -> Memory:
@@ -370,7 +370,7 @@ class Replica:
                 [byte_count([parameter]) for parameter in map(local, self._trained)], micro_batches
             )
         buffers = byte_count(local(buffer) for buffer in self.model.buffers())
-        return Memory(parameters + buffers, gradients, optimizer, activations(self._trials, rows), tables=tables)
+        return Memory(parameters + buffers, gradients, optimizer, activations(self.trials, rows), tables=tables)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Evaluated:

@@ -17,6 +17,7 @@ from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.device_mesh import ParallelDims
+from dtf.distributed.sharding import is_dtensor, local
 from dtf.distributed.world import World
 from dtf.model.annotate import section
 from dtf.model.error_context import name_failing_module
@@ -29,6 +30,7 @@ from dtf.model.forward import (
 )
 from dtf.model.init import cast, whole_model
 from dtf.model.loss_terms import per_count, scale_gradients
+from dtf.model.memory import row_flops
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.seeded_dropout import find_drawing_modules
 from dtf.optim.sharding import Sharding, full_params
@@ -93,6 +95,9 @@ class Spmd(Program):
         self._unsaved: Unsaved | None = None
         self._compared: list[str] | None = None  # names of parts that several replicas hold
         replica.divided = self.shares > 1
+        if dims:
+            held = (*replica.model.parameters(), *replica.model.buffers())
+            replica.parts = [local(tensor) for tensor in held if is_dtensor(tensor)]
         bounds = micro_batch_bounds(task.step.batch_size, self.micro_batch_rows)
         replica.pads = pads(len(bounds) - 1, self.shares, replica.equal_passes)
         self._factor = torch.full((), 1.0 if dims else world.size, device=world.device, dtype=loss_dtype(task))
@@ -122,6 +127,7 @@ class Spmd(Program):
             self._unsaved = Unsaved(models, self._task.recipe, scratch, run, self._task.precision.compute, peers)
         if self._dims is None:
             self._replica.warmup(batch, peers)
+            self.row_flops = row_flops(self._replica.trials)
             if self._replica.clipped:
                 self._sum_gradients()
             return
@@ -132,6 +138,7 @@ class Spmd(Program):
         if drew:
             why = "and ranks that divide its channels would draw alike for different ones"
             raise global_rng_error("tensor", why, drawing[0] if drawing else "")
+        self.row_flops = row_flops(self._replica.trials, self._dims.total)
         self._dims.check_alike(seen | {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()})
 
     def _sum_gradients(self) -> None:

@@ -48,7 +48,7 @@ def composed(**keys: Any) -> Composed:
 
 def plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without what the clock says."""
-    timed = ("seconds", "rows_per_s")
+    timed = ("seconds", "rows_per_s", "model_flops_per_s")
     return [{name: value for name, value in row.items() if name not in timed} for row in rows]
 
 

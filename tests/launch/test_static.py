@@ -40,8 +40,13 @@ def test_one_host_trains_as_with_local(run_dtf, tmp_path: Path) -> None:
         done = run_dtf(*words, *SMALL, "launcher.processes=2")
         assert done.code == Exit.OK, done.err
         measured = [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
+        rates = [line["model_flops_per_s"] / line["rows_per_s"] for line in measured if line["split"] == "train"]
+        assert min(rates) == pytest.approx(max(rates)) and min(rates) > 0, "operations of a row"
         lines.append(
-            [{key: value for key, value in line.items() if key not in ("seconds", "rows_per_s")} for line in measured]
+            [
+                {key: value for key, value in line.items() if key not in ("seconds", "rows_per_s", "model_flops_per_s")}
+                for line in measured
+            ]
         )
     assert lines[0] == lines[1]
     assert sorted(path.name for path in (tmp_path / "logs" / "run1").iterdir()) == ["rank_0.log", "rank_1.log"]

@@ -74,7 +74,8 @@ def evidence(folder: Path) -> tuple[list[dict], list[list[dict]]]:
         for rank in range(2)
     ]
     return [
-        {key: value for key, value in line.items() if key not in ("seconds", "rows_per_s")} for line in measured
+        {key: value for key, value in line.items() if key not in ("seconds", "rows_per_s", "model_flops_per_s")}
+        for line in measured
     ], records
 
 

@@ -89,7 +89,7 @@ def broken(
     a, folder = once(*first, options=options[0], halt=True, **case)
     b = spread(*second, options=options[1], steps=STEPS, start=str(folder / f"step_{HALF:06}"), **(PLAN | case))
     assert not a["train"].keys() & b["train"].keys() and not a["ids"].keys() & b["ids"].keys()
-    return {key: a[key] | b[key] for key in ("train", "eval", "ids")} | {"tensors": b["tensors"]}
+    return b | {key: a[key] | b[key] for key in ("train", "eval", "ids")}
 
 
 @pytest.mark.parametrize(("first", "second"), pairs())

@@ -79,25 +79,28 @@ def test_a_trainer_that_calls_normalisations_otherwise_than_another_is_refused()
 @pytest.mark.parametrize(
     ("start", "said"),
     [
-        ([{"sum 0": 1.0}, 7, {"0.order": 3}], ""),
-        ([{"sum 0": 1.0 + 1e-12}, 7, {"0.order": 4}], ""),  # a clock, or a list of what was seen
-        ([{"sum 0": 1.1}, 7, {"0.order": 3}], "it gets other numbers from the same rows"),
-        ([{"sum 0": 1.1}, 7, {"0.order": 4}], "from the same rows, and has other attributes: 0.order"),
-        ([{"sum 0": 1.1}, 8, {"0.order": 3}], ""),  # machines draw differently: servers send theirs
-        ([{"sum 0": 1.1}, 8, {"0.order": 4}], "it drew other initial numbers, and has other attributes: 0.order"),
+        ([{"sum 0": 1.0}, 7, {"0.order": 3}, 8.0], ""),
+        ([{"sum 0": 1.0 + 1e-12}, 7, {"0.order": 4}, 8.0], ""),  # a clock, or a list of what was seen
+        ([{"sum 0": 1.1}, 7, {"0.order": 3}, 8.0], "it gets other numbers from the same rows"),
+        ([{"sum 0": 1.1}, 7, {"0.order": 4}, 8.0], "from the same rows, and has other attributes: 0.order"),
+        ([{"sum 0": 1.1}, 8, {"0.order": 3}, 8.0], ""),  # machines draw differently: servers send theirs
+        ([{"sum 0": 1.1}, 8, {"0.order": 4}, 8.0], "it drew other initial numbers, and has other attributes: 0.order"),
     ],
 )
 def test_a_trainer_with_another_model_is_refused(start: Any, said: str) -> None:
     with server() as (program, servicer, engine):
         engine.submit(steps, program, 1)
         until(lambda: program.begun)
-        assert hello(servicer, 0, start=[{"sum 0": 1.0}, 7, {"0.order": 3}]) == ""
+        assert hello(servicer, 0, start=[{"sum 0": 1.0}, 7, {"0.order": 3}, 8.0]) == ""
         refusal = hello(servicer, 1, start=start)
         assert said in refusal if said else refusal == ""
         assert program.ledger.members() == ([0] if said else [0, 1])
 
 
-@pytest.mark.parametrize("start", [1, [], [{}, 7], [{"sum 0": "a"}, 7, {}], [{"sum 0": 10**400}, 7, {}], {"a": 1}])
+@pytest.mark.parametrize(
+    "start",
+    [1, [], [{}, 7], [{"sum 0": "a"}, 7, {}, 8.0], [{"sum 0": 10**400}, 7, {}, 8.0], [{}, 7, {}, "a"], {"a": 1}],
+)
 def test_what_is_no_start_is_refused(start: Any) -> None:
     with server() as (program, servicer, engine):
         engine.submit(steps, program, 1)

@@ -289,7 +289,7 @@ class _Run:
             boxes = self.found["tensors"].setdefault(box.name, [])
             boxes.append([list(box.shape), list(box.offset), tensor.tolist()])
         self.program.leased.end()
-        self.found["start_check"] = self.task.start_check.found
+        self.found |= {"start_check": self.task.start_check.found, "row_flops": self.program.row_flops}
         if self.helpers:
             self.helpers.join()
             met = sum((network.met for network in self.networks), Counter())
@@ -380,10 +380,11 @@ def reference(**case: Any) -> dict[str, Any]:
 
 
 def difference(a: dict[str, Any], b: dict[str, Any], without: tuple[str, ...] = ()) -> float:
-    """Largest max|a - b| / max|a| over metrics and tensors but those named `without`; the same names and sample ids are
-    asserted.
+    """Largest max|a - b| / max|a| over metrics and tensors but those named `without`; the same names, sample ids and
+    model FLOPs are asserted.
     """
     assert a["ids"] == b["ids"]
+    assert a["row_flops"] == b["row_flops"] != 0
     names, others = ({name for name in run["tensors"] if not name.startswith((SHARE, *without))} for run in (a, b))
     assert names == others
     pairs = [(a["tensors"][name], b["tensors"][name]) for name in names]

@@ -62,6 +62,20 @@ def test_one_greppable_line_per_event():
     ]
 
 
+@pytest.mark.parametrize(
+    ("rates", "line", "bar"),
+    [
+        ({"model_flops_per_s": 12.34e9}, "rows/s=5120 FLOP/s=12.3G eta=", "FLOP/s 12.3G"),
+        ({"model_flops_per_s": 4.07e14, "mfu": 0.4114}, "rows/s=5120 mfu=41.1% eta=", "mfu 41.1%"),
+    ],
+)
+def test_a_share_of_the_peak_or_else_a_rate(rates: dict[str, float], line: str, bar: str) -> None:
+    measured = train(120)
+    measured = replace(measured, values=measured.values | rates)
+    assert line in printed([started(), measured])[1]
+    assert any(bar in row and "model_flops" not in row for row in rows_of(drawn([started(), measured], 140)))
+
+
 def test_a_restart_is_one_line_and_its_pace_is_new():
     told = printed([started(), train(100, seconds=1000.0), started(60, attempt=1), train(80, seconds=2.0)])
     assert told[2] == "restarted step=60/480 attempt=1"

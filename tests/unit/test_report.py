@@ -17,6 +17,7 @@ import yaml
 
 from dtf.core.errors import ConfigError, DataError
 from dtf.runs import results
+from dtf.runs.report import charts_of, html
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 VOID = {"meta", "link", "br", "img", "hr"}
@@ -130,6 +131,25 @@ def test_what_a_run_says(runs):
     minutes = [minute for minute, _ in run.samples_of("cpu", "memory")]
     assert minutes[-1] == pytest.approx((8 + 3) / 60)  # a pause between two launches is cut to three samples
     assert [(rank, shares.parts["forward"]) for rank, shares in run.profiles] == [(0, 0.2)]
+
+
+def test_arithmetic_is_shown_where_it_is_known(tmp_path):
+    folders = [run_folder(tmp_path / name) for name in "ab"]
+    plain = html(results.read_runs([str(folders[0])]), [], "now")
+    for row in ("FLOP/s", "mfu"):
+        assert row not in Page(plain).texts
+    lines = [json.loads(line) for line in (folders[1] / "metrics.jsonl").read_text().splitlines()[:-1]]
+    rates = {"model_flops_per_s": 4.0e14, "mfu": 0.4}
+    (folders[1] / "metrics.jsonl").write_text(
+        "".join(json.dumps(line | (rates if line["split"] == "train" else {})) + "\n" for line in lines)
+    )
+    found = results.read_runs([str(tmp_path / "*")])
+    charts = charts_of(found, {})
+    (chart,) = [chart for chart in charts if chart.file == "mfu"]
+    assert [share for _, share in chart.axes[0].lines[0].points] == [40.0] * 4 and chart.axes[0].lines[0].run == 1
+    texts = Page(html(found, charts, "now")).texts
+    assert texts.count("FLOP/s") == texts.count("mfu") == 1 and "400T" in texts and "40.0%" in texts
+    assert not any("model_flops" in text for text in texts), "no metric"
 
 
 def test_a_part_of_an_epoch_says_what_a_whole_one_takes(tmp_path):

@@ -88,7 +88,7 @@ class Servicer:
         if start is None:
             return ""
         if self._first is None:
-            self._first = trainer, start
+            self._first, self._program.row_flops = (trainer, start), start.row_flops
         first, known = self._first
         found = start_difference(known, start, self._bound)
         return found and (

@@ -35,7 +35,7 @@ from dtf.model.forward import (
     with_leaves,
 )
 from dtf.model.loss_terms import per_count, scale_gradients
-from dtf.model.memory import Footprint, activations
+from dtf.model.memory import Footprint, activations, row_flops
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.optim.update import LocalUpdate
@@ -148,6 +148,7 @@ class PipelineProgram(Program):
         self._again = trials, lambda: part(0)
         self._trials = trials.measured
         self._row_bytes = self._pipeline.waiting_bytes(self._world.rank) / self._trials[-1][0]
+        self.row_flops = row_flops(self._trials, self._dims.total)
         counted = self._world.gather(self._counted)
         self._counted = self._world.broadcast(any(counted) if counted else None)
 
@@ -367,8 +368,7 @@ class PipelineProgram(Program):
 
     def state(self) -> State:
         state = self._update.state()
-        share = self._dims.dp_shard
-        common, seen = [], set[str]()
+        share, common, seen = self._dims.dp_shard, [], set[str]()
         for stage in self._stages.values() if share.index == 0 else ():
             common += self._shared.once(stage.index, buffers(stage), seen)
         averages = [box for stage in self._stages.values() for box in own_averages(stage, share)]

@@ -207,7 +207,7 @@ class StartTrials:
         def begin(stage: Stage, j: int) -> None:
             stage.masks.begin_micro_batch(0, micro_batch)
 
-        footprint = Footprint() if len(self.measured) < 2 else None
+        footprint = Footprint(parts=None) if len(self.measured) < 2 else None
         for stage in self._stages:
             stage.train()  # an evaluation may have come before
             stage.changing.begin()
