@@ -102,6 +102,7 @@ def by_timm(name: str, batches: list[tuple[Tensor, Tensor]]) -> tuple[nn.Module,
     scheduler, _ = create_scheduler_v2(
         optimizer, "cosine", num_epochs=1, updates_per_epoch=len(batches), step_on_epochs=False
     )
+    assert scheduler is not None
     if path := os.environ.get("TIMM_TRAIN"):
         spec = importlib.util.spec_from_file_location("timm_train", path)
         assert spec is not None and spec.loader is not None

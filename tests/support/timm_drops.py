@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import dtf
 from dtf.recipes.resnet.recipe import ResnetShapes
@@ -22,6 +22,6 @@ class TimmDrops(ResnetShapes):
         import timm
 
         name, pixels = self.model.arch.removeprefix("timm/"), self.data.pixels
-        sized = {"img_size": pixels} if name.startswith(("vit", "mixer")) else {}
+        sized: dict[str, Any] = {"img_size": pixels} if name.startswith(("vit", "mixer")) else {}
         rates = {"drop_rate": self.drop_rate, "drop_path_rate": self.drop_path_rate}
         return timm.create_model(name, num_classes=self.model.classes, **rates, **sized)
