@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dtf.adapters.lightning_checks import HOOKS
 from dtf.adapters.lightning_module import Records, metrics_of, overrides, recording, take_metrics_out
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
-
-EPOCH_ENDS = {True: "on_train_epoch_end", False: "on_validation_epoch_end"}
-"""The hook at the end of training, and of an evaluation."""
 
 
 class _State(NamedTuple):
@@ -112,7 +110,7 @@ class MetricSums:
 
     def _at_the_end(self, trains: bool) -> dict[str, float]:
         """What the hook at the end of an epoch logs."""
-        name = EPOCH_ENDS[trains]
+        name = HOOKS[trains]
         if not overrides(self._cls, name):
             return {}
         with recording(Records(self._module, trains)) as records:
@@ -141,6 +139,11 @@ def _computed(name: str, metric: Any) -> float:
 def states_of(name: str, metric: Any) -> list[_State]:
     """The states of a metric. ConfigError unless each is a tensor that is added up."""
     states = []
+    if any(base.__name__ == "WrapperMetric" for base in type(metric).__mro__):
+        raise ConfigError(
+            f"the metric {name} ({type(metric).__name__}) is made of others, and has no sums of its own; log those "
+            "that it is made of"
+        )
     for key, default in metric._defaults.items():
         reduction = metric._reductions[key]
         if not isinstance(default, Tensor) or getattr(reduction, "__name__", "") != "dim_zero_sum":

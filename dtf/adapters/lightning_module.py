@@ -69,8 +69,12 @@ class Records:
             raise ConfigError(f"self.log({name!r}) got a dict; use self.log_dict")
         elif isinstance(value, Tensor) and value.numel() != 1:
             raise ConfigError(f"self.log({name!r}) got a tensor of shape {tuple(value.shape)}; log single numbers")
+        elif isinstance(value, Tensor):
+            self.values[name] = value.detach().reshape(())
+        elif isinstance(value, str) or not hasattr(value, "__float__"):
+            raise ConfigError(f"self.log({name!r}) got a {type(value).__name__}; log single numbers")
         else:
-            self.values[name] = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
+            self.values[name] = float(value)
 
     def close(self, returned: Any) -> None:
         """Take what the step returned."""
@@ -168,11 +172,6 @@ def check_module(module: nn.Module) -> None:
     if not is_lightning(module, "LightningModule"):
         raise ConfigError(f"{name} is no LightningModule; write a recipe for it (docs/own-recipe.md)")
     refuse_hooks(module, CALLED | OTHER_USES)
-    if not getattr(module, "automatic_optimization", True):
-        raise ConfigError(
-            f"{name} sets automatic_optimization=False: it steps its optimizers itself, as a GAN does, and here the "
-            "engine makes the steps, of one optimizer; train it with one loss (docs/own-recipe.md, 'Two losses')"
-        )
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         raise ConfigError(f"{name} has hooks on itself; register them on the modules in it")
     if "dataloader_iter" in inspect.signature(type(module).training_step).parameters:  # type: ignore[attr-defined]
@@ -310,12 +309,12 @@ def recording(records: Records) -> Iterator[Records]:
 
 
 def run_step(
-    module: nn.Module, cls: type, batch: Any, trains: bool, rows: int, device: torch.device | None = None
+    module: nn.Module, cls: type, batch: Any, trains: bool, rows: int, device: Any = None, again: bool = False
 ) -> Records:
-    """One step on a batch of `rows` rows on `device`. States of metrics are those of this batch alone."""
+    """One step on a batch of `rows` rows on `device`. States of metrics are of this batch alone, but for `again`."""
     step: Any = getattr(cls, "training_step" if trains or not overrides(cls, "validation_step") else "validation_step")
     for metric in metrics_of(module).values():
-        if metric._update_count:
+        if metric._update_count and not again:
             metric.reset()
         if device is not None and metric._device != device:
             metric.to(device)

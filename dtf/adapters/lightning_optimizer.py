@@ -123,6 +123,10 @@ class Configured:
             raise ConfigError(
                 f"{self._who} returned {type(optimizers[0]).__name__}; return an optimizer of torch.optim"
             )
+        if optimizers[0]._optimizer_step_pre_hooks or optimizers[0]._optimizer_step_post_hooks:
+            raise ConfigError(
+                f"{self._who} returned an optimizer with step hooks, which are not called here; leave them out"
+            )
         return optimizers[0], self._scheduler_of(schedulers[0] if schedulers else None)
 
     def _scheduler_of(self, given: Any) -> dict[str, Any]:

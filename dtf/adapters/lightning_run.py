@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -12,8 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dtf.adapters.lightning_checks import (
+    HOOKS,
+    check_stepping,
+    first_change,
+    keep_modes,
+    kept,
+    own_numbers,
+    path_of,
+    refuse_hidden,
+    unchanged,
+)
 from dtf.adapters.lightning_data import LoaderRows, batch_of, check_loader, label_of
-from dtf.adapters.lightning_metrics import EPOCH_ENDS, MetricSums, prepare_metrics
+from dtf.adapters.lightning_metrics import MetricSums, prepare_metrics
 from dtf.adapters.lightning_module import (
     Records,
     check_module,
@@ -181,6 +191,7 @@ class LightningRun:
             for name, parameter in module.named_parameters():
                 if name not in stepped_names:
                     parameter.requires_grad_(False)  # it is in no group, so that nothing steps it
+        keep_modes(module)
         return module
 
     def rate(self, step: int, total: int) -> float:
@@ -205,6 +216,7 @@ class LightningRun:
         for name, arguments in (("setup", ("fit",)), ("configure_model", ())):
             if overrides(cls, name):
                 getattr(cls, name)(module, *arguments)
+        check_stepping(module)
         return module
 
     def _made(self, target: Any, given: Mapping[str, Any], takes_batch_size: bool) -> Any:
@@ -221,6 +233,7 @@ class LightningRun:
         if self._module is None:
             with self._seeded():
                 self._module = self._module_made().eval()
+            self._new_numbers = own_numbers(metrics_of(self._module))
         return self._module
 
     def _seeded(self) -> AbstractContextManager[None]:
@@ -249,29 +262,25 @@ class LightningRun:
         found = {trains: self._records(module, cls, trains) for trains in (True, False)}
         self._refuse_kept(module, cls)
         names = dict.fromkeys(name for records in found.values() for name in records.values)
-        paths = {id(metric): path for path, metric in metrics_of(module).items()}
-        shown = {name: paths[id(metric)] for records in found.values() for name, metric in records.metrics.items()}
+        shown = {name: path_of(name, metric, module) for r in found.values() for name, metric in r.metrics.items()}
         sums = MetricSums(module, cls, tuple(names), shown)
         for trains, records in found.items():
-            outputs, before = sums.pack(records, 1), _kept(module) | _state_of(module)
-            sums.values([1.0, *outputs["sums"].tolist()])  # what hooks do at the end of an epoch is refused now
-            changed = _changed(before, _kept(module) | _state_of(module))
-            if changed:
-                raise ConfigError(
-                    f"{cls.__name__}.{EPOCH_ENDS[trains]}() changes self.{changed}: it is called where metrics are "
-                    "added up, on another copy of the module, so that steps would not see the change; leave it out, "
-                    "and let a scheduler of configure_optimizers depend on the step"
-                )
+            outputs = sums.pack(records, 1)
+            with unchanged(module, cls, HOOKS[trains]):
+                sums.values([1.0, *outputs["sums"].tolist()])  # what hooks do at the end of an epoch is refused now
         for parameter in module.parameters():
             parameter.requires_grad_(False)
             parameter.grad = None
         return sums
 
-    def _records(self, module: nn.Module, cls: type, trains: bool) -> Records:
-        """What a step of a few rows logs. A training step's parameters without a gradient are looked at."""
+    def _records(self, module: nn.Module, cls: type, trains: bool, again: bool = False) -> Records:
+        """What a step of a few rows logs. A training step's parameters without a gradient are looked at. `again`: the
+        metrics count on.
+        """
         inputs = self._few("train" if trains else "eval")
         with fixed_draws(), torch.enable_grad() if trains else torch.no_grad():
-            records = run_step(module, cls, self._batch(inputs, trains), trains, _rows_of(inputs))
+            batch = self._batch(inputs, trains)
+            records = run_step(module, cls, batch, trains, _rows_of(inputs), again=again)
             if trains and isinstance(records.loss, Tensor) and records.loss.requires_grad:
                 records.loss.backward()
                 self._refuse_decayed(module)
@@ -293,16 +302,19 @@ class LightningRun:
                 )
 
     def _refuse_kept(self, module: nn.Module, cls: type) -> None:
-        """Raise ConfigError for a hook at the end of an epoch that reads what steps have kept in the module."""
-        for trains, hook in EPOCH_ENDS.items():
-            if not overrides(cls, hook):
-                continue
-            before = _kept(module)
-            self._records(module, cls, trains)
-            changed = _changed(before, _kept(module))
-            if changed:
+        """Raise ConfigError for what a step keeps for later: in the module, for a hook at the end of an epoch, or in a
+        metric beside its sums.
+        """
+        for trains, hook in HOOKS.items():
+            before = kept(module) if overrides(cls, hook) else None
+            refuse_hidden(
+                metrics_of(module),
+                self._new_numbers,
+                lambda again, trains=trains: self._records(module, cls, trains, again),
+            )
+            if before is not None and (name := first_change(before, kept(module))):
                 raise ConfigError(
-                    f"{cls.__name__} keeps what its steps compute in self.{changed} for {hook}(): each rank has a "
+                    f"{cls.__name__} keeps what its steps compute in self.{name} for {hook}(): each rank has a "
                     "part of the rows; log a value, or a metric of torchmetrics, in the step"
                 )
 
@@ -364,30 +376,3 @@ def _in_double(module: nn.Module, observe: Observe, inputs: dict[str, Tensor]) -
     except RuntimeError:  # it makes tensors of one format
         module.float()
         return observe, inputs
-
-
-def _kept(module: nn.Module) -> dict[str, Any]:
-    """The author's attributes of the whole module, in a form that tells whether they have changed."""
-    known = vars(nn.Module()).keys() | {"_trainer", "_fabric", "_metric_attributes", "_current_fx_name"}
-    found: dict[str, Any] = {}
-    for key, value in vars(module).items():
-        if key in known:
-            continue
-        if isinstance(value, Tensor):
-            found[key] = (value._version, id(value))
-        elif isinstance(value, list | dict | set | tuple):
-            found[key] = len(value)
-        elif isinstance(value, int | float | str):
-            found[key] = value if not (isinstance(value, float) and math.isnan(value)) else "nan"
-    return found
-
-
-def _state_of(module: nn.Module) -> dict[str, Any]:
-    """Parameters and buffers, in a form that tells whether they have changed."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: (tensor._version, id(tensor), tensor.requires_grad) for name, tensor in named}
-
-
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The name of the first that has changed; empty: none has."""
-    return next((name for name, value in now.items() if before.get(name) != value), "")

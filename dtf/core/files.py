@@ -1,9 +1,11 @@
-"""Files that their owner alone can read, text files that are replaced whole, and nested values by dotted key."""
+"""Files that their owner alone can read, text files that are replaced whole, the ends of archives, and nested values by
+dotted key.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -49,3 +51,16 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+def refuse_unread(read: Callable[[int], bytes], end: int) -> None:
+    """Raise EOFError where a tar archive does not end with zeros alone: tarfile takes a damaged header, and a hole of
+    zeros in the middle, for its end. `read`: of the archive, from where the last member ends, at byte `end`; it is read
+    to its end, by which a compressed one is verified.
+    """
+    rest = read(10240)
+    whole = len(rest) >= 512
+    while rest and whole:
+        whole, rest = not rest.strip(b"\0"), read(1 << 20)
+    if not whole:
+        raise EOFError(f"it breaks off, is damaged, or is several archives in one, at byte {end}")

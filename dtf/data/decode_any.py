@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 
 import numpy as np
+import simplejpeg
 from PIL import Image, ImageOps
 
 from dtf.data.image_formats import formats
@@ -25,7 +27,14 @@ CONVERSION = {
 """What `decode_any` does to a file, for people who do it without dtf."""
 
 _UNSCALED = "numbers of 32 bits, and nothing says which of them is white"
-_BITS_PER_SAMPLE, _SUBFILE = 258, 254  # tags of TIFF
+_LOST = re.compile(
+    "[Pp]remature end|bad Huffman code|bad arithmetic code|Inconsistent progression|instead of RST"
+    "|extraneous bytes before marker 0x(?:c4|d[0-7]|da)"
+)
+"""Of libjpeg's warnings those that say that pixels are lost. What is left over before the end of a file is none:
+cameras write such files.
+"""
+_BITS_PER_SAMPLE, _WHITE_IS_ZERO, _SUBFILE, _SAMPLE_FORMAT = 258, 262, 254, 339  # tags of TIFF
 
 
 def decode_any(content: bytes) -> np.ndarray:
@@ -40,9 +49,9 @@ def decode_any(content: bytes) -> np.ndarray:
             if file.width * file.height > MOST_PIXELS:
                 raise ValueError(f"it claims {file.width} x {file.height} pixels, more than {MOST_PIXELS}")
             bits = _bits(file)
-            file.load()
-            _turn(file)
-            pixels = _in_bytes(file, bits)
+            picture = _whole(content, file)
+            _turn(picture)
+            pixels = _in_bytes(picture, bits)
             if not pixels.size:
                 raise ValueError("it has no pixels")
             return pixels
@@ -57,11 +66,37 @@ def decode_any(content: bytes) -> np.ndarray:
 
 
 def _bits(file: Image.Image) -> int:
-    """Bits of a number where it has more than 8. ValueError for a preview in place of the picture."""
+    """Bits of a number where it has more than 8. ValueError for what Pillow shows as another picture."""
     tags = getattr(file, "tag_v2", {})
     if tags.get(_SUBFILE, 0) & 1:
         raise ValueError("its first picture is a preview, as in raw files of cameras, and Pillow reads no other")
-    return int(tags.get(_BITS_PER_SAMPLE, (16,))[0])
+    bits = int(tags.get(_BITS_PER_SAMPLE, (16,))[0])
+    if tags and bits > 8 and tags.get(_WHITE_IS_ZERO) == 0:
+        raise ValueError(f"white is 0 in it, and Pillow shows {bits} bits as if black were")
+    if 2 in tags.get(_SAMPLE_FORMAT, ()):
+        raise ValueError("its pixels have a sign, which Pillow takes for a part of the number")
+    return bits
+
+
+def _whole(content: bytes, file: Image.Image) -> Image.Image:
+    """The picture, decoded. Raises for damage that Pillow passes over: lost pixels of JPEG files, which it shows grey,
+    or others in their place, and wrong checksums of PNG files.
+    """
+    if file.format == "PNG":
+        Image.open(io.BytesIO(content), formats=("PNG",)).verify()
+    if file.format in ("JPEG", "MPO"):
+        try:
+            if simplejpeg.decode_jpeg_header(content)[2] not in ("CMYK", "YCCK"):
+                picture = Image.fromarray(simplejpeg.decode_jpeg(content, "RGB"))
+                picture.info = file.info  # says how it is to be turned
+                return picture
+            # at an eighth of its size: all data are read, and few pixels written
+            simplejpeg.decode_jpeg(content, "CMYK", min_height=1, min_width=1, min_factor=8)
+        except ValueError as error:
+            if _LOST.search(str(error)):
+                raise ValueError(f"a part of it is lost: {error}") from error
+    file.load()
+    return file
 
 
 def _turn(file: Image.Image) -> None:

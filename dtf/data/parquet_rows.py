@@ -91,7 +91,11 @@ class ArrowRows:
 
     def __getitem__(self, number: int) -> Any:
         at = bisect.bisect_right(self._starts, number) - 1
-        return self._decode(self._files[at].row(number - self._starts[at]))
+        row = self._files[at].row(number - self._starts[at])
+        try:
+            return self._decode(row)
+        except DataError as error:
+            raise DataError(f"{self._files[at].path}, row {number - self._starts[at]}: {error}") from error
 
     def fingerprint(self) -> str:
         return f"{len(self)} {zlib.crc32(str([file.digests for file in self._files]).encode()):08x}"
@@ -158,6 +162,9 @@ def _write(path: Path, columns: Sequence[str] | None, into: Path) -> None:
                 raise DataError(f"{path} has no column {lost[0]}; it has {known}")
             names = list(columns) if columns else file.schema_arrow.names
             schema = pa.schema([file.schema_arrow.field(name) for name in names])
+            for field in schema:
+                if getattr(field.type, "extension_name", "") == "arrow.fixed_shape_tensor":
+                    raise DataError(f"{path}: column {field.name} is {field.type}; write lists of lists of numbers")
             with pa.OSFile(str(into), "wb") as out, pa.ipc.new_file(out, schema) as writer:
                 for batch in file.iter_batches(_ROWS, columns=names, use_threads=False):
                     rows = max(1, len(batch) * _BYTES // max(batch.nbytes, 1))
@@ -193,6 +200,8 @@ def _value(name: str, value: Any) -> Any:
             return image(value["bytes"])
         except Exception as error:  # whatever Pillow's parsers stumble on
             raise DataError(f"column {name}: {value.get('path') or 'a picture'} cannot be decoded: {error}") from error
+    if value is None or (isinstance(value, list) and None in value):
+        raise DataError(f"column {name} is empty; mend it, or give decode=, which makes an item of a row")
     if isinstance(value, list):
         try:
             return torch.tensor(value)

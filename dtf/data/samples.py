@@ -158,7 +158,11 @@ class FolderIndex:
             raise DataError(f"{error.filename} cannot be listed: {error.strerror}") from error
 
         found = []
-        for folder, _, files in os.walk(self._root, onerror=refuse, followlinks=True):
+        for folder, folders, files in os.walk(self._root, onerror=refuse, followlinks=True):
+            folders[:] = [name for name in folders if not name.startswith(".")]  # as hidden files, whose key is empty
+            for path in (Path(folder) / name for name in folders):
+                if path.is_symlink() and Path(folder).resolve().is_relative_to(path.resolve()):
+                    raise DataError(f"{path} is a link in a circle, to {path.resolve()}; remove it")
             inside = Path(folder).relative_to(self._root)
             for file in files:
                 path = Path(folder) / file

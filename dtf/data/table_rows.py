@@ -181,18 +181,28 @@ class _Source:
         found = np.empty((len(batch), len(names)), np.float32)
         for place, name in enumerate(names):
             column = batch.column(name)
-            empty = np.asarray(column.is_null())
-            if empty.any() and self._missing is None:
-                raise DataError(
-                    f"{path}: {name} is empty in row {row + int(empty.argmax())}; give missing=NUMBER, or mend it"
-                )
+            self._refuse_empty(path, row, name, column)
             try:
-                found[:, place] = (
-                    column.cast(pa.float64()).fill_null(self._missing or 0.0).to_numpy(zero_copy_only=False)
-                )
+                numbers = column.cast(pa.float64()).fill_null(self._missing or 0.0).to_numpy(zero_copy_only=False)
             except pa.ArrowException as error:
                 raise DataError(f"{path}: {name} is no column of numbers: {error}") from error
+            with np.errstate(over="ignore"):
+                found[:, place] = numbers
+            wrong = ~np.isfinite(found[:, place])
+            if wrong.any():
+                at = int(wrong.argmax())
+                raise DataError(
+                    f"{path}: {name}={numbers[at]} in row {row + at} is no finite number of 32 bits; mend it"
+                )
         return found
+
+    def _refuse_empty(self, path: Path, row: int, name: str, column: Any) -> None:
+        empty = np.asarray(column.is_null())
+        if empty.any() and self._missing is None:
+            raise DataError(
+                f"{path}: {name} is empty in row {row + int(empty.argmax())}; give missing=NUMBER, or mend it "
+                "(NA, nan and null are empty, too)"
+            )
 
     def _numbered(self, path: Path, row: int, batch: Any, names: list[str], values: dict[str, list[str]]) -> np.ndarray:
         """(rows, columns) int32: the number of each value."""
@@ -232,7 +242,7 @@ class _Source:
                 for batch in self._read(path):
                     yield path, row, batch
                     row += len(batch)
-            except (pa.ArrowException, OSError) as error:
+            except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{path} cannot be read as a table: {error}") from error
 
     def _read(self, path: Path) -> Iterator[Any]:

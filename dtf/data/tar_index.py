@@ -21,6 +21,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from dtf.core.errors import DataError
+from dtf.core.files import refuse_unread
 from dtf.data.made_once import made_once, name_of, state_of
 
 FORMAT = 2  # of the index files; part of their names
@@ -196,9 +197,7 @@ def _members(path: Path, file: IO[bytes]) -> list[_Member]:
             elif member.issym():
                 found.append((name, posixpath.normpath(posixpath.join(posixpath.dirname(name), member.linkname))))
         file.seek(archive.offset)
-        rest = file.read(tarfile.RECORDSIZE)
-        if len(rest) < tarfile.BLOCKSIZE or any(rest):
-            raise tarfile.ReadError(f"it breaks off or is damaged at byte {archive.offset}")
+        refuse_unread(file.read, archive.offset)
     targets = dict(found)
     for name, target in found:
         for _ in range(8):  # links to links

@@ -28,7 +28,7 @@ class Callbacks:
         for function in functions:
             if not callable(function):
                 raise ConfigError(f"callbacks=[{function!r}] is no function; give functions of one event")
-        self.errors: dict[str, Exception] = {}
+        self.errors: dict[str, BaseException] = {}
         self._functions = {f"{number} ({_name(function)})": function for number, function in enumerate(functions)}
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -56,7 +56,7 @@ class Callbacks:
             for name, function in list(self._functions.items()):
                 try:
                     function(event)
-                except Exception as error:  # noqa: BLE001 - whatever a callback does, the run goes on
+                except BaseException as error:  # noqa: BLE001 - whatever a callback does, sys.exit() too, the run goes on
                     del self._functions[name]
                     self.errors[name] = error
                     print_warning(

@@ -64,7 +64,7 @@ class Result:
     metrics by name. Of the whole run, where it writes metrics.jsonl; else from where this call began.
     """
 
-    callback_errors: dict[str, Exception] = field(default_factory=dict, repr=False)
+    callback_errors: dict[str, BaseException] = field(default_factory=dict, repr=False)
     """What callbacks raised, by name."""
 
     def curve(self, metric: str, split: str = "eval") -> list[tuple[int, float]]:
@@ -125,7 +125,7 @@ class History:
             case Ended(step, reason, values):
                 self.step, self.cause, self.values = step, reason, values
 
-    def result(self, folder: Path, config: Composed, errors: dict[str, Exception]) -> Result:
+    def result(self, folder: Path, config: Composed, errors: dict[str, BaseException]) -> Result:
         """The result of the run that was heard."""
         settings = config.settings
         objective = settings.run.objective or settings.recipe.objective[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -26,16 +27,27 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if isinstance(module, nn.modules.batchnorm._NormBase):
             parameters = list(module.parameters(recurse=False))
             if covered(patterns, name) or (parameters and not any(parameter.requires_grad for parameter in parameters)):
-                # The class changes, the module and its name stay, as with seeded dropout in `dtf.model.seeded_dropout`.
-                kind: Any = type(
-                    f"Frozen{type(module).__name__}", (_Frozen, type(module)), {"__module__": type(module).__module__}
-                )
-                module.__class__ = kind
-                module.eval()
+                stay_in_evaluation(module)
+
+
+def stay_in_evaluation(module: nn.Module) -> None:
+    """Keep a module in evaluation mode, whatever mode the model is put into; in place. Modules in it are left alone.
+
+    Its class changes, the module and its name stay, as with seeded dropout in `dtf.model.seeded_dropout`.
+    """
+    module.__class__ = _frozen(type(module))
+    module.training = False
+
+
+@cache
+def _frozen(kind: type) -> Any:
+    return type(f"Frozen{kind.__name__}", (_Frozen, kind), {"__module__": kind.__module__})
 
 
 class _Frozen(nn.Module):
     """A module that stays in evaluation mode."""
 
     def train(self, mode: bool = True) -> _Frozen:
-        return super().train(False)
+        super().train(mode)
+        self.training = False
+        return self

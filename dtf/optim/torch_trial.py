@@ -21,8 +21,10 @@ _STEPS = 12
 """Some classes do something else every fifth or tenth step."""
 
 _LR = 2.0**-7
-_SHAPES = ((64,), (16, 8), (8, 4, 4, 4))
-"""Halves of them fill whole vector registers, so that both are computed by the same instructions."""
+_SHAPES = ((64,), (16, 8), (8, 4, 4, 4), (256, 64))
+"""Halves of them fill whole vector registers, so that both are computed by the same instructions. Some classes do
+something else to large tensors.
+"""
 
 _EDGES = (3, 4, 5, 6, 7, 8, 9, 10)
 
@@ -98,10 +100,15 @@ def _try_slots(chosen: ChosenClass, shape: tuple[int, ...], dtype: torch.dtype) 
         axes = f"{len(shape)} {'axis' if len(shape) == 1 else 'axes'}"
         raise ConfigError(f"{error} (tried on a parameter with {axes}, as the model has)") from error
     found: list[Slots] = []
-    before = dict(instance.param_groups[0])
+    before, place = dict(instance.param_groups[0]), parameter.data_ptr()
     for step in range(_STEPS):
         parameter.grad = _numbers(shape, 1 + step, dtype)
         _step(chosen, instance)
+        if parameter.data_ptr() != place:
+            raise ConfigError(
+                f"{chosen.label} gives a parameter other memory (p.data = ..., p.set_()), and strategies keep it in "
+                "memory of theirs; write its new numbers into it: p.copy_(...), p.sub_(...)"
+            )
         state: dict[Any, Any] = instance.state.get(parameter, {})
         found.append(tuple(_slot(chosen, key, value, parameter) for key, value in state.items()))
         if len(found[-1]) != len(found[0]):
@@ -288,11 +295,12 @@ def _changed_attributes(chosen: ChosenClass, start: Tensor, gradients: Gradients
     for (gradient,) in gradients:
         parameter.grad = gradient.clone()
         _step(chosen, instance)
-    return ", ".join(
+    changed = [
         key
         for key, value in vars(instance).items()
         if key not in ("state", "param_groups") and repr(value) != before.get(key)
-    )
+    ]
+    return ", ".join([*changed, *(f"state[{key!r}]" for key in instance.state if key is not parameter)])
 
 
 def _divides(chosen: ChosenClass, start: Tensor, gradients: Gradients, axis: int) -> bool:

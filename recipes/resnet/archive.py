@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtf.core.errors import DataError
+from dtf.core.files import refuse_unread
 from dtf.data.image_formats import HEAD, SUFFIXES, is_image
 from dtf.recipes.resnet.listing import (
     CIRCLE,
@@ -56,11 +57,7 @@ def members(root: Path) -> Iterator[tuple[str, tarfile.TarInfo, tarfile.TarFile]
             stream = archive.fileobj
             assert stream is not None
             stream.seek(archive.offset)
-            rest = stream.read(tarfile.RECORDSIZE)
-            if len(rest) < tarfile.BLOCKSIZE or any(rest):
-                raise tarfile.ReadError(f"it breaks off or is damaged at byte {archive.offset} (uncompressed)")
-            while stream.read(1 << 20):  # a compressed archive is verified once it is read to its end
-                pass
+            refuse_unread(stream.read, archive.offset)
     except READ_ERRORS as error:
         raise DataError(
             f"recipe.data.root={root} is no readable tar archive: {error}; give a folder or an intact .tar, .tar.gz "

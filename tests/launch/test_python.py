@@ -291,14 +291,15 @@ def test_callbacks_hear_all_in_order_and_slow_nothing() -> None:
         raise KeyError("mine")
 
     config = composed().with_(["observer=[jsonl,ending]"])
-    result = dtf.train(config, callbacks=[slow, wrong, heard.append])
+    result = dtf.train(config, callbacks=[slow, wrong, sys.exit, heard.append])  # type: ignore[list-item]
     assert all(waited) and len(waited) == len(heard), "the run went to its end while a callback waited"
     assert isinstance(heard[0], Started) and isinstance(heard[-1], Ended)
     measured = [event for event in heard if isinstance(event, Measured)]
     assert [(event.split, event.step) for event in measured] == [(row["split"], row["step"]) for row in result.history]
     assert [event.step for event in heard if isinstance(event, Saved)] == [4, 6, 8]
-    ((name, error),) = result.callback_errors.items()
+    ((name, error), (other, left)) = result.callback_errors.items()
     assert "wrong" in name and isinstance(error, KeyError)
+    assert "exit" in other and isinstance(left, SystemExit)
     with pytest.raises(dtf.ConfigError, match="is no function"):
         dtf.train(config, callbacks=[3])  # type: ignore[list-item]
 

@@ -188,9 +188,30 @@ FAULTS = [
     ),
     Fault(
         "a hook at the end of an epoch changes a copy of the module",
-        "dtf/adapters/lightning_run.py",
-        "changed = _changed(before, _kept(module) | _state_of(module))",
-        'changed = ""',
+        "dtf/adapters/lightning_checks.py",
+        "changed = first_change(before, _held(module)) or next(",
+        'changed = "" and next(',
         ("tests/unit/test_lightning_recipe.py::test_what_cannot_be_right_is_refused_by_name",),
+    ),
+    Fault(
+        "a hole of zeros is the end of an archive",
+        "dtf/core/files.py",
+        'whole, rest = not rest.strip(b"\\0"), read(1 << 20)',
+        'whole, rest = not rest.strip(b"\\0"), b""',
+        ("tests/unit/test_odd_images.py::test_a_hole_in_an_archive_is_not_its_end",),
+    ),
+    Fault(
+        "rows may change with those beside them",
+        "dtf/engine/first_rows.py",
+        "            if changed:",
+        "            if False:",
+        ("tests/unit/test_first_rows.py::test_rows_that_depend_on_those_beside_them",),
+    ),
+    Fault(
+        "a part of a LightningModule that is in evaluation mode is trained",
+        "dtf/adapters/lightning_checks.py",
+        "            stay_in_evaluation(part)",
+        "            part.eval()",
+        ("tests/unit/test_lightning_recipe.py::test_parts_that_the_author_put_into_evaluation_mode_stay_there",),
     ),
 ]

@@ -100,6 +100,31 @@ class InItself(_Plain):
         p.sub_(p.grad * group["lr"] / self.calls)
 
 
+class InState(_Plain):
+    """What it counts for all parameters shows late."""
+
+    def begin(self, group):
+        self.shared()["calls"] = self.shared().get("calls", 0) + 1
+
+    def move(self, p, group):
+        p.sub_(p.grad * group["lr"] * (1 if self.shared()["calls"] < 1000 else 0.5))
+
+    def shared(self) -> Any:
+        return self.state
+
+
+class OtherMemory(_Plain):
+    def move(self, p, group):
+        p.data = p - p.grad * group["lr"]
+
+
+class NormOfLarge(_Plain):
+    """Element-wise in small parameters."""
+
+    def move(self, p, group):
+        p.sub_(p.grad / (p.grad.norm() if p.numel() > 4096 else 1.0) * group["lr"])
+
+
 class InGroups(_Plain):
     def begin(self, group):
         group["k"] = group.get("k", 0) + 1

@@ -116,6 +116,8 @@ def _formats() -> Iterator[Odd]:
                 yield Odd(f"{stem}.dat", USED, content)
     for kind, mode in (("TIFF", "F"), ("TIFF", "I")):
         yield Odd(f"formats/{kind}_{mode}.tif", BAD, saved(kind, mode))
+    yield Odd("formats/white_is_zero.tif", BAD, saved("TIFF", "I;16", tiffinfo={262: 0}))
+    yield Odd("formats/signed.tif", BAD, saved("TIFF", "L", tiffinfo={339: 2}))
     frames = [Image.fromarray(picture(30, 40, seed)) for seed in range(3)]
     for kind in ("GIF", "PNG", "WEBP", "TIFF", "AVIF", "MPO"):
         if known(kind):
@@ -216,6 +218,30 @@ def _damaged() -> Iterator[Odd]:
     png = bytearray(saved("PNG", "RGB"))
     png[len(png) // 2] ^= 0xFF
     yield Odd("damaged/flipped.png", BAD, bytes(png))
+    yield from _lost()
+
+
+def _lost() -> Iterator[Odd]:
+    """Files that Pillow shows, with pixels that are not the picture's."""
+    inks = bytearray(saved("JPEG", "CMYK"))
+    inks[inks.index(b"Adobe") + 11] = 2  # YCCK
+    yield Odd("jpeg/ycck.jpg", USED, bytes(inks))
+    yield Odd("damaged/without_end.jpg", BAD, saved("JPEG", "L")[:-2])
+    files = {
+        "baseline": saved("JPEG", "RGB"),
+        "progressive": saved("JPEG", "RGB", progressive=True),
+        "restarts": saved("JPEG", "L", restart_marker_rows=1),
+        "cmyk": saved("JPEG", "CMYK"),
+        "ycck": bytes(inks),
+        "mpo": saved("MPO", "RGB"),
+        "turned": turned("JPEG", 6),
+    }
+    for name, content in files.items():
+        yield Odd(f"damaged/lost_{name}.jpg", BAD, content[: len(content) * 4 // 5] + b"\xff\xd9" + bytes(9))
+    marker = files["baseline"].index(b"\xff\xda") + 90
+    yield Odd("damaged/restart_in_data.jpg", BAD, files["baseline"][:marker] + b"\xff\xd3" + files["baseline"][marker:])
+    png = saved("PNG", "RGB")
+    yield Odd("damaged/wrong_sum.png", BAD, png[:-20] + bytes([png[-20] ^ 1]) + png[-19:])
 
 
 def _png_head(width: int, height: int) -> bytes:

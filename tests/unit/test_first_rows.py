@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,11 @@ import pytest
 import torch
 
 from dtf.core.errors import ConfigError
-from dtf.core.types import Batch
+from dtf.core.types import WHOLE, Batch
+from dtf.data.batches import Epochs
+from dtf.data.loader import Loader
+from dtf.data.map_style import map_style
+from dtf.data.samplers import Sequential
 from dtf.engine.first_rows import check_first_rows
 
 
@@ -19,6 +24,7 @@ class Rows:
 
     def __init__(self, make: Any, rank: int) -> None:
         self._make, self._rank, self._read = make, rank, 0
+        self.train = self.eval = SimpleNamespace(shapes_vary=False)
 
     def first_rows(self, index: int, count: int) -> Batch:
         return self._batch("train", count)
@@ -142,3 +148,38 @@ def test_rows_that_put_the_generators_back_are_taken() -> None:
         return torch.rand(2, 6), torch.tensor([3, 1])
 
     check(make)
+
+
+class Buffer:
+    """Rows that are all the same tensor, with other numbers each time."""
+
+    def __init__(self) -> None:
+        self.row = torch.zeros(3)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, number: int) -> Any:
+        return self.row.fill_(number), number
+
+
+def centred(items: list[Any]) -> Any:
+    rows = torch.stack([row for row, _ in items])
+    return rows - rows.mean(0), torch.tensor([number for _, number in items])
+
+
+@pytest.mark.parametrize("kind", ["one buffer for all rows", "a batch's mean"])
+def test_rows_that_depend_on_those_beside_them(kind: str) -> None:
+    own = [(torch.full((3,), float(number)), number) for number in range(12)]
+    data = map_style(Buffer()) if "buffer" in kind else map_style(own, collate_fn=centred, shapes_vary=False)
+    loader = Loader(data, Epochs(Sequential(), 12, 6, 0), WHOLE, 2)
+    splits = SimpleNamespace(
+        train=data, eval=data, first_rows=lambda index, count: loader.rows(np.arange(count), 0),
+        first_eval_rows=lambda count: loader.rows(np.arange(count), 0),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"gives other inputs for the same ids with other rows beside them"):
+        check_first_rows(splits, "mine", World([]))  # type: ignore[arg-type]
+    data.shapes_vary = True
+    if "mean" in kind:
+        check_first_rows(splits, "mine", World([]))  # type: ignore[arg-type]
+    loader.close()

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ if STANDS_IN:
 
 from tests.support import lit_small  # noqa: E402  after its stand-in
 
-SMALL = "tests.support.lit_small"
+SMALL, ODD = "tests.support.lit_small", "tests.support.lit_odd"
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(module: str, data: str = "Points", batch: int = 16) -> LightningRecipe:
         monkeypatch.setattr(registry, "_CLASSES", {group: dict(known) for group, known in clean.items()})
-        lightning_recipe("small", module=f"{SMALL}:{module}", data=f"{SMALL}:{data}")
+        lightning_recipe("small", module=module if ":" in module else f"{SMALL}:{module}", data=f"{SMALL}:{data}")
         made = {group: registry.lookup(group, "small")() for group in ("recipe", "optimizer", "lr", "sampler")}
         settings = SimpleNamespace(
             **made, seed=0, job=SimpleNamespace(trains=True), step=SimpleNamespace(batch_size=batch),
@@ -145,6 +146,20 @@ def test_a_file_that_starts_from_the_recipe_gets_what_goes_with_it(tmp_path: Pat
         ("OtherRows", "Points", "batch_size=3. in a batch of 16 rows"),
         ("LogsSum", "Points", "reduce_fx='sum'"),
         ("LogsNoMean", "Points", "logs 'largest', which is no mean over rows"),
+        (f"{ODD}:ManualInSetup", "Points", "automatic_optimization=False"),
+        (f"{ODD}:Freezes", "Points", r"on_validation_epoch_end\(\) changes self.net.0.weight"),
+        (f"{ODD}:Rescales", "Points", r"on_train_epoch_end\(\) changes self.net.0.weight"),
+        (f"{ODD}:EvalItself", "Points", "puts itself into evaluation mode"),
+        (f"{ODD}:HookedOptimizer", "Points", "an optimizer with step hooks"),
+        (f"{ODD}:LogsText", "Points", r"self.log\('name'\) got a str; log single numbers"),
+        (f"{ODD}:LogsNewMetric", "Points", "that is made in the step"),
+        (f"{ODD}:LogsWrapper", "Points", "is made of others, and has no sums of its own"),
+        (f"{ODD}:HidesState", "Points", r"keeps what update\(\) computes in self.best"),
+        (
+            f"{ODD}:AveragesState",
+            "Points",
+            r"a state ema with dist_reduce_fx='sum' that update\(\) does more to than add",
+        ),
         ("Net", "StreamData", "Stream gives rows in an order of its own"),
         ("Net", "WeightedData", "has the sampler WeightedRandomSampler"),
         ("Net", "TextsData", "1.0 is a str"),
@@ -212,6 +227,18 @@ def test_a_run_goes_on_with_the_order_of_its_loader_alone(recipe: Any) -> None:
     made = [recipe("Net", data) for data in ("Points", "InOrder", "Points")]
     told = [each.open_data("train", 0).fingerprint() + each._settings.sampler.fingerprint() for each in made]
     assert told == ["TensorDataset 96, shuffled, tail=drop", "TensorDataset 96, in order, tail=partial", told[0]]
+
+
+def test_parts_that_the_author_put_into_evaluation_mode_stay_there(recipe: Any) -> None:
+    """As in Lightning: their batch statistics do not change, and nothing in them is dropped."""
+    model = recipe(f"{ODD}:FrozenBody").build_model()
+    model.eval().train()
+    assert {name: part.training for name, part in model.net.named_children()} == {
+        "0": False, "1": False, "2": True, "3": False, "4": True
+    }  # fmt: skip
+    assert type(model.net[0]) is not torch.nn.Linear and isinstance(model.net[0], torch.nn.Linear)
+    copy = deepcopy(model).train()
+    assert not copy.net[1].training and copy.net.training
 
 
 def test_logs_of_parts_add_up_to_those_of_all_rows(recipe: Any) -> None:

@@ -233,6 +233,18 @@ def test_a_later_fetch_that_is_no_answer_is_refused_by_name(later: Any, words: s
         loader.get(0, 3)
 
 
+def test_rows_that_a_later_fetch_leaves_out_are_named() -> None:
+    class Some(Items):
+        def __getitems__(self, numbers: list[int]) -> list[Any]:
+            return [self[number] for number in numbers if number != 6]
+
+    loader = Loader(map_style(Some(lambda n: (torch.ones(2), n))), Epochs(Sequential(), 8, 4, 0), WHOLE, 2)
+    loader.get(0, 0)
+    with pytest.raises(ConfigError, match=r"map_style\(Some\) returned inputs of shape \(3, 2\) for 4 ids"):
+        loader.get(0, 1)
+    loader.close()
+
+
 def test_what_varying_shapes_cannot_have_is_refused_before_the_first_step() -> None:
     rows = map_style(Items(lambda n: n), collate_fn=default_collate)
     assert not rows.shapes_vary and refuse_varying(rows, "mine", True, "model") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import tarfile
@@ -274,6 +275,17 @@ def test_a_sparse_file_of_an_archive_is_named(tmp_path: Path) -> None:
     archive.write_bytes(content)
     with pytest.raises(DataError, match="0.jpg cannot be used: a sparse file"):
         recipe(archive).check()
+
+
+@pytest.mark.parametrize("name", ["t.tar", "t.tar.gz"])
+def test_a_hole_in_an_archive_is_not_its_end(name: str, tmp_path: Path) -> None:
+    content = packed(tree(tmp_path / "t"), tmp_path / "t.tar").read_bytes()
+    with tarfile.open(tmp_path / "t.tar") as file:
+        hole = file.getmember("top/train/c0/1.jpg").offset
+    holed = content[:hole] + bytes(12288) + content[hole + 12288 :]
+    (tmp_path / name).write_bytes(gzip.compress(holed) if name.endswith(".gz") else holed)
+    with pytest.raises(DataError, match=rf"no readable tar archive: it breaks off, is damaged, .* at byte {hole};"):
+        read_index(tmp_path / name, tmp_path / "cache")
 
 
 def test_what_listing_knows_to_be_bad_is_said_before_the_start(tmp_path: Path) -> None:

@@ -145,11 +145,22 @@ def broken(path: Path, change: Callable[[bytes], bytes]) -> Path:
     return path
 
 
+def hole(content: bytes) -> bytes:
+    """A disk has lost blocks: zeros, which look like the end of an archive."""
+    return content[:1024] + bytes(20480) + content[21504:]
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda p: broken(archive(p, ("a.png", bytes(9000))), lambda b: b[:5000]), "a.tar is no whole tar.*a.png"),
         (lambda p: broken(archive(p, ("a.png", b"x"), ("b.png", b"y")), lambda b: b[:1024]), "breaks off.*byte 1024"),
+        (
+            lambda p: broken(
+                archive(p, ("a.png", b"x"), ("b.png", b"y"), ("c.png", bytes(20000)), ("d.png", b"y")), hole
+            ),
+            "damaged.*byte 1024",
+        ),
         (lambda p: broken(archive(p, ("a.png", b"x")), gzip.compress), "a.tar is compressed .gzip"),
         (lambda p: archive(p, ("a.png", b"x"), ("b.png", b"y"), ("a.cls", b"0")), "sample a do not lie side by side"),
         (lambda p: archive(p, ("a.png", b"x"), ("a.PNG", b"y")), "sample a has two files .png"),
@@ -229,6 +240,17 @@ def test_what_is_missing_or_elsewhere_is_named(tmp_path: Path) -> None:
         tar_samples(tmp_path / "t-*.tar", cache=tmp_path / "cache")
     with pytest.raises(DataError, match="s3://bucket/a.tar is no file of this machine"):
         tar_samples("s3://bucket/a.tar", cache=tmp_path / "cache")
+
+
+def test_folders_are_walked_once_and_hidden_ones_are_no_classes(tmp_path: Path) -> None:
+    for name in ("a/0.txt", "b/0.txt", ".ipynb_checkpoints/0-checkpoint.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a text")
+    rows: Any = folder_samples(tmp_path, decode=lambda sample: (sample["__key__"], sample["cls"])).wrapped  # type: ignore[attr-defined]
+    assert [rows[n] for n in range(len(rows))] == [("a/0", b"0"), ("b/0", b"1")]
+    (tmp_path / "a/up").symlink_to("..")
+    with pytest.raises(DataError, match="a/up is a link in a circle, to "):
+        folder_samples(tmp_path)
 
 
 def test_links_inside_an_archive_are_followed_and_others_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtf import ConfigError, DataError, table_rows
+from dtf import ConfigError, DataError, parquet_rows, table_rows
 
 pytest.importorskip("pyarrow")
 
@@ -72,6 +72,7 @@ def test_rows_of_a_table_and_the_values_of_another(tmp_path: Path) -> None:
         (TEXT, {"numeric": ["d"]}, DataError, "a.csv has no column d; it has a, b, c, y"),
         (TEXT, {"numeric": ["b"], "categorical": []}, DataError, "a.csv cannot be read as a table: .*b.*q0|q0"),
         ("a,b,c,y\n1,x,2,0\n,x,2,0\n", {}, DataError, "a is empty in row 1; give missing="),
+        ("a,b,c,y\n1,x,2,0\n1e39,x,2,0\n", {}, DataError, r"a=1e\+39 in row 1 is no finite number of 32 bits"),
         ("a,b,c,y\n1,x,2,\n", {}, DataError, "y=None in row 0 is empty"),
         ("a,b,c,y\n1,x,2,NA\n", {}, DataError, "y=None in row 0 is empty"),
         ("a,b,c,y\n1,x,2\n", {}, DataError, "a.csv cannot be read as a table: .*[Ee]xpected 4 columns"),
@@ -108,3 +109,22 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, caplog: pytest.LogCapture
     again = table_rows(tmp_path / "a.csv", numeric=["a"], categorical=["b", "c"], label="y", cache=tmp_path / "cache")
     assert again.fingerprint() == first and "is damaged" in caplog.text
     assert again.fetch(np.array([2]), 0)[0]["numeric"].tolist() == [[0.5]]
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        ([1.0, None, 3.0], "a.parquet, row 1: column x is empty; mend it"),
+        ([[1.0], [None], [3.0]], "a.parquet, row 1: column x is empty; mend it"),
+        (np.zeros((3, 2, 2)), "column x is extension<arrow.fixed_shape_tensor.*write lists of lists"),
+    ],
+)
+def test_what_rows_of_parquet_files_lack_is_named(column: Any, words: str, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    shaped = isinstance(column, np.ndarray)
+    values = pa.FixedShapeTensorArray.from_numpy_ndarray(column) if shaped else pa.array(column)
+    pyarrow.parquet.write_table(pa.table({"x": values, "y": pa.array([0, 1, 0])}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=words):
+        parquet_rows(tmp_path / "a.parquet", target="y", cache=tmp_path / "cache").fetch(np.arange(3), 0)

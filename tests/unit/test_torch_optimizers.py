@@ -209,6 +209,8 @@ def test_averages_of_weights_are_beside_the_state_of_the_class() -> None:
     [
         ("NormOfAll", "the step of a parameter depends on the other parameters"),
         ("InItself", r"keeps more than the state of its parameters \(calls\)"),
+        ("InState", r"keeps more than the state of its parameters \(state\['calls'\]\)"),
+        ("OtherMemory", r"gives a parameter other memory"),
         ("TensorsInGroups", r"changes param_groups\[...\]\['k'\], a Tensor"),
         ("SumsInGroups", "the step of a parameter depends on the other parameters"),
         ("Noisy", "draws random numbers in its steps"),
@@ -231,7 +233,7 @@ def test_what_cannot_be_right_is_refused_by_name_before_the_first_step(name: str
     assert same(parameters, draw(0, torch.float32))
 
 
-@pytest.mark.parametrize("name", ["NormOfRows", "Muon"])
+@pytest.mark.parametrize("name", ["NormOfRows", "NormOfLarge", "Muon"])
 def test_what_looks_at_whole_tensors_runs_where_they_are_whole(name: str) -> None:
     optimizer = foreign(name, "torch.optim:Muon" if name == "Muon" else f"{HERE}:{name}")
     assert optimizer.by_tensor and with_ema(optimizer, 0.9).by_tensor
