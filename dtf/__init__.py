@@ -15,6 +15,7 @@ from dtf.core.version import __version__
 
 if TYPE_CHECKING:
     from dtf.adapters.lightning import lightning_recipe
+    from dtf.adapters.transformers_recipe import transformers_recipe
     from dtf.api.evaluator import Evaluator, Peers
     from dtf.api.helper_roles import HelperRoles, RendezvousContext, RoleContext
     from dtf.api.job import ComposedConfig, Job
@@ -192,6 +193,7 @@ _PUBLIC = {
     "target_rank": "model.losses",
     "Task": "api.task",
     "torch_optimizer": "optim.torch_class",
+    "transformers_recipe": "adapters.transformers_recipe",
     "Train": "core.types",
     "train": "jobs.calls",
     "weighted_sums": "model.metrics",
@@ -322,6 +324,7 @@ __all__ = [
     "target_rank",
     "torch_optimizer",
     "train",
+    "transformers_recipe",
     "weighted_sums",
     "with_default",
     "write_samples",

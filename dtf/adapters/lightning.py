@@ -6,21 +6,17 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import fields as fields_of
-from dataclasses import make_dataclass
-from inspect import Parameter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dtf.adapters.lightning_parts import BATCH_SIZE, LoaderOrder, ModuleOptimizer, ModuleSchedule
+from dtf.api.argument_keys import add_argument_keys, title_of
 from dtf.api.options import FineTuning
 from dtf.api.recipe import Dataset, Recipe
-from dtf.api.registry import option, register
-from dtf.core.arguments import Target, arguments_of, config_type, module_of, name_in_module, named, typed_default
+from dtf.api.registry import register
+from dtf.core.arguments import Target, arguments_of, module_of, named
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
     from torch import Tensor, nn
 
     from dtf.adapters.lightning_run import LightningRun
@@ -52,84 +48,30 @@ def lightning_recipe(
     ConfigError for a name that is taken, and where the module, the class or an argument's type cannot be found.
     """
     plugin = sys._getframe(1).f_globals["__name__"]
-    module_arguments, data_arguments = _key_arguments(module), _key_arguments(data) if data is not None else []
-    batch_sizes = [each.default for each in (*_all(data), *_all(module)) if each.name == BATCH_SIZE]
+    arguments = [named(arguments_of(part)) if part is not None else {} for part in (module, data)]
+    batch_sizes = [own[BATCH_SIZE].default for own in reversed(arguments) if BATCH_SIZE in own]
     presets: dict[str, Any] = dict.fromkeys(("optimizer", "lr", "sampler"), name)
     if batch_sizes and type(batch_sizes[0]) is int:
         presets["step"] = {BATCH_SIZE: batch_sizes[0]}
-    title = _title(module)
+    title = title_of(module)
     body: dict[str, Any] = {
         "__module__": plugin,
         "__doc__": f"The LightningModule {module_of(module)}:{title}, as it is.",
-        "__annotations__": {"model": "_Model"},
-        "model": option(
-            factory=_node(f"{title}Arguments", module_arguments, (FineTuning,), plugin), doc=f"arguments of {title}"
-        ),
         "presets": presets,
         "module_target": staticmethod(module) if callable(module) else module,
         "data_target": staticmethod(data) if callable(data) else data,
-        "takes_batch_size": tuple(any(each.name == BATCH_SIZE for each in _all(part)) for part in (module, data)),
+        "takes_batch_size": tuple(BATCH_SIZE in own for own in arguments),
         "shapes_vary": shapes_vary,
         "chosen_objective": objective,
         "recipe_name": name,
     }
-    body["__annotations__"]["model"] = body["model"].default_factory
-    if data_arguments:
-        body["data"] = option(
-            factory=_node(f"{_title(data)}Arguments", data_arguments, (), plugin), doc=f"arguments of {_title(data)}"
-        )
-        body["__annotations__"]["data"] = body["data"].default_factory
+    add_argument_keys(body, "model", module, (FineTuning,), without=[BATCH_SIZE])
+    if data is not None:
+        add_argument_keys(body, "data", data, without=[BATCH_SIZE])
     register("recipe", name)(type(title, (LightningRecipe,), body))
     for group, part in (("optimizer", ModuleOptimizer), ("lr", ModuleSchedule), ("sampler", LoaderOrder)):
         own = {"__module__": plugin, "__doc__": part.__doc__, "recipe_name": name}
         register(group, name)(type(f"{title}{part.__name__}", (part,), own))
-
-
-def _title(target: Target | None) -> str:
-    return name_in_module(target).rpartition(".")[2] if target is not None else ""
-
-
-def _all(target: Target | None) -> Collection[Parameter]:
-    return named(arguments_of(target)).values() if target is not None else ()
-
-
-def _key_arguments(target: Target) -> list[Parameter]:
-    """The arguments that become keys; annotations are the keys' types. ConfigError for one that must be given and that
-    no config holds.
-    """
-    chosen = []
-    for each in _all(target):
-        hint = config_type(each)
-        if hint is None and each.default is Parameter.empty and each.name != BATCH_SIZE:
-            raise ConfigError(
-                f"{_title(target)}({each.name}) has no default and no type that a config holds (bool, int, float, str, "
-                "or a list of them); name a function that makes it in the line in place of the class"
-            )
-        if hint is not None and each.name != BATCH_SIZE:
-            chosen.append(each.replace(annotation=hint))
-    return chosen
-
-
-def _node(name: str, arguments: Sequence[Parameter], bases: tuple[type, ...], plugin: str) -> type:
-    """A group of keys. An argument that is named as a key of the bases keeps its default."""
-    taken = {field.name for base in bases for field in fields_of(base)}
-    listed = []
-    for each in arguments:
-        default, doc = typed_default(each.annotation, each.default), f"the argument {each.name}"
-        if each.name in taken:
-            if default is Parameter.empty:
-                raise ConfigError(
-                    f"the argument {each.name} has no default, and recipe.model.{each.name} is another key"
-                )
-            continue
-        if default is Parameter.empty:
-            field = option(doc=doc)
-        elif isinstance(default, list):
-            field = option(factory=default.copy, doc=doc)
-        else:
-            field = option(default=default, doc=doc)
-        listed.append((each.name, each.annotation, field))
-    return make_dataclass(name, listed, bases=bases, kw_only=True, namespace={"__module__": plugin})
 
 
 class _Opened:

@@ -66,7 +66,8 @@ class MapStyle(Dataset):
         self.threads = threads if threads is not None else getattr(rows, "decoding_threads", 1) if seed is None else 1
         if seed is not None and self.threads > 1:
             raise ConfigError(f"threads={threads}: with a seed, rows are read one after the other; leave threads out")
-        self.wrapped = rows
+        self.items = rows
+        self.is_plain = collate_fn is None and target is None  # nothing says how its items become a batch
         self._seed, self._target = seed, target
         if seed is not None:  # the generators are those of the model's passes too
             self.prefetch = 0
@@ -79,10 +80,10 @@ class MapStyle(Dataset):
     @property
     def batch_source(self) -> str:
         """What makes a batch, for messages."""
-        return f"the collate function of dtf.map_style({type(self.wrapped).__name__})"
+        return f"the collate function of dtf.map_style({type(self.items).__name__})"
 
     def __len__(self) -> int:
-        return len(self.wrapped)
+        return len(self.items)
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Any]:
         with self._one_at_a_time if self.threads == 1 else nullcontext():
@@ -97,11 +98,11 @@ class MapStyle(Dataset):
     def _items(self, numbers: list[int]) -> list[Any]:
         if self._at_once is not None:
             return list(self._at_once(numbers))
-        return [self.wrapped[number] for number in numbers]
+        return [self.items[number] for number in numbers]
 
     def _divided(self, batch: Any) -> tuple[Any, Any]:
         """Inputs and targets of a collated batch."""
-        target, who = self._target, f"dtf.map_style({type(self.wrapped).__name__})"
+        target, who = self._target, f"dtf.map_style({type(self.items).__name__})"
         if isinstance(batch, dict) or nest.is_named_tuple(batch):
             fields = batch if isinstance(batch, dict) else batch._asdict()
             if target is None and not isinstance(batch, dict) and len(batch) == 2:
@@ -129,15 +130,15 @@ class MapStyle(Dataset):
         return rest[0] if len(rest) == 1 else rest, batch[place]
 
     def groups(self) -> np.ndarray | None:
-        classes = getattr(self.wrapped, "targets", None)
+        classes = getattr(self.items, "targets", None)
         if not isinstance(classes, list | np.ndarray | Tensor) or len(classes) != len(self):
             return None
         numbers = np.asarray(classes)
         return numbers.astype(np.int64) if numbers.ndim == 1 and numbers.dtype.kind in "iu" else None
 
     def fingerprint(self) -> str:
-        own = getattr(self.wrapped, "fingerprint", None)
-        return str(own()) if callable(own) else f"{type(self.wrapped).__name__} {len(self)}"
+        own = getattr(self.items, "fingerprint", None)
+        return str(own()) if callable(own) else f"{type(self.items).__name__} {len(self)}"
 
 
 def refuse_streams(rows: Any) -> None:

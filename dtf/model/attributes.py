@@ -193,7 +193,8 @@ class Digest:
 
     def _of_container(self, value: Any, depth: int) -> str:
         if isinstance(value, dict):
-            items = [(repr(key)[:80], self.of(value[key], depth - 1)) for key in self._some(value)]
+            # not by [], which a class of dicts may make a call: of transformers, one that makes a module
+            items = [(repr(key)[:80], self.of(item, depth - 1)) for key, item in self._some(dict.items(value))]
             return f"{len(value)} {items}"
         if isinstance(value, list | tuple | deque):
             return f"{len(value)} {[self.of(item, depth - 1) for item in self._some(value)]}"

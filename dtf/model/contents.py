@@ -91,7 +91,7 @@ class Contents:
             items = list(value)
             self._restorers.append(lambda: (value.clear(), value.extend(items)))
         elif isinstance(value, dict):
-            pairs = dict(value)
+            pairs = dict(dict.items(value))  # as it lies there: the class may make something of what it gives
             self._restorers.append(lambda: _put_back(value, pairs))
             items = list(pairs.values())
         elif isinstance(value, set):

@@ -13,8 +13,9 @@ from inspect import Parameter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dtf.api.argument_keys import argument_option
 from dtf.api.optimizer import Group, Optimizer, Step
-from dtf.api.registry import name_of, option, register
+from dtf.api.registry import name_of, option, register, with_default
 from dtf.core.arguments import (
     UNKNOWN,
     arguments_of,
@@ -194,10 +195,5 @@ def torch_optimizer(
 
 
 def _field(key: str, value: Any) -> Any:
-    if key == "weight_decay":
-        text = TorchOptimizer.__dataclass_fields__[key].metadata["doc"]
-        return option(default=value, least=0, doc=text)
-    text = f"the constructor's `{key}`"
-    if value is Parameter.empty:
-        return option(doc=text)
-    return option(factory=value.copy, doc=text) if isinstance(value, list) else option(default=value, doc=text)
+    own = key == "weight_decay"
+    return with_default(TorchOptimizer, key, value) if own else argument_option(value, doc=f"the constructor's `{key}`")

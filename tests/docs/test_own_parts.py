@@ -211,7 +211,8 @@ def test_the_short_answers_of_the_documentation_run(unpack: Callable[[Page], Non
 
 LONG = "sparse-tables.md"  # its commands start servers; what of it is quick has a test of its own
 LIGHTNING = "from-lightning.md"  # it needs what CI does not install
-SLOW = [LONG, "own-recipe.md", LIGHTNING]  # a test above trains the recipe of the second
+TRANSFORMERS = "from-transformers.md"  # as well
+SLOW = [LONG, "own-recipe.md", LIGHTNING, TRANSFORMERS]  # a test above trains the recipe of the second
 RUN = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.name in SLOW))
     for path in PAGES
@@ -220,10 +221,16 @@ RUN = [
 
 
 @pytest.mark.parametrize("path", RUN)
-def test_parts_in_the_documentation_run_as_it_says(path: Path, unpack: Callable[[Page], None], run_dtf: RunDtf) -> None:
+def test_parts_in_the_documentation_run_as_it_says(
+    path: Path, unpack: Callable[[Page], None], run_dtf: RunDtf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if path.name == LIGHTNING:
         pytest.importorskip("lightning")
         pytest.importorskip("torchmetrics")
+    if path.name == TRANSFORMERS:
+        pytest.importorskip("transformers")
+        pytest.importorskip("datasets")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # it reads Parquet
     page = Page.read(path)
     unpack(page)
     chosen = set()

@@ -150,6 +150,7 @@ def test_dependencies_are_declared_and_explained() -> None:
         "dtf.sparse.row_kernels": {"numba"},
         "dtf.pserver.net.rpc": {"grpc"},
         "dtf.recipes.resnet.model": {"timm"},
+        "dtf.adapters.transformers_run": {"transformers"},
     }  # imported where the extra is known to be there
     extras |= {name: {"numba"} for name in sources() if name.startswith("dtf.recipes.ctr.")} | {
         "dtf.recipes.ctr.parquet": {"numba", "pyarrow"}

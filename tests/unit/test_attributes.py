@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -144,3 +144,23 @@ def test_a_module_that_is_none_of_the_model_is_restored() -> None:
     assert kept.changed() == ["others"]
     kept.restore()
     assert digests(model) == start and torch.equal(first.weight, weight) and not hasattr(last, "seen")
+
+
+class Makes(OrderedDict[str, int]):
+    """Makes something anew each time that it is asked, as transformers does with activations."""
+
+    asked = itertools.count(1)
+
+    def __getitem__(self, key: str) -> int:
+        return super().__getitem__(key) + next(self.asked)
+
+
+def test_a_dict_is_compared_as_it_lies_there() -> None:
+    model: Any = Keeps()
+    model.nested = Makes(step=1)
+    kept = Attributes(model)
+    assert kept.changed() == []
+    model.nested["step"] = 2
+    assert kept.changed() == ["nested"]
+    kept.restore()
+    assert dict(model.nested.items()) == {"step": 1}

@@ -20,6 +20,7 @@ from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.samplers import Sequential
 from dtf.data.splits import FirstRows
+from dtf.engine.inference import _allow_all
 from dtf.model.forward import copy_of, rows_of
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 (as people write them)
@@ -282,3 +283,9 @@ def test_classes_of_torchvisions_data_sets_are_groups() -> None:
     groups = map_style(rows).groups()
     assert groups is not None and groups.tolist() == [0, 1] * 4
     assert map_style(Items(None)).groups() is None
+
+
+def test_items_may_be_a_list_where_a_job_allows_unreadable_rows() -> None:
+    rows = map_style([(torch.ones(2), row) for row in range(5)])
+    _allow_all(FirstRows(rows, 3))
+    assert rows.allowed == 5

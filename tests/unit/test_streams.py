@@ -135,7 +135,7 @@ def test_webdataset_finds_the_same_samples(tmp_path: Path) -> None:
             out.write({"__key__": f"some/{number:03d}", "a.png": pictures.png(number), "json": {"n": number}})
     rows: Any = tar_samples(tmp_path / "shard-{000..000}.tar", cache=tmp_path / "cache", decode=lambda sample: sample)
     theirs = list(webdataset.WebDataset(str(tmp_path / "shard-000.tar"), shardshuffle=False))
-    assert [rows.wrapped[n] for n in range(5)] == [
+    assert [rows.items[n] for n in range(5)] == [
         {name: value for name, value in sample.items() if name in ("__key__", "a.png", "json")} for sample in theirs
     ]
 
@@ -188,7 +188,7 @@ def test_a_folder_that_lacks_a_class_may_have_the_numbers_of_another(tmp_path: P
         (tmp_path / name).write_text("text")
     for classes, numbers in ((None, [0, 1]), (["ant", "bird", "cat"], [1, 2])):
         rows: Any = folder_samples(tmp_path, target="cls", classes=classes)
-        assert [rows.wrapped[row]["cls"] for row in range(2)] == numbers
+        assert [rows.items[row]["cls"] for row in range(2)] == numbers
     with pytest.raises(DataError, match=r"the class cat is none of classes=.'ant', 'bird'."):
         folder_samples(tmp_path, classes=["ant", "bird"])
     with pytest.raises(DataError, match="no folders of classes, as in"):
@@ -200,9 +200,9 @@ def test_files_of_a_folder_that_change_during_a_run_are_named(tmp_path: Path) ->
         (tmp_path / name).write_text("text")
     rows: Any = folder_samples(tmp_path)
     (tmp_path / "b.txt").write_text("more text")
-    assert rows.wrapped[0] == {"txt": "text"}
+    assert rows.items[0] == {"txt": "text"}
     with pytest.raises(DataError, match=r"b.txt has changed since the start"):
-        rows.wrapped[1]
+        rows.items[1]
     (tmp_path / "b.TXT").write_text("text")
     with pytest.raises(DataError, match="sample b has two files .txt in upper and lower case"):
         folder_samples(tmp_path)
@@ -220,14 +220,14 @@ def test_parquet_files_that_change_or_differ_are_read_again_or_named(
 
     first = read(1.0, 2.0).fingerprint()
     again = read(1.0, 3.0)
-    assert again.wrapped[1] == {"x": 3.0} and again.wrapped[2] == {"x": 0.5} and again.fingerprint() != first
+    assert again.items[1] == {"x": 3.0} and again.items[2] == {"x": 0.5} and again.fingerprint() != first
     assert "a.parquet has changed since it was read" in caplog.text
-    (stored,) = {file._folder for file in again.wrapped._files if file.path.name == "a.parquet"}
+    (stored,) = {file._folder for file in again.items._files if file.path.name == "a.parquet"}
     content = (stored / "rows.arrow").read_bytes()
     at = content.index(np.float64(3.0).tobytes())
     (stored / "rows.arrow").write_bytes(content[:at] + np.float64(4.0).tobytes() + content[at + 8 :])
     with pytest.raises(DataError, match=r"the cache of .*a.parquet, is damaged"):
-        parquet_rows(tmp_path, cache=tmp_path / "cache").wrapped[1]  # type: ignore[attr-defined]
+        parquet_rows(tmp_path, cache=tmp_path / "cache").items[1]  # type: ignore[attr-defined]
     with pytest.raises(DataError, match=r"b.parquet has other columns than .*a.parquet: x: int64 and not x: double"):
         read(1.0, more={"x": [1]})
 
@@ -261,7 +261,7 @@ def test_links_inside_an_archive_are_followed_and_others_named(tmp_path: Path) -
             link.type, link.linkname = kind, target
             out.addfile(link)
     rows: Any = tar_samples(tmp_path / "a.tar", cache=tmp_path / "cache")
-    assert [rows.wrapped[n] for n in range(3)] == [{"cls": 7}] * 3
+    assert [rows.items[n] for n in range(3)] == [{"cls": 7}] * 3
     with tarfile.open(tmp_path / "b.tar", "w") as out:
         link = tarfile.TarInfo("b.cls")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
@@ -318,7 +318,7 @@ def test_a_stream_is_written_once_and_read_back_as_it_was(tmp_path: Path) -> Non
     assert len(list(Path(folder).glob("*.tar"))) > 1
     rows: Any = tar_samples(folder, cache=tmp_path / "cache")
     for n in range(5):
-        (inputs, target) = rows.wrapped[n]
+        (inputs, target) = rows.items[n]
         assert inputs["x"].tolist() == [n] * (n + 1) and target == n
         assert inputs["more"][0].dtype == np.float32 and inputs["more"][1] == (n, f"text {n}", None, b"\x00b")
 

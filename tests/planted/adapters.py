@@ -1,0 +1,58 @@
+"""Faults in how models and data of other libraries become recipes."""
+
+from tests.planted.fault import Fault
+
+RECIPE = "tests/unit/test_transformers_recipe.py::"
+REFUSED = f"{RECIPE}test_what_cannot_be_right_is_refused_by_name"
+
+FAULTS = [
+    Fault(
+        "a model of transformers may weigh its classes",
+        "dtf/adapters/transformers_heads.py",
+        "        return classes.masked_fill(targets == IGNORED, IGNORED)\n",
+        "        return targets.clone()\n",
+        (REFUSED,),
+    ),
+    Fault(
+        "a model of transformers may take the mean of rows in place of labels",
+        "dtf/adapters/transformers_heads.py",
+        "        labels[:1, 1::2] = IGNORED\n",
+        "",
+        (REFUSED,),
+    ),
+    Fault(
+        "each row of tokens counts as one label",
+        "dtf/adapters/transformers_heads.py",
+        "        return losses.view(labels.shape).sum(1), (labels != IGNORED).sum(1)\n",
+        "        return losses.view(labels.shape).sum(1), (labels != IGNORED).any(1)\n",
+        (f"{RECIPE}test_tokens_count_where_their_label_is_not_ignored",),
+    ),
+    Fault(
+        "a language model tells each word from itself",
+        "dtf/adapters/transformers_heads.py",
+        "        return functional.pad(targets, (0, 1), value=IGNORED)[:, 1:]\n",
+        "        return targets\n",
+        (f"{RECIPE}test_a_language_model_tells_each_word_from_those_before",),
+    ),
+    Fault(
+        "each rank makes a model before it reads rows",
+        "dtf/adapters/transformers_run.py",
+        "    PreTrainedModel.__init__ = _stop\n",
+        "    PreTrainedModel.__init__ = before\n",
+        (f"{RECIPE}test_rows_are_read_before_the_memory_of_a_model_is_taken",),
+    ),
+    Fault(
+        "a model keeps the format of the file that it was read from",
+        "dtf/adapters/transformers_run.py",
+        "        return model.float()",
+        "        return model",
+        (f"{RECIPE}test_a_file_of_16_bits_gives_a_model_of_32",),
+    ),
+    Fault(
+        "columns that a model does not take reach the collator",
+        "dtf/adapters/transformers_data.py",
+        " if k in columns}",
+        "}",
+        (f"{RECIPE}test_classes_of_rows_have_a_loss_each_and_names",),
+    ),
+]
