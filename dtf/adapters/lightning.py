@@ -52,6 +52,11 @@ def lightning_recipe(
     ConfigError for a name that is taken, and where the module, the class or an argument's type cannot be found.
     """
     plugin = sys._getframe(1).f_globals["__name__"]
+    if hasattr(module, "training_step") and not isinstance(module, type):
+        raise ConfigError(
+            f"module is an object, of {type(module).__name__}; give its class, or a function that makes one: each rank "
+            "makes its own, and again after a restart"
+        )
     module_arguments, data_arguments = _key_arguments(module), _key_arguments(data) if data is not None else []
     batch_sizes = [each.default for each in (*_all(data), *_all(module)) if each.name == BATCH_SIZE]
     presets: dict[str, Any] = dict.fromkeys(("optimizer", "lr", "sampler"), name)
@@ -103,7 +108,7 @@ def _key_arguments(target: Target) -> list[Parameter]:
         if hint is None and each.default is Parameter.empty and each.name != BATCH_SIZE:
             raise ConfigError(
                 f"{_title(target)}({each.name}) has no default and no type that a config holds (bool, int, float, str, "
-                "or a list of them); name a function that makes it in the line in place of the class"
+                "or a list of them); write a function that makes one and name it in place of the class"
             )
         if hint is not None and each.name != BATCH_SIZE:
             chosen.append(each.replace(annotation=hint))
@@ -147,6 +152,7 @@ class LightningRecipe(Recipe):
     shapes_vary: ClassVar[bool | None]
     chosen_objective: ClassVar[tuple[str, str]]
     recipe_name: ClassVar[str]
+    without_probabilities = "it predicts where validation_step calls self(x) for such scores"
 
     def join(self, settings: Any) -> None:
         """Bring the parts of a run together that need each other. Torch-free."""
