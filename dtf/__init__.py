@@ -8,12 +8,15 @@ where it is defined: shapes, units, errors, and whether a call is collective.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 from dtf.core.renamed import find_old_modules
 from dtf.core.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dtf.adapters.lightning import lightning_recipe
     from dtf.adapters.transformers_recipe import transformers_recipe
     from dtf.api.evaluator import Evaluator, Peers
@@ -210,6 +213,21 @@ _PUBLIC = {
 }
 """Public name -> where it is defined: `module`, or `module:name` if it has another name there."""
 
+_CALLED_LATER = frozenset(
+    {
+        "cross_entropy",
+        "decoded",
+        "folder_samples",
+        "map_style",
+        "parquet_rows",
+        "table_rows",
+        "tar_samples",
+        "target_rank",
+        "write_samples",
+    }
+)
+"""Functions that need torch, and that a recipe's file imports at its top, which the command line reads."""
+
 
 __all__ = [
     "WORK",
@@ -337,10 +355,21 @@ def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'dtf' has no attribute {name!r}")
     where, _, original = _PUBLIC[name].partition(":")
+    if name in _CALLED_LATER and "torch" not in sys.modules:
+        return _imported_when_called(f"dtf.{where}", name)
     module = importlib.import_module(f"dtf.{where}")
     value = getattr(module, original or name)
     globals()[name] = value
     return value
+
+
+def _imported_when_called(module: str, name: str) -> Callable[..., Any]:
+    def _call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    _call.__module__, _call.__name__, _call.__qualname__ = module, name, name
+    _call.__doc__ = f"See `{module}.{name}`; its module, which needs torch, is imported when it is called."
+    return _call
 
 
 def __dir__() -> list[str]:

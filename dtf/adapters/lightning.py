@@ -48,6 +48,11 @@ def lightning_recipe(
     ConfigError for a name that is taken, and where the module, the class or an argument's type cannot be found.
     """
     plugin = sys._getframe(1).f_globals["__name__"]
+    if hasattr(module, "training_step") and not isinstance(module, type):
+        raise ConfigError(
+            f"module is an object, of {type(module).__name__}; give its class, or a function that makes one: each rank "
+            "makes its own, and again after a restart"
+        )
     arguments = [named(arguments_of(part)) if part is not None else {} for part in (module, data)]
     batch_sizes = [own[BATCH_SIZE].default for own in reversed(arguments) if BATCH_SIZE in own]
     presets: dict[str, Any] = dict.fromkeys(("optimizer", "lr", "sampler"), name)
@@ -89,6 +94,7 @@ class LightningRecipe(Recipe):
     shapes_vary: ClassVar[bool | None]
     chosen_objective: ClassVar[tuple[str, str]]
     recipe_name: ClassVar[str]
+    without_probabilities = "it predicts where validation_step calls self(x) for such scores"
 
     def join(self, settings: Any) -> None:
         """Bring the parts of a run together that need each other. Torch-free."""

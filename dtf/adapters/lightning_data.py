@@ -71,7 +71,11 @@ class LoaderRows(Dataset):
 
     def _items(self, numbers: list[int]) -> list[Any]:
         many: Any = getattr(self._rows, "__getitems__", None)
-        return list(many(numbers)) if many is not None else [self._rows[row] for row in numbers]
+        return list(many(numbers)) if many is not None else [self._item(number) for number in numbers]
+
+    def _item(self, number: int) -> Any:
+        """A frame of its own, in which an error finds the number of the row."""
+        return self._rows[number]
 
 
 def check_loader(loader: Any, name: str) -> DataLoader:

@@ -36,12 +36,13 @@ from dtf.adapters.lightning_module import (
 )
 from dtf.adapters.lightning_optimizer import Configured
 from dtf.adapters.lightning_parts import BATCH_SIZE, Described, ModuleOptimizer
+from dtf.adapters.made_parts import MadeParts
 from dtf.adapters.row_proof import Observe, fixed_draws, in_order, loss_mean, no_means
 from dtf.adapters.trainer_view import TrainerView
 from dtf.api.name_patterns import covered
 from dtf.api.options import FineTuning
 from dtf.api.sampler import Tail
-from dtf.core.arguments import load
+from dtf.core.arguments import load, name_in_module
 from dtf.core.errors import ConfigError
 from dtf.model.init import seeded
 
@@ -76,6 +77,7 @@ class LightningRun:
         self._rows: dict[str, LoaderRows] = {}
         self._sums: MetricSums | None = None
         self._configured: Configured | None = None
+        self._parts = MadeParts()
 
     # -------------------------------------------------------- data
 
@@ -209,6 +211,7 @@ class LightningRun:
             raise ConfigError(
                 f"{self._recipe.module_target} made a {type(module).__name__}; it must be a LightningModule"
             )
+        self._parts.add(module, name_in_module(self._recipe.module_target))
         check_module(module)
         prepare_metrics(module)
         cls = type(module)

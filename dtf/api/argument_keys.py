@@ -42,7 +42,7 @@ def add_argument_keys(
         if hint is None and needed:
             raise ConfigError(
                 f"{title}({argument.name}) has no default and no type that a config holds (bool, int, float, str, or a "
-                "list of them); name a function that makes it in the line in place of the class"
+                "list of them); write a function that makes one and name it in place of the class"
             )
         if argument.name in taken and needed:
             raise ConfigError(

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from dtf.api import name_patterns
 from dtf.api.registry import option
@@ -70,6 +70,9 @@ class Optimizer(ABC):
 
     by_tensor = False
     """Whether a step uses norms or sums of whole tensors, and not each element by itself."""
+
+    usual_lr: ClassVar[float | None] = None
+    """The learning rate that its authors suggest; None: that of `lr.peak` suits it."""
 
     def check(self) -> None:
         """Raise ConfigError for values that contradict each other. Torch-free."""
@@ -221,6 +224,7 @@ class AdamMoments(Optimizer):
     """The running averages and the step of Adam. Subclasses differ in what weight decay is applied to."""
 
     averages_squares = True
+    usual_lr = 0.001
 
     decoupled = False
     """Whether weight decay acts on the parameter itself, not on its gradient."""

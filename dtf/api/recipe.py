@@ -141,6 +141,8 @@ class Recipe(ABC):
     """What goes with a recipe of a plugin: group -> option, root key -> values of keys in it. A YAML file that starts
     from the recipe's schema, and the command line, stand over them.
     """
+    without_probabilities: ClassVar[str] = "define it: the probability of each class, (B, C), or of one event, (B,)"
+    """The remedy where a prediction is asked for and `probabilities` gives None."""
 
     def join(self, settings: Any) -> None:
         """Get to know the other parts of the run: `settings` is the typed config. Torch-free. Default: nothing."""

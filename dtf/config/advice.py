@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 Path = tuple[str, ...]
 
+_TRAINING = ("train", "verify")
+_FAR = 20.0  # times the usual learning rate
+
 
 class CommandLine(NamedTuple):
     """What a config was composed from."""
@@ -80,8 +83,23 @@ def drop_advice(config: dict[Any, Any], tree: DictConfig, given: CommandLine) ->
     return lines
 
 
+def rate_notes(config: dict[Any, Any], given: CommandLine) -> list[str]:
+    """A line where nobody chose the learning rate for the optimizer, and that is far above what is usual for it."""
+    rate, name = config["lr"].get("peak"), config["optimizer"]["name"]
+    usual = getattr(registered("optimizer").get(name), "usual_lr", None)
+    if config["job"]["name"] not in _TRAINING or not usual or not rate or rate < _FAR * usual:
+        return []
+    typed = [is_set_by(key, given.overrides, given.loader) for key in ("lr.peak", "optimizer")]
+    if typed[0] or not (typed[1] or all(source.is_default for source in given.places("lr.peak"))):
+        return []
+    return [
+        f"warning: lr.peak={show(rate)} was not chosen for optimizer={name}, which usually takes {usual:g}; job=tune "
+        "suggests a rate for this run"
+    ]
+
+
 def print_notes(notes: Sequence[str]) -> None:
-    """Print what `drop_advice` returned, on standard error."""
+    """Print what `drop_advice` and `rate_notes` returned, on standard error."""
     for note in notes:
         print(f"dtf: {note}", file=sys.stderr, flush=True)
 

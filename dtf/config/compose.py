@@ -23,7 +23,7 @@ from dtf.api.job import Job
 from dtf.api.registry import registered
 from dtf.api.row_optimizer import DEFAULT
 from dtf.api.schema import UNSET, KeyProblem, build_option, unset
-from dtf.config.advice import CommandLine, drop_advice
+from dtf.config.advice import CommandLine, drop_advice, rate_notes
 from dtf.config.as_written import is_as_in_file
 from dtf.config.command_line import parse_arguments
 from dtf.config.defaults_lists import ROOT, YamlFile, require_base
@@ -301,6 +301,7 @@ class Composer:
                 config, inactive = self._reset_inactive_keys(composed, fitted, overrides)
                 set_true_names(config, composed)
                 fill_from_host(config, lambda key: bool(self.origin(key, overrides, reads)))
+                notes += rate_notes(config, given)
                 refuse_address(config)
                 refuse_variables(config, given, overrides if self.typed is None else self.typed)
             except (ConfigError, KeyboardInterrupt):

@@ -14,6 +14,7 @@ from dtf.config.defaults_lists import ROOT, YamlFile, choices_in, named_by
 from dtf.config.limits import one_line
 from dtf.config.messages import COMMAND_LINE, display_path, located, meant_option, no_override, parse, typed
 from dtf.config.option_files import SCHEMA
+from dtf.config.plugin_names import plugins_in, plugins_in_overrides
 from dtf.config.settings import GROUPS
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from dtf.config.hydra_sources import Loader
 
+_OF_PLUGINS = ("recipe", "optimizer", "sparse", "strategy", "lr", "observer", "sampler")
+"""Groups of which users write options."""
 _THEIRS = (HydraException, OmegaConfBaseException, ValueError, AssertionError, OSError, UserWarning, RecursionError)
 
 
@@ -145,4 +148,7 @@ def _no_option(path: str, overrides: Sequence[str], loader: Loader, reads: dict[
     where = COMMAND_LINE if is_typed else f"in {display_path(files[-1])}" if files else ""
     meant = meant_option(group, name)
     near = near or (f"{meant}{suggest('', choices)}" if meant else suggest(name, choices))
+    known = [*plugins_in_overrides(overrides), *(name for read in reads.values() for name in plugins_in(read.content))]
+    if group in _OF_PLUGINS and not known and not near.startswith("did you mean"):
+        near += "; one of your own needs plugins=[ITS_MODULE]"
     return ConfigError(located("; ".join(filter(None, (what, near))), group, where))

@@ -224,5 +224,7 @@ def _meant_word(text: str) -> str:
         return f"a module with parts of your own is named as plugins=[{path.stem}]"
     if text in jobs or text in elsewhere.WORDS:
         return f"write {elsewhere.WORDS.get(text) or f'job={text}'}"
+    if (path / "run.json").is_file():
+        return f"a run folder is named by a key: job.runs=[{text}] or job.model={text}, of the job that takes it"
     near = re.match(r"did you mean (\w+)\?", suggest(text, jobs))
     return f"write key=value{f', or did you mean job={near[1]}?' if near else ''}"

@@ -53,6 +53,8 @@ def brings_parts(plugin: str) -> bool:
 
 
 def _import_hint(name: str, error: Exception, missing: bool) -> str:
+    if missing and name.endswith(".py"):
+        return f"; give the module, without .py: plugins=[{name.removesuffix('.py')}]"
     if missing:
         return "; install it, or run where it can be found"
     line = author_line(list(traceback.walk_tb(error.__traceback__)))

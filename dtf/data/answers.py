@@ -19,7 +19,7 @@ def opened(recipe: Recipe, split: str, seed: int) -> Dataset:
     rows = recipe.open_data(split, seed)
     if not isinstance(rows, Dataset):
         remedy = ""
-        if isinstance(rows, torch.utils.data.Dataset):
+        if isinstance(rows, torch.utils.data.Dataset | torch.utils.data.DataLoader):
             refuse_streams(rows)
             remedy = ": return dtf.map_style(it), with its collate_fn"
         raise ConfigError(
@@ -99,9 +99,14 @@ def _check_form(who: str, name: str, value: Any) -> None:
 
 def _check_tensor(who: str, name: str, value: Any, rows: int) -> None:
     if not isinstance(value, Tensor):
+        remedy = (
+            "leave texts out, in __getitem__ or in the collate function"
+            if isinstance(value, str)
+            else "torch.from_numpy makes one of an array"
+        )
         raise ConfigError(
             f"{who} returned {_kind(value)} as {name}; they must be a tensor, or a dict, list or tuple of tensors "
-            "(torch.from_numpy makes one of an array)"
+            f"({remedy})"
         )
     if value.layout is not torch.strided or value.is_nested:
         form = "a nested tensor" if value.is_nested else f"of layout {value.layout}"

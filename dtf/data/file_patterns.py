@@ -32,13 +32,19 @@ def files_of(pattern: str | Path | Sequence[str | Path], suffix: str) -> list[Pa
             matches = [path]
         missing = next((match for match in matches if not match.is_file()), None)
         if missing is not None:
-            raise DataError(f"{missing} is no file, and {given_text(pattern)} names it")
+            names = given_text(pattern)
+            by = f", and {names} names it" if names != str(missing) else ""
+            raise DataError(f"{missing} is no file{by}{_looked_in(path)}")
         if not matches:
-            raise DataError(f"{text} names no file{f' *{suffix}' if path.is_dir() else ''}")
+            raise DataError(f"{text} names no file{f' *{suffix}' if path.is_dir() else ''}{_looked_in(path)}")
         found += matches
     if not found:
         raise DataError("no files are given")
     return found
+
+
+def _looked_in(path: Path) -> str:
+    return "" if path.is_absolute() else f"; it was looked for in {Path.cwd()}"
 
 
 def given_text(pattern: str | Path | Sequence[str | Path]) -> str:

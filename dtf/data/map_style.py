@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from dtf.api.recipe import Dataset
 from dtf.core import nest
 from dtf.core.errors import ConfigError
 from dtf.data.row_draws import drawn_batch
 
+_FEW = 4  # keys that an error offers
 REMEDY = "write its samples once, dtf.write_samples(data, FOLDER), and read them by number: dtf.tar_samples(FOLDER)"
 
 
@@ -60,8 +62,6 @@ class MapStyle(Dataset):
         seed: int | None,
         shapes_vary: bool | None,
     ) -> None:
-        from torch.utils.data import default_collate
-
         refuse_streams(rows)
         self.threads = threads if threads is not None else getattr(rows, "decoding_threads", 1) if seed is None else 1
         if seed is not None and self.threads > 1:
@@ -91,14 +91,32 @@ class MapStyle(Dataset):
 
     def _batch(self, numbers: list[int], epoch: int) -> Any:
         if self._seed is None:
-            return self._collate(self._items(numbers))
+            return self._collated(self._items(numbers))
         keys = self._seed, epoch
-        return drawn_batch(self._items, self._collate, numbers, keys, self.shapes_vary, self.batch_source)
+        return drawn_batch(self._items, self._collated, numbers, keys, self.shapes_vary, self.batch_source)
 
     def _items(self, numbers: list[int]) -> list[Any]:
         if self._at_once is not None:
             return list(self._at_once(numbers))
-        return [self.items[number] for number in numbers]
+        return [self._item(number) for number in numbers]
+
+    def _item(self, number: int) -> Any:
+        """A frame of its own, in which an error finds the number of the row."""
+        return self.items[number]
+
+    def _collated(self, items: list[Any]) -> Any:
+        """ConfigError where `default_collate` makes no batch of the items."""
+        if self._collate is not default_collate:
+            return self._collate(items)
+        try:
+            return default_collate(items)
+        except (TypeError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "equal size" not in str(error):
+                raise
+            raise ConfigError(
+                f"dtf.map_style({type(self.items).__name__}): torch's default_collate makes no batch of its items: "
+                f"{error}; return tensors of one shape, arrays or numbers from __getitem__, or give a collate_fn"
+            ) from error
 
     def _divided(self, batch: Any) -> tuple[Any, Any]:
         """Inputs and targets of a collated batch."""
@@ -114,9 +132,8 @@ class MapStyle(Dataset):
                     if target is not None
                     else "nothing says which is the target"
                 )
-                raise ConfigError(
-                    f"{who}: a batch has {known}, and {wants}; give the key, target={next(iter(fields))!r}"
-                )
+                keys = " or ".join(f"target={key!r}" for key in [*fields][:_FEW]) + ", ..." * (len(fields) > _FEW)
+                raise ConfigError(f"{who}: a batch has {known}, and {wants}; give the key of the targets: {keys}")
             return {key: value for key, value in fields.items() if key != target}, fields[target]
         if not isinstance(batch, list | tuple):
             raise ConfigError(f"{who}: a batch is a {type(batch).__name__}; return (inputs, targets), or a dict")

@@ -21,6 +21,7 @@ from dtf.data.made_once import cache_folder, made_once, name_of, state_of
 from dtf.data.parquet_rows import require_pyarrow
 
 FORMAT = 2  # of the written files; part of their names
+_COLUMN = re.compile(r"CSV column #(\d+)")
 _DELIMITERS = {".tsv": "\t", ".tab": "\t"}
 _EMPTY = ["", "NA", "N/A", "NaN", "nan", "null", "NULL"]
 """How an empty field is written. Of a category the first only: the others may be names, as NA is of Namibia."""
@@ -101,7 +102,9 @@ def table_rows(
     used = [*numeric, *categorical, label or target]
     twice = next((name for name in used if used.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"table_rows: the column {twice} is named twice; an input cannot be the target as well")
+        raise ConfigError(
+            f"table_rows: the column {twice} is named twice; it is one of numeric, categorical and the target"
+        )
     paths = files_of(files, ".csv")
     source = _Source(paths, list(numeric), list(categorical), label, target, missing, columns, delimiter)
     given = None if like is None else {**like.categories, **({label: like.classes} if label else {})}
@@ -268,11 +271,14 @@ class _Source:
         parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
         read = csv.ReadOptions(column_names=self._columns, use_threads=False)
         with csv.open_csv(path, read, parse) as reader:
-            _check_columns(path, wanted, reader.schema.names)
-        with csv.open_csv(path, read, parse, options) as reader:
-            for batch in reader:
-                if len(batch):
-                    yield batch.select(wanted)
+            _check_columns(path, wanted, there := reader.schema.names)
+        try:
+            with csv.open_csv(path, read, parse, options) as reader:
+                for batch in reader:
+                    if len(batch):
+                        yield batch.select(wanted)
+        except pa.ArrowInvalid as error:  # it tells the number of the column, from 0
+            raise pa.ArrowInvalid(_COLUMN.sub(lambda found: f"column {there[int(found[1])]}", str(error))) from error
 
 
 def _check_columns(path: Path, wanted: list[str], there: list[str]) -> None:

@@ -94,7 +94,7 @@ class _Record:
         if probabilities is None and self.required:
             raise ConfigError(
                 f"{type(self.recipe).__name__}.probabilities() is not defined, and what this model gives are no scores "
-                "(B, C) of classes; define it: the probability of each class, (B, C), or of one event, (B,)"
+                f"(B, C) of classes; {self.recipe.without_probabilities}"
             )
         if probabilities is None:
             self.rows += [[id, None, [], [], 0] for id in batch.ids.tolist() if id >= 0]

@@ -110,6 +110,7 @@ def _confusions(names: list[str], evaluation: Evaluation) -> list[str]:
     width, cell = max(map(len, names)), max(4, *(len(f"{rows:,}") for rows in [*counts.values(), *rights]))
     lines = [f"{'':>{width}}      " + " ".join(f"{number:>{cell}}" for number in range(len(names)))]
     for label, name in enumerate(names):
+        named = "" if name == str(label) else name
         cells = [rights[label] if label == guess else counts.get((label, guess), 0) for guess in range(len(names))]
-        lines.append(f"{name:<{width}}  {label:>2}  " + " ".join(f"{rows or '.':>{cell}}" for rows in cells))
+        lines.append(f"{named:<{width}}  {label:>2}  " + " ".join(f"{rows or '.':>{cell}}" for rows in cells))
     return ["rows of each class, by what they were taken for:", *lines]

@@ -27,6 +27,8 @@ from dtf.jobs.range_test import RangeTest, judge, table
 from dtf.runs.run_folder import unique_id
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dtf.config.compose import Composed
 
 RATE, ROWS = "lr.peak", "step.micro_batch_rows"
@@ -208,9 +210,19 @@ def _draw(test: RangeTest, path: Path) -> None:
     count = len(test.smoothed)
     raw = [(rate, loss) for rate, loss in zip(test.rates[:count], test.losses[:count], strict=True) if loss is not None]
     lines = [Line(0, raw, pale=True), Line(0, list(zip(test.rates, test.smoothed, strict=False)))]
-    if test.suggestion is not None:
-        lines.append(Line(1, [(test.suggestion, min(test.smoothed)), (test.suggestion, max(test.smoothed))]))
+    shown = _part_to_draw(test.smoothed)
+    if test.suggestion is not None and shown is not None:
+        lines.append(Line(1, [(test.suggestion, shown[0]), (test.suggestion, shown[1])]))
     suggested = f"suggestion: {RATE}={test.suggestion:.2g}" if test.suggestion else "no suggestion"
-    axes = Axes("loss while the learning rate rises", "learning rate", lines=lines, log=True)
+    axes = Axes("loss while the learning rate rises", "learning rate", lines=lines, log=True, shown=shown)
     caption = f"{count_text(count, 'step')} of a range test"
     png(Chart("tune", caption, [axes]), ["loss, smoothed", suggested], path)
+
+
+def _part_to_draw(smoothed: Sequence[float]) -> tuple[float, float] | None:
+    """Losses from below the least to above the beginning: those of a training that diverges would hide how it fell."""
+    if not smoothed:
+        return None
+    least, beginning = min(smoothed), max(smoothed[: 1 + len(smoothed) // 4])
+    fall = max(beginning - least, 0.05 * abs(least))
+    return least - 0.3 * fall, beginning + fall

@@ -29,6 +29,7 @@ _TORCH = f"{torch.__path__[0]}{os.sep}"
 _BASES = (Recipe, Dataset, Evaluator)
 _METHODS = frozenset(name for base in _BASES for name in dir(base) if name == "__len__" or not name.startswith("__"))
 _CALL = re.compile(r"^(?:.*<locals>\.)?(\w+)\.(\w+)\(\) (?:takes|missing|got)")
+_NO_CLASS = re.compile(r"^Target -?\d+ is out of bounds")
 _NOT_THEIRS = ("gloo", "NCCL", "CUDA", "cuDNN", "CUBLAS", "out of memory", "allocate memory")
 """Words in errors of other causes: another rank is gone, a device failed, there is not enough memory."""
 _NO_MEMORY = ("out of memory", "allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -70,6 +71,8 @@ def author_error(error: BaseException) -> DtfError | None:
     )
     if rows is not None and (" pass of " in who or who.endswith((".loss()", ".measure()"))):
         text += f"; the rows were {_shapes(rows)}"
+    if _NO_CLASS.search(str(error)):
+        text += "; targets are numbers of classes from 0 on, and the model needs an output for each"
     if type(error).__name__ == "BdbQuit":
         text += "; breakpoint() needs a terminal: use launcher=inline with a strategy of one process, such as ddp"
     named = DataError(text) if opens_data and isinstance(error, OSError) else ConfigError(text)
@@ -120,11 +123,13 @@ def _last_call(frames: list[tuple[FrameType, int]]) -> int:
 def _called(
     frames: list[tuple[FrameType, int]], inside: list[tuple[FrameType, int]], error: BaseException
 ) -> tuple[str, bool]:
-    """What dtf had called when the error came, "" where that is nobody's code, and whether it opens data."""
+    """What dtf had called when the error came, "" where that is nobody's code, and whether it reads data."""
     for frame, _ in inside:
         this, name = frame.f_locals.get("self"), frame.f_code.co_name
         if isinstance(this, _BASES) and name in _METHODS:
             return f"{type(this).__name__}.{name}()", name in _OPENS_DATA
+    if reader := _reader(frames, inside):
+        return reader, True
     backward = any(frame.f_code.co_filename.endswith("autograd/__init__.py") for frame, _ in inside)
     modules = [this for frame, _ in inside if isinstance(this := frame.f_locals.get("self"), nn.Module)]
     if modules:
@@ -136,6 +141,26 @@ def _called(
     if call and call[2] in _METHODS:
         return f"{call[1]}.{call[2]}()", False
     return "", False
+
+
+def _reader(frames: list[tuple[FrameType, int]], inside: list[tuple[FrameType, int]]) -> str:
+    """What a data set of dtf's own had called for rows of the author's: `Photos.__getitem__(7)`, the collate function.
+    Empty where none was reading.
+    """
+    calls = frames[: len(frames) - len(inside)]
+    reading = [i for i, (frame, _) in enumerate(calls) if frame.f_code.co_name == "fetch"]
+    source = calls[reading[-1]][0].f_locals.get("self") if reading else None
+    if not isinstance(source, Dataset):
+        return ""
+    items = [frame for frame, _ in calls[reading[-1] :] if frame.f_code.co_name == "_item"]
+    row = items[-1].f_locals["number"] if items else None
+    if not inside:
+        return "" if row is None else f"row {row} of the data set"
+    first = inside[0][0]
+    if first.f_code.co_name in ("__getitem__", "__getitems__"):
+        owner = type(first.f_locals.get(first.f_code.co_varnames[0])).__name__  # its own `self`, whatever it is called
+        return f"{owner}.{first.f_code.co_name}({'...' if row is None else row})"
+    return str(getattr(source, "batch_source", "")) if row is None else f"what makes row {row} of the data set"
 
 
 def _module_name(frames: list[tuple[FrameType, int]], module: nn.Module) -> str:

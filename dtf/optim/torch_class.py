@@ -188,6 +188,7 @@ def torch_optimizer(
             "torch_class": torch_class,
             "pinned": MappingProxyType(pinned),
             "takes_weight_decay": "weight_decay" in arguments,
+            "usual_lr": rate if type(rate := arguments["lr"].default) is float else None,
             **fields,
         },
     )

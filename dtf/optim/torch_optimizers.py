@@ -39,6 +39,7 @@ class Adamax(TorchOptimizer):
     """
 
     torch_class = "torch.optim:Adamax"
+    usual_lr = 0.002
 
     betas: tuple[float, float] = option(
         default=(0.9, 0.999), least=0, below=1, doc="decays of the running mean of gradients and of the largest one"
@@ -71,6 +72,7 @@ class NAdam(TorchOptimizer):
     """
 
     torch_class = "torch.optim:NAdam"
+    usual_lr = 0.002
 
     betas: tuple[float, float] = option(default=(0.9, 0.999), least=0, below=1, doc=_BETAS)
     eps: float = option(default=1e-8, least=0, doc=_EPS)
@@ -88,6 +90,7 @@ class RAdam(TorchOptimizer):
     """
 
     torch_class = "torch.optim:RAdam"
+    usual_lr = 0.001
 
     betas: tuple[float, float] = option(default=(0.9, 0.999), least=0, below=1, doc=_BETAS)
     eps: float = option(default=1e-8, least=0, doc=_EPS)
@@ -103,6 +106,7 @@ class RMSprop(TorchOptimizer):
     """
 
     torch_class = "torch.optim:RMSprop"
+    usual_lr = 0.01
 
     alpha: float = option(default=0.99, least=0, doc="decay of the running mean of squared gradients")
     eps: float = option(default=1e-8, least=0, doc=_EPS)
@@ -120,6 +124,7 @@ class Rprop(TorchOptimizer):
     """
 
     torch_class = "torch.optim:Rprop"
+    usual_lr = 0.01
     takes_weight_decay = False
 
     etas: tuple[float, float] = option(

@@ -33,6 +33,9 @@ _MARKED = {name: f"#fe{number:02x}ef" for number, name in enumerate(_LIGHT)}
 """Colours that nothing else has: in an SVG they are replaced by the page's variables of these names."""
 _STRUCK = "#d1242f"
 _LONGEST_LABEL = 80
+_LEGEND_ROW = 66  # letters beside each other
+_HANDLE = 7  # letters that a line and the space after it take
+_BAR_LABEL = 40
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 
 
@@ -63,6 +66,7 @@ class Axes:
     floor: bool = False  # lines only: whether y begins at 0
     log: bool = False  # lines only: whether x is on a logarithmic scale
     top: float | None = None  # of the values, where it is known
+    shown: tuple[float, float] | None = None  # lines only: the part of y that is drawn
 
 
 @dataclass
@@ -120,9 +124,12 @@ def _figure(chart: Chart, colours: Mapping[str, str], legend: Sequence[str]) -> 
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     bars = max((len(axes.bars) for axes in chart.axes), default=0)
-    height = 0.75 + 0.36 * bars if bars else 2.7
+    rows = max((_label(bar.label).count("\n") for axes in chart.axes for bar in axes.bars), default=0)
+    height = 0.75 + (0.36 + 0.15 * rows) * bars if bars else 2.7
+    names = [shown(name, _LEGEND_ROW) for name in legend]
+    columns = max(1, min(3, len(names), _LEGEND_ROW // (max(map(len, names), default=0) + _HANDLE)))
     with rc_context(_style(colours)):
-        below = 0.24 * -(-len(legend) // 3)
+        below = 0.24 * -(-len(names) // columns)
         figure = Figure(
             figsize=(11.5 if chart.wide else 5.6, height + below),
             layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08),
@@ -135,18 +142,26 @@ def _figure(chart: Chart, colours: Mapping[str, str], legend: Sequence[str]) -> 
             from matplotlib.lines import Line2D
 
             handles = [
-                Line2D([], [], color=colours[f"run{i % 8}"], linestyle=_dash(i), label=shown(name))
-                for i, name in enumerate(legend)
+                Line2D([], [], color=colours[f"run{i % 8}"], linestyle=_dash(i), label=name)
+                for i, name in enumerate(names)
             ]
-            figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(legend)), frameon=False)
+            figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
         figure.canvas.draw()  # lay out with this style
     return figure
 
 
-def shown(text: str) -> str:
-    """A name that may come from elsewhere, as it stands in a chart: no control characters, and not without end."""
-    plain = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text[:_LONGEST_LABEL])
-    return plain + "..." * (len(text) > _LONGEST_LABEL)
+def shown(text: str, most: int = _LONGEST_LABEL) -> str:
+    """A name that may come from elsewhere, as it stands in a chart: no control characters, and at most so many letters.
+    Its middle is left out: runs often differ at their end.
+    """
+    cut = text if len(text) <= most else f"{text[: most - most // 3 - 3]}...{text[-(most // 3) :]}"
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in cut)
+
+
+def _label(name: str) -> str:
+    """Beside a bar: the values of a long name one below the other."""
+    parts = name.split(" \N{MIDDLE DOT} ")[:3] if len(name) > _BAR_LABEL else [name]
+    return "\n".join(shown(part, _BAR_LABEL) for part in parts)
 
 
 def _style(colours: Mapping[str, str]) -> dict[Any, Any]:
@@ -189,6 +204,8 @@ def _lines(place: Any, axes: Axes, colours: Mapping[str, str]) -> None:
         place.set_xlim(0, None)
     if axes.floor:
         place.set_ylim(0, axes.top or 1.08 * max(y for line in axes.lines for _, y in line.points) or 1)
+    if axes.shown:
+        place.set_ylim(*axes.shown)
     place.tick_params(length=0)
 
 
@@ -208,7 +225,7 @@ def _bars(place: Any, axes: Axes, colours: Mapping[str, str]) -> None:
         )
     place.set_xlim(0, 1.35 * max((bar.value for bar in axes.bars), default=1) or 1)
     place.set_ylim(len(axes.bars) - 0.45, -0.55)
-    place.set_yticks(range(len(axes.bars)), [shown(bar.label) if axes.labelled else "" for bar in axes.bars])
+    place.set_yticks(range(len(axes.bars)), [_label(bar.label) if axes.labelled else "" for bar in axes.bars])
     for label in place.get_yticklabels():
         label.set_color(colours["ink"])
     place.set_xlabel(axes.x)

@@ -114,12 +114,13 @@ def _comparison(results: Sequence[Result], published: Mapping[str, float]) -> Ch
 
 def _metric(results: Sequence[Result], metric: str) -> Chart:
     """Curves of a metric: training pale and evaluation strong. Where there is only one of them, it is strong."""
-    lines = []
+    lines: list[Line] = []
     for number, result in enumerate(results):
         train, evaluation = result.curve("train", metric), result.curve("eval", metric)
         lines += [Line(number, train, pale=bool(evaluation))] if train else []
         lines += [Line(number, evaluation)] if evaluation else []
-    return Chart(_file("metric", metric), "", [Axes(metric, "epochs", lines)])
+    x = "epochs (pale: training)" if any(line.pale for line in lines) else "epochs"
+    return Chart(_file("metric", metric), "", [Axes(metric, x, lines)])
 
 
 def _lines(
@@ -240,7 +241,10 @@ def _confusions(results: Sequence[Result]) -> str:
     found = []
     for number, result in enumerate(results):
         if result.confusion:
-            rows = [(f"{label} {name}", counts) for label, (name, counts) in enumerate(result.confusion)]
+            rows = [
+                (name if name == str(label) else f"{label} {name}", counts)
+                for label, (name, counts) in enumerate(result.confusion)
+            ]
             heads = [str(label) for label in range(len(rows))]
             found.append(f"<p>{page.chip(number)}{escape(result.name)}</p>" + page.matrix(rows, heads))
     return "<p>Rows of each class, by what they were taken for.</p>" + "\n".join(found)

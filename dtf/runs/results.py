@@ -26,6 +26,7 @@ from dtf.runs.budget import spent_s
 
 _SILENT = ("run.dir", "run.name", "launcher.processes", "job.", "observer.", "checkpoint.", "plugins")
 """Keys that do not describe a run in its name; `world` describes its processes."""
+_EXACT = 2**53  # whole numbers below it are exact as floats
 _PLAIN = ("recipe.name", "strategy.name", "precision.compute", "optimizer.name", "lr.name", "world")
 """Keys whose values need no key in a name."""
 
@@ -183,7 +184,12 @@ def _names(results: Sequence[Result]) -> list[str]:
 
 
 def _word(key: str, value: Any) -> str:
-    return str(value) if key in _PLAIN else f"{key}={value}"
+    if key in _PLAIN:
+        return str(value)
+    if value is None or isinstance(value, bool):
+        return f"{key}={'null' if value is None else str(value).lower()}"
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < _EXACT
+    return f"{key}={int(value) if whole else value}"
 
 
 def _result(folder: Path) -> Result:

@@ -99,9 +99,12 @@ def check_arch(arch: str) -> None:
     key = f"recipe.model.arch={arch}"
     if not arch.startswith(TIMM):
         if arch not in SMALL and arch not in FAMILY_OF:
-            raise ConfigError(
-                f"{key} is no network; {suggest(arch, [*SMALL, *FAMILY_OF])}; networks of timm are timm/NAME"
-            )
+            plain = re.sub(r"^timm[._:]", "", arch)
+            near, choices, names = suggest(arch, [*SMALL, *FAMILY_OF]).partition("choices")
+            if find_spec("timm") is not None and plain.partition(".")[0] in timm_names():
+                near = f"did you mean {TIMM}{plain}? "
+            said = near or f"{choices}{names}; "  # the names of 90 networks would hide the near one
+            raise ConfigError(f"{key} is no network; {said}networks of timm are {TIMM}NAME")
         return
     if find_spec("timm") is None:
         raise ConfigError(f"{key} needs timm, which is not installed; pip install 'dtf[timm]'")

@@ -14,9 +14,11 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import yaml
 
+import dtf
 from dtf.config.settings import _PARTS
 from tests.support.ranks import ranks
 
@@ -205,9 +207,18 @@ def test_registered_classes_import_without_torch() -> None:
         "    heavy = {'torch', 'torchvision', 'numpy', 'numba', 'tensorboard', 'safetensors', 'grpc'} & "
         "set(sys.modules)\n"
         "    if heavy: sys.exit(f'{name} imports {heavy}')\n"
+        "import dtf\n"  # a recipe's file imports these at its top
+        "opened = [getattr(dtf, name) for name in dtf._CALLED_LATER]\n"
+        "assert 'torch' not in sys.modules and {'map_style', 'cross_entropy'} <= {each.__name__ for each in opened}\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_function_that_needs_torch_imports_it_when_it_is_called() -> None:
+    late = dtf._imported_when_called("dtf.data.map_style", "map_style")
+    assert late.__name__ == "map_style" and late([(1.0, 2)]).fetch(np.array([0]), 0)[1].tolist() == [2]
+    assert dtf.map_style is sys.modules["dtf.data.map_style"].map_style, "where torch is imported already"
 
 
 def test_every_registered_class_is_loaded() -> None:

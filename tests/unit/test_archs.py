@@ -87,6 +87,8 @@ def test_found_blocks_of_residual_networks_are_those_of_their_layout(arch: str) 
     [
         ("efficientnet_b9", "is no network; did you mean efficientnet_b7"),
         ("timm/vit_tiny_patch16_22", "timm has no vit_tiny_patch16_22; did you mean vit_tiny_patch16_224?"),
+        ("timm_resnet10t", "is no network; did you mean timm/resnet10t? networks of timm are timm/NAME"),
+        ("resnet10t", "is no network; did you mean timm/resnet10t?"),
         ("timm/qqq", "timm has no qqq; timm.list_models"),
     ],
 )

@@ -9,12 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from dtf import folder_samples, map_style
 from dtf.config.compose import compose
-from dtf.core.errors import ConfigError, DtfError, Exit
+from dtf.core.errors import ConfigError, DataError, DtfError, Exit
 from dtf.core.types import Event, Failed, Measured, Place
 from dtf.engine.train import work
 from dtf.model.attributes import without_trace
@@ -181,6 +183,46 @@ def test_errors_of_other_causes_stay_what_they_are(error: Exception) -> None:
     assert _named(lambda: recipe.loss(None, torch.zeros(1))) is None
     recipe.error = RuntimeError("the same place, another cause")
     assert "Fails.loss() raised" in str(_named(lambda: recipe.loss(None, torch.zeros(1))))
+
+
+class Photos(torch.utils.data.Dataset):
+    """Rows of which one cannot be read, and one is not there."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, row: int) -> Any:
+        if row == 7:
+            raise ValueError("odd")
+        if row == 8:
+            raise FileNotFoundError("8.jpg")
+        return torch.zeros(2), row
+
+
+def _failing(items: list[Any]) -> Any:
+    raise KeyError("boxes")
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_rows_that_a_torch_data_set_cannot_read_are_named(seed: int | None) -> None:
+    rows = map_style(Photos(), seed=seed)
+    odd = _named(lambda: rows.fetch(np.array([1, 7]), 0))
+    assert isinstance(odd, ConfigError) and "Photos.__getitem__(7) raised ValueError: odd, at tests" in str(odd)
+    gone = _named(lambda: rows.fetch(np.array([8]), 0))
+    assert isinstance(gone, DataError) and "Photos.__getitem__(8) raised FileNotFoundError: 8.jpg" in str(gone)
+    collated = _named(lambda: map_style(Photos(), collate_fn=_failing, seed=seed).fetch(np.array([1]), 0))
+    assert "the collate function of dtf.map_style(Photos) raised KeyError: 'boxes', at tests" in str(collated)
+    listed = _named(lambda: map_style([1, 2], seed=seed).fetch(np.array([5]), 0))
+    assert "row 5 of the data set raised IndexError" in str(listed)
+
+
+def test_a_function_that_decodes_a_sample_is_named_with_the_row(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("x")
+    rows = folder_samples(str(tmp_path), decode=lambda sample: sample["boxes"], target="cls")
+    assert "what makes row 1 of the data set raised KeyError: 'boxes', at tests" in str(
+        _named(lambda: rows.fetch(np.array([1]), 0))
+    )
 
 
 def test_an_error_inside_dtf_is_not_the_authors() -> None:

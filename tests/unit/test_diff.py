@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtf.core.errors import DataError
+from dtf.config.compose import compose
+from dtf.core.errors import ConfigError, DataError
 from dtf.runs import diff as diffs
 from dtf.runs.diff import diff, lines
 from dtf.runs.results import read_runs
@@ -148,3 +149,10 @@ def test_runs_that_trained(run_dtf, tmp_path: Path) -> None:
     unknown, text = found(tmp_path / "a", tmp_path / "b")
     assert unknown["checkpoints"]["common"] == [] and unknown["data"] is None
     assert "data: not known of both, as checkpoints hold it" in text
+
+
+def test_a_run_folder_without_its_key_is_refused_with_it(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"is no override; a run folder is named by a key: job.runs=\[") as caught:
+        compose(["job=diff", str(folder)])
+    assert f"job.model={folder}" in str(caught.value)

@@ -175,6 +175,25 @@ def test_what_cannot_be_right_is_refused_by_name(recipe: Any, module: str, data:
         made.loss_mean(True)
 
 
+SHARED = torch.nn.Linear(6, 3)
+
+
+def of_shared(**arguments: Any) -> Any:
+    """A part of it is made once, outside."""
+    module = lit_small.Net(**arguments)
+    module.net[-1] = SHARED
+    return module
+
+
+def test_a_module_is_made_anew_each_time(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recipe("Net")
+    monkeypatch.setattr(type(made), "module_target", staticmethod(of_shared))
+    with pytest.raises(ConfigError, match=r"of_shared\(\) gives net.4 that it gave before; a rank makes several"):
+        assert made.build_model() and made.train_metrics
+    with pytest.raises(ConfigError, match="module is an object, of Net; give its class, or a function that makes one"):
+        lightning_recipe("other", module=lit_small.Net())
+
+
 def test_a_module_that_is_right_is_taken(recipe: Any) -> None:
     made = recipe("Net")
     model = made.build_model()

@@ -45,6 +45,11 @@ def test_a_plugin_that_cannot_be_imported(
     assert message.format(name=name) in str(refused.value)
 
 
+def test_a_plugin_is_named_without_the_suffix_of_its_file(composer: Composer) -> None:
+    with pytest.raises(ConfigError, match=r"give the module, without .py: plugins=\[my_recipe\]"):
+        composer.compose(["plugins=[my_recipe.py]"])
+
+
 @pytest.mark.parametrize(
     ("error", "kind"), [(FileNotFoundError("rows.csv"), DataError), (KeyError("columns"), ConfigError)]
 )

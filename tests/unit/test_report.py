@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import re
 import shutil
@@ -373,3 +374,27 @@ def test_a_browser_draws_it_light_and_dark(runs, run_dtf, tmp_path):
         }[look]
         assert runs_seen <= colours
     assert grounds == {"light": (246, 248, 250), "dark": (13, 17, 23)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_long_names_of_runs_fit_into_the_pictures(count: int) -> None:
+    pytest.importorskip("matplotlib")
+    from dtf.runs.charts import _LIGHT, Axes, Bar, Chart, Line, _figure
+
+    names = [
+        f"train.epochs={n} \N{MIDDLE DOT} recipe.model.weights=mobilenet_v3_small-{n:060}.pth" for n in range(count)
+    ]
+    curves = Chart("curves", "", [Axes("loss", "epochs", [Line(n, [(0, 0), (1, 1)]) for n in range(count)])])
+    bars = Chart("bars", "", [Axes("time", "s", bars=[Bar(name, 1.0, "run0", "1 s") for name in names])])
+    for chart, legend in ((curves, names), (bars, [])):
+        figure = _figure(chart, _LIGHT, legend)
+        figure.savefig(io.BytesIO())  # lays it out
+        place = figure.axes[0].get_window_extent()
+        assert place.width > 0.4 * figure.bbox.width and place.height > 0.3 * figure.bbox.height
+        drawn = figure.get_tightbbox().extents * figure.dpi  # in inches
+        assert drawn[0] >= -2 and drawn[2] <= figure.bbox.width + 2, "nothing is cut off"
+
+
+def test_a_run_is_named_by_values_as_they_are_written() -> None:
+    words = [results._word("train.epochs", value) for value in (None, 2.0, 0.5, True, "a")]
+    assert words == [f"train.epochs={text}" for text in ("null", "2", "0.5", "true", "a")]

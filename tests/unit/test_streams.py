@@ -246,7 +246,7 @@ def test_folders_are_walked_once_and_hidden_ones_are_no_classes(tmp_path: Path) 
     for name in ("a/0.txt", "b/0.txt", ".ipynb_checkpoints/0-checkpoint.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("a text")
-    rows: Any = folder_samples(tmp_path, decode=lambda sample: (sample["__key__"], sample["cls"])).wrapped  # type: ignore[attr-defined]
+    rows: Any = folder_samples(tmp_path, decode=lambda sample: (sample["__key__"], sample["cls"])).items  # type: ignore[attr-defined]
     assert [rows[n] for n in range(len(rows))] == [("a/0", b"0"), ("b/0", b"1")]
     (tmp_path / "a/up").symlink_to("..")
     with pytest.raises(DataError, match="a/up is a link in a circle, to "):

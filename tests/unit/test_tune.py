@@ -21,6 +21,7 @@ from dtf.jobs import largest_micro_batch as sizes
 from dtf.jobs import tune
 from dtf.jobs.largest_micro_batch import HostGuard, Trial, expected_bytes, refusal, search, wants_memory
 from dtf.jobs.range_test import judge, table
+from dtf.jobs.tune import _part_to_draw
 from tests.support.launching import HANG_S
 
 STEPS = 200
@@ -200,3 +201,9 @@ def test_a_folder_that_cannot_be_made_is_refused_before_a_trial(
     (tmp_path / "file").touch()
     done = run_dtf("job=tune", *TOY[:2], folder=tmp_path / "file" / "run")
     assert done.code == 2 and "cannot be written: Not a directory; choose another run.dir" in done.err
+
+
+def test_the_picture_shows_how_the_loss_fell_where_training_diverges() -> None:
+    low, high = _part_to_draw([1.4, 1.4, 1.2, 1.0, 90.0]) or (0, 0)
+    assert low < 1.0 and 1.4 < high < 2.0
+    assert _part_to_draw([]) is None
