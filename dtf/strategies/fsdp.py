@@ -231,6 +231,7 @@ class Fsdp(Strategy):
         from dtf.model.init import DTYPES, is_statistics
 
         _refuse_own_equality(model)
+        _keep_weights_in_place(model)
         for parameter in model.parameters():
             if not parameter.is_contiguous():  # torch divides rows in memory
                 parameter.data = parameter.data.contiguous()
@@ -272,6 +273,21 @@ class Fsdp(Strategy):
             head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + self.prefetch])
             head.set_modules_to_backward_prefetch(heads[max(0, i - self.prefetch) : i][::-1])
         return model
+
+
+def _keep_weights_in_place(model: nn.Module) -> None:
+    """On CUDA recurrent layers give their weights memory of their own in each pass that meets new ones. Gathered ones
+    would never change again. cuDNN brings them together by itself.
+    """
+    from torch import nn
+
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters = _nothing
+
+
+def _nothing() -> None:
+    """Of the module, so that it can be copied."""
 
 
 def _refuse_cuts(model: nn.Module, compiled: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dtf.config.settings import load_parts
-from tests.support.harness import difference, spread
+from tests.support.harness import difference, reference, spread
 
 load_parts([])
 
@@ -43,3 +43,10 @@ def test_two_parameters_of_one_memory_are_refused(strategy: str, options: dict[s
 
 def test_ddp_keeps_the_memory_of_two_parameters() -> None:
     assert difference(spread("ddp", 1, **case("tied_data")), spread("ddp", 2, **case("tied_data"))) < 1e-5
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("fsdp", {}), ("fsdp", {"unit": "layer"}), ("zero1", {})], ids=str)
+def test_a_layer_that_moves_its_weights_learns(strategy: str, options: dict[str, Any]) -> None:
+    """torch's recurrent layers do on CUDA, whenever they meet new weights."""
+    recurrent = {"plugin": "tests.support.recurrent_toy", "recipe": {"name": "recurrent"}, "steps": 4}
+    assert difference(reference(**recurrent), spread(strategy, 2, options=options, **recurrent)) < 1e-10
