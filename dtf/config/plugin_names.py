@@ -14,7 +14,7 @@ def plugins_in_overrides(overrides: Sequence[str]) -> list[str]:
     named = [text for text in overrides if text.lstrip("+").startswith("plugins=")]
     values = [override.value() for override in parse(named) if not override.is_sweep_override()]
     for value in values:
-        if isinstance(value, str):
+        if isinstance(value, str) and value != "???":
             raise ConfigError(typed(f"plugins={value} is not of type list of text; write [{value}]", "plugins"))
     return [name for value in values for name in plugins_in({"plugins": value})]
 

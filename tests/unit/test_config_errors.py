@@ -84,10 +84,6 @@ def composer() -> Composer:
         ("lr=null", "lr=null is no option; choices: constant, cosine"),
         ("~lr", "~lr leaves no lr; choose with lr=NAME" + HERE),
         ("lr=0.1", "lr=0.1 is no option; did you mean lr.peak=0.1? choices: constant, cosine"),
-        (
-            "lr=own",
-            "lr=own is no option; choices: constant, cosine, geometric, onecycle, plateau, step; one of your own",
-        ),
         ("optimizer=[1,2]", "optimizer=[1,2] is no option; choices: adadelta"),
         ("precision=float16", "precision=float16 is no option; did you mean fp16? choices: bf16"),
         ("optimizer.lr=0.1", "optimizer.lr=0.1 is no known key; did you mean lr.peak? choices: decay_norm_and_bias"),
@@ -175,6 +171,11 @@ def test_command_line(composer: Composer, line: str, message: str) -> None:
         composer.compose([line])
     assert without_key(str(caught.value)).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_a_name_of_ones_own_needs_its_module(composer: Composer) -> None:
+    with pytest.raises(ConfigError, match=r"lr=own is no option; .*; one of your own needs plugins=\[ITS_MODULE\]"):
+        composer.compose(["lr=own"])
 
 
 def test_threads_of_one_process_are_counted_together(composer: Composer) -> None:
