@@ -215,10 +215,9 @@ class Fsdp(Strategy):
     def _shard(
         self, model: nn.Module, units: list[list[nn.Module]], mesh: DeviceMesh, task: Task, keep: bool
     ) -> FSDPModule:
-        """Make a model an FSDP model, in place; its parameters become DTensors under the same names. `keep`: parameters
-        stay gathered between forward and backward, whatever the option says.
+        """Make a model an FSDP model, in place; its parameters become DTensors under the same names. Collective.
 
-        Collective.
+        `keep`: parameters stay gathered between forward and backward, whatever the option says.
         """
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,

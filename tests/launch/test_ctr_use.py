@@ -305,6 +305,7 @@ def test_predictions_and_evaluation_of_a_click_log(folder: Path, run_dtf: Run) -
     )
 
 
+@pytest.mark.slow
 def test_there_is_a_prediction_for_each_row_or_an_error(folder: Path, run_dtf: Run, tmp_path: Path) -> None:
     """Also where training and evaluation may leave rows out."""
     lines = (folder / "new.tsv").read_text().splitlines()

@@ -183,6 +183,7 @@ def test_who_plays_host_0_without_the_token_is_found_out(meeting: Meeting) -> No
     assert said[0]["task"] == digest(TASK) and "mine" not in json.dumps(said)
 
 
+@pytest.mark.slow
 def test_strangers_that_say_nothing_delay_nobody(meeting: Meeting) -> None:
     """Neither while hosts meet, nor signs of life while they wait for a lost one."""
     leader, _, third = met = [meeting.host(node, 3, silence_s=1.0) for node in range(3)]

@@ -269,6 +269,7 @@ def test_the_same_numbers_on_mixed_photos(tmp_path: Path, run_dtf: Any, strategy
     assert done.code == 0, done.out + done.err
 
 
+@pytest.mark.slow
 def test_another_network_by_its_name_simply_works_and_its_blocks_are_shown(tmp_path: Path, run_dtf: Any) -> None:
     """Those of a shufflenet are found; nobody names them."""
     root = tree(tmp_path / "t", train=4, val=2)

@@ -95,6 +95,7 @@ def odd_process() -> Iterator[None]:
     torch.set_default_device(None)
 
 
+@pytest.mark.slow
 def test_two_runs_in_a_row_are_alike_and_leave_the_process_as_it_was(odd_process: None) -> None:
     config = composed()
     dtf.train(config.with_({"train.steps": 1}))  # what is imported stays
@@ -347,6 +348,7 @@ def test_no_model_of_a_run_stays_in_memory(stopped: bool) -> None:
     assert models and not [model for model in models if model() is not None], kept
 
 
+@pytest.mark.slow
 def test_one_run_at_a_time_is_in_a_process() -> None:
     refused: list[BaseException] = []
 

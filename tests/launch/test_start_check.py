@@ -59,6 +59,7 @@ def test_a_later_run_of_the_same_makes_no_check(counted: Counted, tmp_path: Path
     assert counted("train.steps=1", "seed=1")[0] == first
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_makes_no_check(counted: Counted, tmp_path: Path) -> None:
     """Its record lies in its folder: another machine, without the user's cache, knows of it."""
     first, folder = counted("train.steps=1")

@@ -116,6 +116,7 @@ def test_a_rank_that_somebody_else_started(begin: Begin, port: int, moment: str)
     assert "before any work began" in ended(process)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_peer_has_left_already(begin: Begin, port: int) -> None:
     """The first signal ended rank 1; rank 0, which has its own handler by now, waits for it in C code."""
     [process, peer] = begin("env", ranks=[0, 1], plugin="tests.support.left_alone")

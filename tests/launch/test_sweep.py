@@ -63,6 +63,7 @@ def test_keys_of_options_that_the_experiments_swept_over_choose(configs, tmp_pat
     assert [one["recipe"]["data"]["root"] for one in seen] == ["/x", "/x"]
 
 
+@pytest.mark.slow
 def test_new_entries_of_mappings_and_deletions_as_in_a_single_run(configs) -> None:
     seen = configs(
         "launcher.env.A=1",

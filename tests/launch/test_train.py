@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from dtf.core.errors import Exit
 
 SMALL = [
@@ -43,6 +45,7 @@ def test_a_run_leaves_its_folder(run_dtf) -> None:
     assert "holds a run with seed=0, this one has seed=1" in again.err
 
 
+@pytest.mark.slow
 def test_a_killed_rank_changes_nothing(run_dtf) -> None:
     """Restarted from the last checkpoint, the run ends with the parameters and optimizer state of an undisturbed one,
     bit for bit.

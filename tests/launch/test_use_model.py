@@ -180,6 +180,7 @@ def test_predictions_are_in_order_and_go_on_where_they_stopped(trained: Path, im
         )
 
 
+@pytest.mark.slow
 def test_the_config_of_the_run_stands_behind_the_command_line(trained: Path, tmp_path: Path, run_dtf: Run) -> None:
     """Its recipe's keys need no recipe=NAME beside them, wherever the job and the model are named; what is shown is
     what is done.

@@ -36,6 +36,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "LONG_S", 1.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

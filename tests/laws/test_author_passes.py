@@ -66,6 +66,7 @@ def test_a_gradient_that_padding_has_too_is_refused(strategy: str, processes: in
         spread(strategy, processes, steps=1, **added())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_padding_of_the_last_batch_alone_is_refused_when_it_comes(strategy: str) -> None:
     """The third batch has four rows, one micro-batch."""
@@ -79,6 +80,7 @@ def sharing(place: str) -> dict[str, Any]:
     return {"plugin": "tests.support.sharing_model", "recipe": {"name": "sharing", "place": place}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["module", pytest.param("recipe", marks=pytest.mark.slow)])
 def test_replicas_that_share_a_place_compute_in_turn(place: str) -> None:
     assert difference(reference(**sharing(place)), spread("dp", 2, **sharing(place))) < 1e-10

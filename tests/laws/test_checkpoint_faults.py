@@ -322,6 +322,7 @@ def test_a_run_folder_survives_any_life(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what a person learns without observers
 
 
+@pytest.mark.slow
 def test_damage_is_told_where_nobody_observes(run_dtf: Callable[..., Any]) -> None:
     command = [
         "plugins=[tests.support.toy]",

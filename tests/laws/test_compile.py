@@ -115,6 +115,7 @@ def test_who_compiles_does_not_hang(run_dtf: Callable[..., Result], tmp_path: Pa
     assert "blocks: 3 BasicBlock" in found.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_or_without(compiled: bool, tmp_path: Path) -> None:
     kinds = ["off", "blocks"] if compiled else ["blocks", "off"]
@@ -238,6 +239,7 @@ def failing(rank: int, size: int, raised: str, **case: Any) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_full_disk_and_damaged_machine_code_are_told_as_what_they_are() -> None:
     """torch's own error begins with a line that says nothing."""
     full, damaged = (spread_list("failing", raised=raised) for raised in ("full", "/kept/a.so: file too short"))

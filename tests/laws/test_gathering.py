@@ -62,6 +62,7 @@ def test_a_resumed_run_computes_with_the_weights_of_the_checkpoint(kind: str, tm
     assert again["tensors"] == whole["tensors"] and again["eval"]["4"] == whole["eval"]["4"]
 
 
+@pytest.mark.slow
 def test_perturbed_weights_are_gathered_anew() -> None:
     spoilt = case("skips", perturb=1, precision="fp32")
     again = spread("fsdp", 2, call=f"{__name__}:evaluated_first", **spoilt)

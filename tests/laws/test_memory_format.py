@@ -21,6 +21,7 @@ def test_the_numbers_are_those_of_channels_first(strategy: str, options: dict[st
     assert difference(reference(**OF_SHAPES), found) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_run_goes_on_in_the_other_format(last: bool, tmp_path: Path) -> None:
     half = {**OF_SHAPES, "optimizer": "adamw", "folder": str(tmp_path), "save_every": 2, "halt": True}

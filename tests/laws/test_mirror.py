@@ -27,6 +27,7 @@ def store() -> Iterator[dict[str, str]]:
         yield environment
 
 
+@pytest.mark.slow
 def test_a_run_that_has_lost_its_folder_goes_on_from_the_store(
     run_dtf: Any, store: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

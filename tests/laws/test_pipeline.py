@@ -159,6 +159,7 @@ def test_a_run_shows_its_stages_and_keeps_them(run_dtf: Any) -> None:
     assert all(line in done.out for line in lines)
 
 
+@pytest.mark.slow
 def test_one_micro_batch_is_called_what_it_is(run_dtf: Any) -> None:
     done = run_dtf(
         "strategy=pipeline",

@@ -93,6 +93,7 @@ def test_copies_stay_equal_bit_for_bit(precision: str) -> None:
     assert all(len(held) == 1 for held in found) and len({held[0] for held in found}) == 1
 
 
+@pytest.mark.slow
 def test_a_run_with_tied_parameters_goes_on_elsewhere(tmp_path: Path) -> None:
     """From a pipeline under ddp, from ddp in a pipeline; a checkpoint has the weight once."""
     whole = reference(**tied("modules"))

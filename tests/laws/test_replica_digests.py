@@ -118,6 +118,7 @@ def test_each_way_to_go_astray(kind: str, tmp_path: Path) -> None:
     assert saved(tmp_path) == ([] if kind == "always" else [f"step_{step:06d}" for step in (1, 2, 3)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "options", "processes", "kind"), SEEMING)
 def test_what_only_looks_astray_is_saved_and_changes_nothing(
     strategy: str, options: dict[str, Any], processes: int, kind: str, tmp_path: Path

@@ -200,6 +200,7 @@ def test_the_first_module_that_differs_is_named(run_dtf: Any) -> None:
     assert done.code == 1 and row["first"].endswith("first differs: 5 (output), step 0")
 
 
+@pytest.mark.slow
 def test_a_refusal_says_why_in_its_row(run_dtf: Any) -> None:
     """One that a strategy makes is no break; a layout that names a module wrongly is the recipe's mistake."""
     toys = ["job=verify", *TOYS[:-1], "optimizer=sgd", "job.precisions=[fp64]", "job.strategies=[ddp,tensor]"]

@@ -73,6 +73,7 @@ def calm(run_dtf: Callable[..., Any]) -> Callable[..., Path]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("servers", [pytest.param([], marks=slow), TWO], ids=["one server", "two servers"])
 def test_a_killed_trainer_leaves_sync_bit_for_bit(
     servers: list[str], run_dtf: Any, calm: Callable[..., Path], tmp_path: Path

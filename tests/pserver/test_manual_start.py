@@ -93,6 +93,7 @@ def test_status_of_a_live_run(live: Underway, run_dtf: Run) -> None:
     assert server["blocks"]["bytes"] > 0
 
 
+@pytest.mark.slow
 def test_status_by_endpoint_needs_the_secret_and_what_the_folder_tells_is_good_for_looking_alone(
     live: Underway, run_dtf: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +110,7 @@ def test_status_by_endpoint_needs_the_secret_and_what_the_folder_tells_is_good_f
         Member(Client(live.where[0], find(live.folder).token, "none"), TRAINER, live.where, {}).ask()
 
 
+@pytest.mark.slow
 def test_who_is_refused(live: Underway, run_dtf: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTF_TOKEN", "another secret, and long enough")
     assert run_dtf(*command(live, "trainer", 1)).code == Exit.AUTH

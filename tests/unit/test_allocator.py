@@ -78,6 +78,7 @@ def _asks_for_huge_pages() -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _asks_for_huge_pages(), reason="this system gives huge pages to all processes, or to none")
 def test_the_start_says_whether_torch_really_has_huge_pages() -> None:
     command = [sys.executable, "-c", HUGE, "0", "1", "late"]

@@ -149,6 +149,7 @@ def test_a_step_that_is_stopped_stops_its_command(tmp_path: Path, monkeypatch: p
     assert stopped[0].returncode == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -193,6 +193,7 @@ def test_twice_the_boxes_take_twice_the_work_to_judge() -> None:
     assert looks[1] < 2.1 * looks[0] and looks[2] < 2.1 * looks[1] and looks[2] < 50 * 1600
 
 
+@pytest.mark.slow
 def test_160_000_boxes_are_judged() -> None:
     boxes = staircase(80_000, int)
     assert partition_fault((80_001, 80_000), boxes) == ""

@@ -126,6 +126,7 @@ def test_a_run_that_has_lost_its_mirror_is_not_told_to_start_again(tmp_path: Pat
     assert str(error).endswith("give each run a checkpoint.mirror of its own")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_stop_does_not_wait_longer_than_it_may(tmp_path: Path) -> None:
     def run(world: Together) -> None:
         writer = checkpointer(run_folder(tmp_path, "a"), world, mirror=str(tmp_path / "there"))

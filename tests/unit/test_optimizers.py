@@ -360,8 +360,7 @@ def test_cuda_steps_like_cpu_and_skips_without_a_trace(name: str) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     close = 1e-5 if name == "asgd" else 1e-12  # on CUDA torch computes its step sizes in fp32
-    for key, value in parameters.items():
-        torch.testing.assert_close(value.cpu(), cpu[key], rtol=close, atol=close)
+    torch.testing.assert_close({key: value.cpu() for key, value in parameters.items()}, cpu, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("name", ["sgd", "lars"])

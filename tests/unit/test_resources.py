@@ -127,6 +127,7 @@ def test_a_watcher_that_fails_says_so_and_closes(tmp_path):
     observer.close()
 
 
+@pytest.mark.slow
 def test_the_curve_goes_on_after_that_of_the_launch_before(tmp_path):
     """The seconds of a later launch come after those that the file has, and hide none of them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -82,6 +82,7 @@ def test_what_one_rank_writes_stays_its_own() -> None:
     assert torch.equal(other.weight, value) and value.any()
 
 
+@pytest.mark.slow
 def test_memory_is_given_back() -> None:
     model, other = _shared(nn.Linear(3, 3), nn.Linear(3, 3))
     maps = Path("/proc/self/maps")
