@@ -56,7 +56,7 @@ def cases() -> list[Any]:
                 processes == 2
                 and remat is KINDS[place % 2]
                 and not options
-                and strategy not in ("dp", "zero1", "tensor")
+                and strategy not in ("dp", "zero1", "fsdp", "tensor")
             )
             found.append(
                 pytest.param(
@@ -281,9 +281,10 @@ class WithoutLayout(Toy):
     ("recipe", "words"),
     [
         ("without_layout", "Sequential has no module with layers inside of it; name blocks in"),
-        pytest.param("toy", "names no block that is a module with layers inside", marks=pytest.mark.slow),
+        ("toy", "names no block that is a module with layers inside"),
     ],
 )
+@pytest.mark.slow
 def test_a_run_that_could_forget_nothing_is_refused(run_dtf: Callable[..., Result], recipe: str, words: str) -> None:
     done = run_dtf(
         f"plugins=[tests.support.toy,{__name__}]",

@@ -168,11 +168,11 @@ def test_what_cannot_be_compiled_is_refused_by_name_before_the_first_step(way: s
 @pytest.mark.parametrize(
     ("way", "processes"),
     [
-        ("counts", 1),
+        pytest.param("counts", 1, marks=pytest.mark.slow),
         ("counts by a rule", 2),
         ("ignored output", 1),
-        ("ignored penalty", 1),
-        ("leaves out by Python", 2),
+        pytest.param("ignored penalty", 1, marks=pytest.mark.slow),
+        pytest.param("leaves out by Python", 2, marks=pytest.mark.slow),
     ],
 )
 def test_blocks_that_keep_numbers_or_make_what_nobody_uses_are_compiled(way: str, processes: int) -> None:

@@ -67,7 +67,7 @@ def test_ranks_without_a_micro_batch_and_a_last_one_of_one_row(strategy: str, pr
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "pserver", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp", "fsdp"))]
+    "strategy", ["pserver", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp", "ddp", "fsdp"))]
 )
 def test_where_the_strategy_chooses_the_micro_batches(strategy: str) -> None:
     """With step.micro_batch_rows=0 an evaluation is cut by step.batch_size, 19. The model does not learn here, as its

@@ -12,6 +12,7 @@ from tests.support.harness import difference, reference, spread, variants
 OF_SHAPES: dict[str, Any] = {"recipe": {"name": "shapes_toy"}, "steps": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [pytest.param(*way, marks=() if way[0] == "fsdp" else pytest.mark.slow) for way in variants() if not way[1]],

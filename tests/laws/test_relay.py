@@ -65,6 +65,7 @@ def test_three_segments_and_a_killed_rank_are_one_run(run_dtf: Any, tmp_path: Pa
         assert out.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

@@ -134,6 +134,7 @@ def test_who_is_refused(live: Underway, run_dtf: Run, monkeypatch: pytest.Monkey
     )
 
 
+@pytest.mark.slow
 def test_a_trainer_joins_and_leaves(live: Underway, run_dtf: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTF_TOKEN", TOKEN)
     seen: list[list[int]] = []

@@ -182,6 +182,7 @@ def test_files_with_names_of_older_code_are_read(arch: str, older: dict[str, str
     assert weights.read(name).equal(network.state_dict()[name])
 
 
+@pytest.mark.slow
 def test_weights_for_images_of_another_size_are_refused_with_the_key(tmp_path: Path) -> None:
     small, large = (recipe("vit_b_32", pixels, classes=10) for pixels in (32, 64))
     torch.save(small.build_model().state_dict(), tmp_path / "w.pth")
