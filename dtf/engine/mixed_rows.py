@@ -10,14 +10,15 @@ from torch import nn
 
 from dtf.api.options import StepOptions
 from dtf.api.recipe import Dataset
+from dtf.model.batch_statistics import trained_parts
 
 
 def mixed_rows(model: nn.Module, rows: Dataset) -> list[str]:
     """Short texts: batch normalisations that train, and rows that are padded to the longest of a micro-batch."""
     norms = [
         f"{name} ({type(module).__name__})"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+        for name, module in trained_parts(model).items()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
     ]
     found = [f"statistics of {norms[0]}{f' and {len(norms) - 1} more' * (len(norms) > 1)}"] if norms else []
     return found + ["the padding of rows of several shapes"] * rows.shapes_vary

@@ -22,11 +22,13 @@ def _averages(layers: list[_Layer], suffix: str = "") -> list[Tensor]:
     return [getattr(layer, f"{kind}{suffix}") for _, layer, _ in layers for kind in _KINDS]
 
 
-def _learning(model: nn.Module, layers: list[_Layer]) -> set[str]:
-    """Names of the layers that `model.train()` puts into training mode. All modules are left in the mode they have."""
+def trained_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that `model.train()` puts into training mode, by name. All are left in the mode they have, which may
+    be that of evaluation: so models come from files of weights.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.train()
-    found = {name for name, layer, _ in layers if layer.training}
+    found = {name: module for name, module in model.named_modules() if module.training}
     for module, mode in modes:
         module.training = mode
     return found
@@ -75,7 +77,7 @@ class BatchNormStatistics:
                 for kind in _KINDS if ema else ():
                     module.register_buffer(f"{kind}{EMA_SUFFIX}", module._buffers[kind].detach().clone())  # type: ignore[union-attr]
         self._uneven: set[str] = set()  # layers that others keep right, see `release`
-        self._learning = _learning(model, self._layers)
+        self._learning = {*trained_parts(model)}
         self._calls: dict[str, int] = {}  # that changed averages, by layer, at `begin`
         self._ema, self._aside = ema, list[Tensor]()
         self._steps = 0

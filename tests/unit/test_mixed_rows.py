@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset, default_collate
 from dtf.api.options import StepOptions
 from dtf.data.map_style import map_style
 from dtf.engine.mixed_rows import cut_row, mixed_rows
+from dtf.model.freeze import freeze
 
 PAIRS = TensorDataset(torch.zeros(8, 3), torch.zeros(8))
 STACKED, PADDED = map_style(PAIRS), map_style(PAIRS, collate_fn=lambda items: default_collate(items))
@@ -19,7 +20,10 @@ STACKED, PADDED = map_style(PAIRS), map_style(PAIRS, collate_fn=lambda items: de
 def test_what_computes_rows_together() -> None:
     norms = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.LayerNorm(3), nn.BatchNorm1d(3))
     assert mixed_rows(norms, STACKED) == ["statistics of 1 (BatchNorm1d) and 1 more"]
-    assert mixed_rows(norms.eval(), STACKED) == [], "they are frozen: their statistics are what they keep"
+    assert len(mixed_rows(norms.eval(), STACKED)) == 1, "as models come from a file: steps put them into training mode"
+    assert not norms[1].training
+    freeze(norms, ["1", "3"])
+    assert mixed_rows(norms.train(), STACKED) == [], "they are frozen: their statistics are what they keep"
     assert mixed_rows(nn.Linear(3, 3), PADDED) == ["the padding of rows of several shapes"]
 
 
