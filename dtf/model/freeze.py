@@ -35,7 +35,8 @@ def stay_in_evaluation(module: nn.Module) -> None:
 
     Its class changes, the module and its name stay, as with seeded dropout in `dtf.model.seeded_dropout`.
     """
-    module.__class__ = _frozen(type(module))
+    if not isinstance(module, _Frozen):
+        module.__class__ = _frozen(type(module))
     module.training = False
 
 
