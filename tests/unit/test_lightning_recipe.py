@@ -26,6 +26,7 @@ from dtf.api import registry
 from dtf.api.sampler import Tail
 from dtf.config.settings import load_parts
 from dtf.core.errors import ConfigError
+from dtf.model.freeze import freeze
 
 STAND_IN = Path(__file__).parents[1] / "support" / "stand_in"
 STANDS_IN = importlib.util.find_spec("lightning") is None or importlib.util.find_spec("torchmetrics") is None
@@ -175,7 +176,7 @@ def test_what_cannot_be_right_is_refused_by_name(recipe: Any, module: str, data:
         made.loss_mean(True)
 
 
-SHARED = torch.nn.Linear(6, 3)
+SHARED, ACTIVATION = torch.nn.Linear(6, 3), torch.nn.ReLU()
 
 
 def of_shared(**arguments: Any) -> Any:
@@ -185,11 +186,21 @@ def of_shared(**arguments: Any) -> Any:
     return module
 
 
+def of_activation(**arguments: Any) -> Any:
+    """As where it is the default of an argument."""
+    module = lit_small.Net(**arguments)
+    module.net[2] = ACTIVATION
+    return module
+
+
 def test_a_module_is_made_anew_each_time(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = recipe("Net")
     monkeypatch.setattr(type(made), "module_target", staticmethod(of_shared))
     with pytest.raises(ConfigError, match=r"of_shared\(\) gives net.4 that it gave before; a rank makes several"):
         assert made.build_model() and made.train_metrics
+    made = recipe("Net")
+    monkeypatch.setattr(type(made), "module_target", staticmethod(of_activation))
+    assert made.build_model() and made.train_metrics
     with pytest.raises(ConfigError, match="module is an object, of Net; give its class, or a function that makes one"):
         lightning_recipe("other", module=lit_small.Net())
 
@@ -258,6 +269,8 @@ def test_parts_that_the_author_put_into_evaluation_mode_stay_there(recipe: Any) 
     assert type(model.net[0]) is not torch.nn.Linear and isinstance(model.net[0], torch.nn.Linear)
     copy = deepcopy(model).train()
     assert not copy.net[1].training and copy.net.training
+    freeze(model, ["net.1"])  # it may be named in recipe.model.freeze, too
+    assert not model.train().net[1].training
 
 
 def test_logs_of_parts_add_up_to_those_of_all_rows(recipe: Any) -> None:
