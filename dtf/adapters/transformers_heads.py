@@ -61,7 +61,8 @@ class _Labelled(Head):
 
     def labels_to_try(self, targets: Tensor, logits: Tensor) -> Tensor:
         classes = torch.arange(targets.numel()).view(targets.shape) % logits.shape[-1]
-        return classes.masked_fill(targets == IGNORED, IGNORED)
+        ignored = targets == IGNORED
+        return classes.masked_fill(ignored & ~ignored.all(), IGNORED)  # few rows may have no label, as of masked words
 
     def summarise(self, sums: list[float]) -> dict[str, float]:
         labels = sums[2]

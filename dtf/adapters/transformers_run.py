@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dtf.adapters.made_parts import MadeParts
 from dtf.adapters.transformers_data import ForModel, items_of, splits_of
 from dtf.adapters.transformers_heads import Head, head_of
 from dtf.api.options import FineTuning
 from dtf.api.recipe import Dataset
 from dtf.api.registry import name_of
-from dtf.core.arguments import load
+from dtf.core.arguments import load, name_in_module
 from dtf.core.errors import ConfigError
 from dtf.data.map_style import map_style
 from dtf.model.changing_buffers import buffers_restored
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 _TRIED_ROWS = 2
 _OWN_KEYS = frozenset(field.name for field in fields(FineTuning))
 _CLOSE = 1e-5
+_MADE = MadeParts()  # by all runs of this process: a second one must not go on with the weights of the first
 
 
 class TransformersRun:
@@ -117,6 +120,7 @@ class TransformersRun:
                 f"{self._recipe.model_target} returned {type(model).__name__}; it must return a PreTrainedModel of "
                 "transformers"
             )
+        _MADE.add(model, name_in_module(self._recipe.model_target))
         self._head = head_of(model)
         if self._collate is not None:
             self._collate.follow(type(model))
@@ -150,14 +154,14 @@ class TransformersRun:
             logits = model(**inputs, **extras).logits
             self.head.loss(logits, targets)  # names what is wrong with them
             labels = self.head.labels_to_try(targets, logits)
-            theirs = model(**inputs, **extras, labels=labels).loss
+            loss = model(**inputs, **extras, labels=labels).loss
             model.train(was)
-        mine = _mean(self.head.loss(logits, labels))
-        if theirs is None or abs(float(theirs) - mine) > _CLOSE * max(1.0, abs(mine)):
+        theirs, mine = math.inf if loss is None else float(loss), _mean(self.head.loss(logits, labels))
+        if not ((math.isnan(theirs) and math.isnan(mine)) or abs(theirs - mine) <= _CLOSE * max(1.0, abs(mine))):
             raise ConfigError(
-                f"{type(model).__name__} computes a loss of its own: {float(theirs or 0):.6g} for the first and the "
-                f"last row, where the loss of its kind, {type(self.head).__name__}, is {mine:.6g}. What it adds or "
-                "weighs is no mean that can be cut; write a recipe with that loss (docs/own-recipe.md)"
+                f"{type(model).__name__} computes a loss of its own: {'none' if loss is None else f'{theirs:.6g}'} for "
+                f"the first and the last row, where the loss of its kind, {type(self.head).__name__}, is {mine:.6g}. "
+                "What it adds or weighs is no mean that can be cut; write a recipe with that loss (docs/own-recipe.md)"
             )
 
 

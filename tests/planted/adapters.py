@@ -9,8 +9,8 @@ FAULTS = [
     Fault(
         "a model of transformers may weigh its classes",
         "dtf/adapters/transformers_heads.py",
-        "        return classes.masked_fill(targets == IGNORED, IGNORED)\n",
-        "        return targets.clone()\n",
+        "        return classes.masked_fill(ignored & ~ignored.all(), IGNORED)",
+        "        return targets.clone()",
         (REFUSED,),
     ),
     Fault(

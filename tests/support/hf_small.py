@@ -67,6 +67,18 @@ class RowwiseForTokenClassification(SmallForTokenClassification):
         return torch.stack([F.cross_entropy(*row) for row in zip(logits, labels, strict=True)]).mean()
 
 
+class NanForSequenceClassification(SmallForSequenceClassification):
+    """Of labels that are not those of the rows, such as a loss over counts of the classes that are there."""
+
+    def loss(self, logits, labels):
+        return super().loss(logits, labels) * torch.tensor(torch.nan)
+
+
+class SilentForTokenClassification(SmallForTokenClassification):
+    def loss(self, logits, labels):
+        return None
+
+
 class SmallForQuestionAnswering(Small):
     pass
 
@@ -97,6 +109,21 @@ def balanced():
 
 def rowwise():
     return RowwiseForTokenClassification()
+
+
+def undefined():
+    return NanForSequenceClassification()
+
+
+def silent():
+    return SilentForTokenClassification()
+
+
+KEPT = SmallForSequenceClassification()
+
+
+def kept():
+    return KEPT
 
 
 def encodes():
@@ -130,6 +157,11 @@ def tags():
 
 def one_class():
     return _made(12, lambda row: 1), _made(8, lambda row: 1)
+
+
+def untagged():
+    """Few rows have a label, as of masked words: not those that are tried."""
+    return tuple(_made(count, lambda row: [0 if row == 1 else -100, -100, -100]) for count in (12, 8))
 
 
 def full_tags():

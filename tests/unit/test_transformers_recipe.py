@@ -87,6 +87,9 @@ def test_the_command_line_reads_the_line_of_a_plugin_without_torch(tmp_path: Pat
         ("weighs", "classes", {}, "computes a loss of its own"),
         ("balanced", "one_class", {}, "computes a loss of its own"),
         ("rowwise", "full_tags", {}, "computes a loss of its own"),
+        ("rowwise", "untagged", {}, "computes a loss of its own"),
+        ("undefined", "classes", {}, "computes a loss of its own: nan for"),
+        ("silent", "tags", {}, "computes a loss of its own: none for"),
         ("rows", "fractions", {}, "multi_label_classification"),
         ("rows", "streams", {}, "is a stream"),
         ("rows", "alone", {}, "as a dict of train, validation"),
@@ -204,6 +207,13 @@ def test_a_trained_model_is_called_as_before(recipe: Any, small: Any) -> None:
     assert torch.equal(model({"input_ids": words}), model(words).logits)
     assert model(input_ids=words, labels=torch.tensor([1])).loss is not None
     assert inspect.signature(model.forward) == inspect.signature(small.Small.forward.__get__(model))
+
+
+def test_a_model_is_made_anew_each_time(recipe: Any) -> None:
+    """A second run of a process would go on with the weights of the first."""
+    recipe("kept").build_model()
+    with pytest.raises(ConfigError, match=r"kept\(\) gives the model that it gave before; .* in the function"):
+        recipe("kept").build_model()
 
 
 def test_a_file_of_16_bits_gives_a_model_of_32(recipe: Any) -> None:
