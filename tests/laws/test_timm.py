@@ -174,6 +174,5 @@ def test_strategies_give_the_numbers_of_one_process(name: str, tmp_path: Path) -
         "job.processes=[2]", "job.precisions=[fp64]", f"job.batch_size={BATCH}",
     )  # fmt: skip
     assert done.returncode == 0 and "refused" not in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
-    lines = done.stdout.splitlines()
-    assert any(line.startswith("ddp") for line in lines) and any(line.startswith("fsdp") for line in lines), done.stdout
+    assert "4 of 4 runs have the reference's numbers" in done.stdout, done.stdout
     print(done.stdout)
