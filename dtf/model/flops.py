@@ -18,6 +18,13 @@ def _product(a: Tensor, b: Tensor) -> int:
     return 2 * a.numel() * (b.shape[-1] if b.dim() > 1 else 1)
 
 
+def _of_groups(a: Tensor, b: Tensor) -> int:
+    """A product for each group, such as of the rows of each expert: where an operand has two axes, one of them is that
+    of all groups together.
+    """
+    return _product(a, b) // (len(a) if a.dim() > b.dim() else 1)
+
+
 def _convolution(weight: Tensor, small: Tensor) -> int:
     """`small`: the output, of a transposed one the input: there each position takes all weights once."""
     return 2 * weight.numel() * (small.numel() // max(1, small.shape[1]))
@@ -47,6 +54,7 @@ _FORMULAS: dict[str, Callable[[Sequence[Any], Any], int]] = {
     "mv": lambda args, out: _product(args[0], args[1]),
     "bmm": lambda args, out: _product(args[0], args[1]),
     "_scaled_mm": lambda args, out: _product(args[0], args[1]),
+    "_grouped_mm": lambda args, out: _of_groups(args[0], args[1]),
     "addmm": lambda args, out: _product(args[1], args[2]),
     "addmv": lambda args, out: _product(args[1], args[2]),
     "baddbmm": lambda args, out: _product(args[1], args[2]),

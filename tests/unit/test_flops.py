@@ -44,6 +44,13 @@ def test_a_transposed_convolution_takes_each_input_once() -> None:
     assert flops(layer, torch.ones(2, 4, 7, requires_grad=True)) == 3 * 2 * (2 * 7) * 4 * 6 * 5
 
 
+def test_experts_take_their_own_rows() -> None:
+    """Eight rows of three experts; gradients of the rows and of the weights too."""
+    rows, weights = (torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((8, 16), (3, 16, 32)))
+    ends = torch.tensor([3, 3, 8], dtype=torch.int32)
+    assert flops(lambda: torch._grouped_mm(rows, weights, offs=ends).square()) == 3 * 2 * 8 * 16 * 32
+
+
 @pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_is_the_same_by_every_kernel(kernel: SDPBackend, causal: bool) -> None:
