@@ -26,7 +26,6 @@ from dtf.model.init import seeded
 if TYPE_CHECKING:
     from dtf.config.settings import Settings
 
-_TRIED_ROWS = 2
 _OWN_KEYS = frozenset(field.name for field in fields(FineTuning))
 _CLOSE = 1e-5
 
@@ -140,25 +139,29 @@ class TransformersRun:
     def _refuse_another_loss(self, model: Any) -> None:
         """Raise ConfigError where the model computes another loss of some rows than its head."""
         rows = self.rows("train")
-        ids = np.unique(np.linspace(0, len(rows) - 1, min(_TRIED_ROWS, len(rows))).astype(np.int64))
+        ids = np.unique(np.linspace(0, len(rows) - 1, min(self.head.tried_rows, len(rows))).astype(np.int64))
         inputs, targets = rows.fetch(ids, 0)
         if not isinstance(targets, Tensor):
             raise ConfigError(f"labels of a batch are {type(targets).__name__}; they must be a tensor")
+        if getattr(model.config, "return_dict", True) is False:
+            raise ConfigError("the model's config has return_dict=False; leave it out: its outputs are taken by name")
         was, extras = model.training, _extras(model)
         with seeded(self._settings.seed), torch.no_grad(), buffers_restored(model):
-            model.eval()
-            logits = model(**inputs, **extras).logits
+            logits = _logits(model.eval(), model(**inputs, **extras))
             self.head.loss(logits, targets)  # names what is wrong with them
             labels = self.head.labels_to_try(targets, logits)
-            theirs = model(**inputs, **extras, labels=labels).loss
+            evaluated = model(**inputs, **extras, labels=labels)
+            trained = model.train()(**inputs, **extras, labels=labels)  # with dropout: beside its own scores
             model.train(was)
-        mine = _mean(self.head.loss(logits, labels))
-        if theirs is None or abs(float(theirs) - mine) > _CLOSE * max(1.0, abs(mine)):
-            raise ConfigError(
-                f"{type(model).__name__} computes a loss of its own: {float(theirs or 0):.6g} for the first and the "
-                f"last row, where the loss of its kind, {type(self.head).__name__}, is {mine:.6g}. What it adds or "
-                "weighs is no mean that can be cut; write a recipe with that loss (docs/own-recipe.md)"
-            )
+        for given, scores in ((evaluated, logits), (trained, _logits(model, trained))):
+            theirs, mine = given.loss, _mean(self.head.loss(scores, labels))
+            if theirs is None or not abs(float(theirs) - mine) <= _CLOSE * max(1.0, abs(mine)):
+                raise ConfigError(
+                    f"{type(model).__name__} computes a loss of its own{' in training' if given is trained else ''}: "
+                    f"{float('nan') if theirs is None else float(theirs):.6g} for {len(ids)} rows, where the loss of "
+                    f"its kind, {type(self.head).__name__}, is {mine:.6g}. What it adds or weighs is no mean that can "
+                    "be cut; write a recipe with that loss (docs/own-recipe.md)"
+                )
 
 
 class _Seen(BaseException):
@@ -182,6 +185,17 @@ def class_of_model(make: Callable[[], Any]) -> type:
         return seen.args[0]
     finally:
         PreTrainedModel.__init__ = before
+
+
+def _logits(model: Any, outputs: Any) -> Tensor:
+    """ConfigError where a pass gave none by that name."""
+    logits = getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise ConfigError(
+            f"{type(model).__name__}.forward returned {type(outputs).__name__} without logits; it must return a "
+            "ModelOutput with loss and logits"
+        )
+    return logits
 
 
 def _mean(loss: Any) -> float:

@@ -60,6 +60,25 @@ class BalancedForSequenceClassification(SmallForSequenceClassification):
         return F.cross_entropy(logits, labels, torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
 
+class RareForSequenceClassification(SmallForSequenceClassification):
+    """Equal to the plain one for the first classes."""
+
+    def loss(self, logits, labels):
+        return F.cross_entropy(logits, labels, torch.tensor([1.0, 1.0, 1.0, 4.0]))
+
+
+class PenalisedForSequenceClassification(SmallForSequenceClassification):
+    """Equal to the plain one in evaluation."""
+
+    def loss(self, logits, labels):
+        return super().loss(logits, labels) + (logits.square().mean() if self.training else 0.0)
+
+
+class TupleForSequenceClassification(SmallForSequenceClassification):
+    def forward(self, input_ids, labels=None, return_dict=None):
+        return (super().forward(input_ids, labels).logits,)
+
+
 class RowwiseForTokenClassification(SmallForTokenClassification):
     """Equal to the plain one where rows have as many labels."""
 
@@ -93,6 +112,35 @@ def weighs():
 
 def balanced():
     return BalancedForSequenceClassification()
+
+
+def rare():
+    return RareForSequenceClassification()
+
+
+def penalised():
+    return PenalisedForSequenceClassification(dropout=0.5)
+
+
+def gives_tuples():
+    return TupleForSequenceClassification()
+
+
+class AnyForSequenceClassification(SmallForSequenceClassification):
+    def forward(self, *given, **named):
+        return super().forward(*given, **named)
+
+
+def takes_any():
+    return AnyForSequenceClassification()
+
+
+def no_names():
+    return SmallForSequenceClassification(return_dict=False)
+
+
+def three_numbers():
+    return SmallForSequenceClassification(problem_type="regression")
 
 
 def rowwise():
@@ -130,6 +178,10 @@ def tags():
 
 def one_class():
     return _made(12, lambda row: 1), _made(8, lambda row: 1)
+
+
+def ignored():
+    return tuple(_made(count, lambda row: -100) for count in (12, 8))
 
 
 def full_tags():
