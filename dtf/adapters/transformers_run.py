@@ -78,8 +78,15 @@ class TransformersRun:
             )
 
     def _collator(self) -> Any:
-        if self._recipe.collator_target is not None:
-            return _call(self._recipe.collator_target, {})
+        target = self._recipe.collator_target
+        if target is not None:
+            try:
+                inspect.signature(load(target)).bind()
+            except TypeError as error:
+                raise ConfigError(
+                    f"collator={target}: {error}; name a function without arguments that returns the collator"
+                ) from None
+            return _call(target, {})
         from transformers import default_data_collator  # pyright: ignore[reportMissingImports]
 
         return default_data_collator

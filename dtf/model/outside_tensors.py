@@ -78,8 +78,8 @@ def refuse_kept_copies(models: Sequence[nn.Module], recipe: object) -> None:
     model = models[0]
     for name, holder in [*shared_holders(model, recipe), ("recipe", recipe)]:
         for key, value in list(vars(holder).items()):
-            inner = dict.values(value) if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            for kept in list(inner):
+            items = dict.values(value) if isinstance(value, dict) else value
+            for kept in list(items) if isinstance(value, dict | list | tuple) else [value]:
                 if isinstance(kept, nn.Module) and (kept is not model or models[1:]) and _is_copy(kept, model):
                     raise outside_error(f"{COPY}model ({name}.{key})")
 

@@ -51,8 +51,15 @@ FAULTS = [
     Fault(
         "columns that a model does not take reach the collator",
         "dtf/adapters/transformers_data.py",
-        " if k in columns}",
+        " if name in self._columns}",
         "}",
         (f"{RECIPE}test_classes_of_rows_have_a_loss_each_and_names",),
+    ),
+    Fault(
+        "what a model adds to its loss in training alone is not seen",
+        "dtf/adapters/transformers_run.py",
+        "            trained = model.train()(",
+        "            trained = model.eval()(",
+        (REFUSED,),
     ),
 ]

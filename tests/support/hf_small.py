@@ -228,6 +228,10 @@ def collator():
     return transformers.default_data_collator
 
 
+def pad(rows):
+    return transformers.default_data_collator(rows)
+
+
 def extra_collator():
     return lambda rows: {**transformers.default_data_collator(rows), "mask": torch.ones(len(rows))}
 

@@ -100,6 +100,7 @@ def test_the_command_line_reads_the_line_of_a_plugin_without_torch(tmp_path: Pat
         ("rows", "unlabelled", {}, "labels"),
         ("rows", "batches", {}, "with a collate function or a target"),
         ("rows", "classes", {"collator": f"{SMALL}:extra_collator"}, "gives mask, which .*forward does not take"),
+        ("rows", "classes", {"collator": f"{SMALL}:pad"}, "required argument: 'rows'; name a function"),
         ("rows", "classes", {"collator": f"{SMALL}:no_collator"}, "must return a function of a list of rows"),
         ("rows", "classes", {"objective": ("perplexity", "min")}, "perplexity is no metric"),
     ],
