@@ -9,7 +9,7 @@ FAULTS = [
     Fault(
         "a model of transformers may weigh its classes",
         "dtf/adapters/transformers_heads.py",
-        "        return classes.masked_fill(targets == IGNORED, IGNORED)\n",
+        "        return classes.masked_fill(~known & known.any(), IGNORED)  # without one there would be no loss\n",
         "        return targets.clone()\n",
         (REFUSED,),
     ),
