@@ -62,4 +62,11 @@ FAULTS = [
         "            trained = model.eval()(",
         (REFUSED,),
     ),
+    Fault(
+        "a model sees that it is sharded",
+        "dtf/strategies/fsdp.py",
+        '            vars(module).pop("_is_fsdp_managed_module", None)\n',
+        "            pass\n",
+        ("tests/unit/test_fsdp_mark.py::test_only_compiled_modules_keep_the_mark_of_torch",),
+    ),
 ]
