@@ -20,7 +20,7 @@ from dtf.api.registry import name_of
 from dtf.core.arguments import load
 from dtf.core.errors import ConfigError
 from dtf.data.map_style import map_style
-from dtf.model.changing_buffers import buffers_restored
+from dtf.model.attributes import without_trace
 from dtf.model.init import seeded
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class TransformersRun:
         if getattr(model.config, "return_dict", True) is False:
             raise ConfigError("the model's config has return_dict=False; leave it out: its outputs are taken by name")
         was, extras = model.training, _extras(model)
-        with seeded(self._settings.seed), torch.no_grad(), buffers_restored(model):
+        with seeded(self._settings.seed), torch.no_grad(), without_trace([model]):
             logits = _logits(model.eval(), model(**inputs, **extras))
             self.head.loss(logits, targets)  # names what is wrong with them
             labels = self.head.labels_to_try(targets, logits)

@@ -176,6 +176,11 @@ def test_the_model_starts_as_its_author_made_it(recipe: Any, small: Any) -> None
         assert torch.equal(tensor, model.state_dict()[name]), name
 
 
+def test_what_a_pass_that_only_tries_changes_is_put_back(recipe: Any) -> None:
+    model = recipe("counts").build_model()
+    assert model.passes == 0 and model.training
+
+
 def test_rows_are_read_before_the_memory_of_a_model_is_taken(recipe: Any, small: Any) -> None:
     """Ranks of a host may have to take turns to make it."""
     made = recipe("rows")
