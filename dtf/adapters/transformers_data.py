@@ -61,11 +61,20 @@ class ForModel:
         self._model, self._inputs = model.__name__, {*inspect.signature(model.forward).parameters}
         self._columns = {*self._inputs, *_LABELS}
 
+    def _taken(self, row: Any) -> Any:
+        """The columns that the model takes."""
+        if not isinstance(row, Mapping):
+            return row
+        taken = {name: value for name, value in row.items() if name in self._columns}
+        if not self._inputs.intersection(taken):
+            raise ConfigError(
+                f"{self._model}.forward names none of the columns of a row, {', '.join(map(str, row))}; its arguments "
+                f"are {', '.join(sorted(self._inputs - {'self'}))}"
+            )
+        return taken
+
     def __call__(self, rows: list[Any]) -> Any:
-        columns = self._columns
-        batch = self._collate(
-            [{k: v for k, v in row.items() if k in columns} if isinstance(row, Mapping) else row for row in rows]
-        )
+        batch = self._collate([self._taken(row) for row in rows])
         names = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         if not isinstance(batch, Mapping) or "labels" not in batch:
             raise ConfigError(

@@ -18,6 +18,9 @@ from dtf.core.types import Batch
 from dtf.model.losses import IGNORED, cross_entropy, target_rank
 from dtf.model.metrics import weighted_sums
 
+_TRIED_CLASSES = 8
+"""More would take long in a large model."""
+
 
 class Head:
     """A kind of model. `config`: the model's own."""
@@ -29,6 +32,9 @@ class Head:
 
     gives_classes = False
     """Whether a row gets one class of several."""
+
+    tried_rows = 2
+    """How many rows tell whether a model computes this loss."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -60,13 +66,22 @@ class _Labelled(Head):
     sums = ("loss", "labels", "top1")
 
     def labels_to_try(self, targets: Tensor, logits: Tensor) -> Tensor:
-        classes = torch.arange(targets.numel()).view(targets.shape) % logits.shape[-1]
-        ignored = targets == IGNORED
-        return classes.masked_fill(ignored & ~ignored.all(), IGNORED)  # few rows may have no label, as of masked words
+        classes, known = torch.arange(targets.numel()).view(targets.shape) % logits.shape[-1], targets != IGNORED
+        return classes.masked_fill(~known & known.any(), IGNORED)  # without one there would be no loss
 
     def summarise(self, sums: list[float]) -> dict[str, float]:
         labels = sums[2]
         return {name: sums[place] / labels if labels else math.nan for name, place in (("loss", 1), ("top1", 3))}
+
+
+def _shaped(labels: Tensor, shape: torch.Size) -> Tensor:
+    """ConfigError where there are more or fewer."""
+    if labels.numel() != shape.numel():
+        raise ConfigError(
+            f"labels of {shape[0]} rows are {tuple(labels.shape)}, and the model's outputs need {tuple(shape)}; give "
+            "rows such labels, or its config other num_labels or problem_type"
+        )
+    return labels.reshape(shape)
 
 
 class Numbers(Head):
@@ -82,7 +97,7 @@ class Numbers(Head):
         return (torch.arange(targets.numel()) % 2).view(targets.shape).to(targets) if self.are_classes else targets
 
     def loss(self, logits: Tensor, targets: Tensor) -> Any:
-        wanted = targets.reshape(logits.shape).to(logits.dtype)
+        wanted = _shaped(targets, logits.shape).to(logits.dtype)
         if self.are_classes:
             return functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none").flatten(1).mean(1)
         return (logits - wanted).square().flatten(1).mean(1)
@@ -95,6 +110,7 @@ class Classes(_Labelled):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        self.tried_rows = max(2, min(config.num_labels, _TRIED_CLASSES))
         names = tuple((getattr(config, "id2label", None) or {}).values())
         if names != tuple(f"LABEL_{number}" for number in range(len(names))):
             self.class_names = tuple(map(str, names))
@@ -105,7 +121,7 @@ class Classes(_Labelled):
                 "labels are numbers with a fraction, and the model has several outputs: is each label a set of "
                 'classes? Make its config with problem_type="multi_label_classification", or "regression"'
             )
-        labels = targets.reshape(len(logits))
+        labels = _shaped(targets, logits.shape[:1])
         return cross_entropy(logits, labels), labels != IGNORED
 
     def measure(self, logits: Tensor, batch: Batch, loss: Tensor) -> Tensor:

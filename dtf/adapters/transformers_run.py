@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -22,13 +21,12 @@ from dtf.api.registry import name_of
 from dtf.core.arguments import load, name_in_module
 from dtf.core.errors import ConfigError
 from dtf.data.map_style import map_style
-from dtf.model.changing_buffers import buffers_restored
+from dtf.model.attributes import without_trace
 from dtf.model.init import seeded
 
 if TYPE_CHECKING:
     from dtf.config.settings import Settings
 
-_TRIED_ROWS = 2
 _OWN_KEYS = frozenset(field.name for field in fields(FineTuning))
 _CLOSE = 1e-5
 _MADE = MadeParts()  # by all runs of this process: a second one must not go on with the weights of the first
@@ -82,8 +80,15 @@ class TransformersRun:
             )
 
     def _collator(self) -> Any:
-        if self._recipe.collator_target is not None:
-            return _call(self._recipe.collator_target, {})
+        target = self._recipe.collator_target
+        if target is not None:
+            try:
+                inspect.signature(load(target)).bind()
+            except TypeError as error:
+                raise ConfigError(
+                    f"collator={target}: {error}; name a function without arguments that returns the collator"
+                ) from None
+            return _call(target, {})
         from transformers import default_data_collator  # pyright: ignore[reportMissingImports]
 
         return default_data_collator
@@ -144,25 +149,29 @@ class TransformersRun:
     def _refuse_another_loss(self, model: Any) -> None:
         """Raise ConfigError where the model computes another loss of some rows than its head."""
         rows = self.rows("train")
-        ids = np.unique(np.linspace(0, len(rows) - 1, min(_TRIED_ROWS, len(rows))).astype(np.int64))
+        ids = np.unique(np.linspace(0, len(rows) - 1, min(self.head.tried_rows, len(rows))).astype(np.int64))
         inputs, targets = rows.fetch(ids, 0)
         if not isinstance(targets, Tensor):
             raise ConfigError(f"labels of a batch are {type(targets).__name__}; they must be a tensor")
+        if getattr(model.config, "return_dict", True) is False:
+            raise ConfigError("the model's config has return_dict=False; leave it out: its outputs are taken by name")
         was, extras = model.training, _extras(model)
-        with seeded(self._settings.seed), torch.no_grad(), buffers_restored(model):
-            model.eval()
-            logits = model(**inputs, **extras).logits
+        with seeded(self._settings.seed), torch.no_grad(), without_trace([model]):
+            logits = _logits(model.eval(), model(**inputs, **extras))
             self.head.loss(logits, targets)  # names what is wrong with them
             labels = self.head.labels_to_try(targets, logits)
-            loss = model(**inputs, **extras, labels=labels).loss
+            evaluated = model(**inputs, **extras, labels=labels)
+            trained = model.train()(**inputs, **extras, labels=labels)  # with dropout: beside its own scores
             model.train(was)
-        theirs, mine = math.inf if loss is None else float(loss), _mean(self.head.loss(logits, labels))
-        if not ((math.isnan(theirs) and math.isnan(mine)) or abs(theirs - mine) <= _CLOSE * max(1.0, abs(mine))):
-            raise ConfigError(
-                f"{type(model).__name__} computes a loss of its own: {'none' if loss is None else f'{theirs:.6g}'} for "
-                f"the first and the last row, where the loss of its kind, {type(self.head).__name__}, is {mine:.6g}. "
-                "What it adds or weighs is no mean that can be cut; write a recipe with that loss (docs/own-recipe.md)"
-            )
+        for given, scores in ((evaluated, logits), (trained, _logits(model, trained))):
+            theirs, mine = given.loss, _mean(self.head.loss(scores, labels))
+            if theirs is None or not abs(float(theirs) - mine) <= _CLOSE * max(1.0, abs(mine)):
+                raise ConfigError(
+                    f"{type(model).__name__} computes a loss of its own{' in training' if given is trained else ''}: "
+                    f"{'none' if theirs is None else f'{float(theirs):.6g}'} for {len(ids)} rows, where the loss of "
+                    f"its kind, {type(self.head).__name__}, is {mine:.6g}. What it adds or weighs is no mean that can "
+                    "be cut; write a recipe with that loss (docs/own-recipe.md)"
+                )
 
 
 class _Seen(BaseException):
@@ -186,6 +195,17 @@ def class_of_model(make: Callable[[], Any]) -> type:
         return seen.args[0]
     finally:
         PreTrainedModel.__init__ = before
+
+
+def _logits(model: Any, outputs: Any) -> Tensor:
+    """ConfigError where a pass gave none by that name."""
+    logits = getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise ConfigError(
+            f"{type(model).__name__}.forward returned {type(outputs).__name__} without logits; it must return a "
+            "ModelOutput with loss and logits"
+        )
+    return logits
 
 
 def _mean(loss: Any) -> float:

@@ -121,7 +121,7 @@ def is_small(value: Any) -> bool:
     if isinstance(value, Tensor | np.ndarray):
         return value.nbytes <= _MOST_KEPT
     if isinstance(value, dict | list | tuple | deque | set):
-        items = value.values() if isinstance(value, dict) else value
+        items = dict.values(value) if isinstance(value, dict) else value
         return len(value) <= _MOST_KEPT_ITEMS and all(is_small(item) for item in list(items))
     return not has_fields(value)
 

@@ -113,10 +113,10 @@ class Contents:
 
 def _put_back(mapping: dict[Any, Any], before: dict[Any, Any]) -> None:
     """Give a dict these items, and no others. It is never empty meanwhile: other threads may read it."""
-    for key in [key for key in mapping if key not in before]:
+    for key in [key for key in dict.keys(mapping) if key not in before]:
         del mapping[key]
     mapping.update(before)
-    if list(mapping) != list(before):
+    if list(dict.keys(mapping)) != list(before):
         for key in before:
             mapping[key] = mapping.pop(key)
 

@@ -200,5 +200,5 @@ def _inside(
     seen.add(id(value))
     if type(value) is list:
         yield f"the length of {name}", _Length(value)
-    for at, item in list(inner.items() if isinstance(inner, dict) else enumerate(inner)):
+    for at, item in list(dict.items(inner) if isinstance(inner, dict) else enumerate(inner)):
         yield from _inside(name + form.format(at), value, at, item, seen, depth - 1)

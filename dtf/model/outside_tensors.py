@@ -78,8 +78,8 @@ def refuse_kept_copies(models: Sequence[nn.Module], recipe: object) -> None:
     model = models[0]
     for name, holder in [*shared_holders(model, recipe), ("recipe", recipe)]:
         for key, value in list(vars(holder).items()):
-            inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            for kept in list(inner):
+            items = dict.values(value) if isinstance(value, dict) else value
+            for kept in list(items) if isinstance(value, dict | list | tuple) else [value]:
                 if isinstance(kept, nn.Module) and (kept is not model or models[1:]) and _is_copy(kept, model):
                     raise outside_error(f"{COPY}model ({name}.{key})")
 
@@ -175,7 +175,7 @@ def _inside(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple
     if isinstance(value, nn.Module):
         inner, form = [*value.named_parameters()], ".{}"
     elif isinstance(value, dict):
-        inner, form = [*value.items()], "[{!r}]"
+        inner, form = [*dict.items(value)], "[{!r}]"
     elif isinstance(value, list | tuple | set | deque):
         inner, form = [*enumerate(value)] if len(value) <= _MOST_ITEMS else [], "[{}]"
     elif has_fields(value):

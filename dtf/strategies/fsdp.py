@@ -267,11 +267,26 @@ class Fsdp(Strategy):
         assert isinstance(model, FSDPModule)
         if hasattr(model, SUMS_UNUSED):  # rows of one rank may use what those of another do not
             getattr(model, SUMS_UNUSED)(True)
-        heads: list[FSDPModule] = [unit[0] for unit in units if isinstance(unit[0], FSDPModule)]
-        for i, head in enumerate(heads):
-            head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + self.prefetch])
-            head.set_modules_to_backward_prefetch(heads[max(0, i - self.prefetch) : i][::-1])
+        _unmark(model, task.compiled)
+        _prefetch([unit[0] for unit in units if isinstance(unit[0], FSDPModule)], self.prefetch)
         return model
+
+
+def _unmark(model: nn.Module, compiled: Sequence[str]) -> None:
+    """Take away torch's mark of sharded modules, which is for its compiler: models of transformers that read it leave
+    out no layers by chance (`layerdrop`), and so compute other numbers.
+    """
+    kept = {part for name in compiled for part in model.get_submodule(name).modules()}
+    for module in model.modules():
+        if module not in kept:
+            vars(module).pop("_is_fsdp_managed_module", None)
+
+
+def _prefetch(heads: Sequence[FSDPModule], count: int) -> None:
+    """Have each unit gather the `count` units after it, in backward before it, while it computes."""
+    for i, head in enumerate(heads):
+        head.set_modules_to_forward_prefetch([*heads[i + 1 : i + 1 + count]])
+        head.set_modules_to_backward_prefetch([*heads[max(0, i - count) : i][::-1]])
 
 
 def _keep_weights_in_place(model: nn.Module) -> None:

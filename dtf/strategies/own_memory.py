@@ -64,7 +64,7 @@ def _holds(value: Any, parameter: Tensor, depth: int) -> bool:
     if depth == 0 or isinstance(value, nn.Module | Tensor | str):
         return False
     if isinstance(value, dict):
-        return any(_holds(item, parameter, depth - 1) for item in value.values())
+        return any(_holds(item, parameter, depth - 1) for item in dict.values(value))
     if isinstance(value, list | tuple | set):
         return any(_holds(item, parameter, depth - 1) for item in value)
     cells = getattr(value, "__closure__", None) or ()
@@ -115,7 +115,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, list | tuple | dict) and id(value) not in seen:
         seen.add(id(value))
-        for item in list(value.values() if isinstance(value, dict) else value):
+        for item in list(dict.values(value) if isinstance(value, dict) else value):
             yield from _tensors(item, seen)
 
 

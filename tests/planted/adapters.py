@@ -9,8 +9,8 @@ FAULTS = [
     Fault(
         "a model of transformers may weigh its classes",
         "dtf/adapters/transformers_heads.py",
-        "        return classes.masked_fill(ignored & ~ignored.all(), IGNORED)",
-        "        return targets.clone()",
+        "        return classes.masked_fill(~known & known.any(), IGNORED)  # without one there would be no loss\n",
+        "        return targets.clone()\n",
         (REFUSED,),
     ),
     Fault(
@@ -51,8 +51,22 @@ FAULTS = [
     Fault(
         "columns that a model does not take reach the collator",
         "dtf/adapters/transformers_data.py",
-        " if k in columns}",
+        " if name in self._columns}",
         "}",
         (f"{RECIPE}test_classes_of_rows_have_a_loss_each_and_names",),
+    ),
+    Fault(
+        "what a model adds to its loss in training alone is not seen",
+        "dtf/adapters/transformers_run.py",
+        "            trained = model.train()(",
+        "            trained = model.eval()(",
+        (REFUSED,),
+    ),
+    Fault(
+        "a model sees that it is sharded",
+        "dtf/strategies/fsdp.py",
+        '            vars(module).pop("_is_fsdp_managed_module", None)\n',
+        "            pass\n",
+        ("tests/unit/test_fsdp_mark.py::test_only_compiled_modules_keep_the_mark_of_torch",),
     ),
 ]

@@ -60,6 +60,25 @@ class BalancedForSequenceClassification(SmallForSequenceClassification):
         return F.cross_entropy(logits, labels, torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
 
+class RareForSequenceClassification(SmallForSequenceClassification):
+    """Equal to the plain one for the first classes."""
+
+    def loss(self, logits, labels):
+        return F.cross_entropy(logits, labels, torch.tensor([1.0, 1.0, 1.0, 4.0]))
+
+
+class PenalisedForSequenceClassification(SmallForSequenceClassification):
+    """Equal to the plain one in evaluation."""
+
+    def loss(self, logits, labels):
+        return super().loss(logits, labels) + (logits.square().mean() if self.training else 0.0)
+
+
+class TupleForSequenceClassification(SmallForSequenceClassification):
+    def forward(self, input_ids, labels=None, return_dict=None):
+        return (super().forward(input_ids, labels).logits,)
+
+
 class RowwiseForTokenClassification(SmallForTokenClassification):
     """Equal to the plain one where rows have as many labels."""
 
@@ -105,6 +124,47 @@ def weighs():
 
 def balanced():
     return BalancedForSequenceClassification()
+
+
+def rare():
+    return RareForSequenceClassification()
+
+
+def penalised():
+    return PenalisedForSequenceClassification(dropout=0.5)
+
+
+def gives_tuples():
+    return TupleForSequenceClassification()
+
+
+class CountsForSequenceClassification(SmallForSequenceClassification):
+    passes = 0
+
+    def pooled(self, logits):
+        self.passes += self.training
+        return super().pooled(logits)
+
+
+def counts():
+    return CountsForSequenceClassification()
+
+
+class AnyForSequenceClassification(SmallForSequenceClassification):
+    def forward(self, *given, **named):
+        return super().forward(*given, **named)
+
+
+def takes_any():
+    return AnyForSequenceClassification()
+
+
+def no_names():
+    return SmallForSequenceClassification(return_dict=False)
+
+
+def three_numbers():
+    return SmallForSequenceClassification(problem_type="regression")
 
 
 def rowwise():
@@ -164,6 +224,10 @@ def untagged():
     return tuple(_made(count, lambda row: [0 if row == 1 else -100, -100, -100]) for count in (12, 8))
 
 
+def ignored():
+    return tuple(_made(count, lambda row: -100) for count in (12, 8))
+
+
 def full_tags():
     return tuple(_made(count, lambda row: [row % 4, row % 4, row % 3]) for count in (12, 8))
 
@@ -206,6 +270,10 @@ def alone():
 
 def collator():
     return transformers.default_data_collator
+
+
+def pad(rows):
+    return transformers.default_data_collator(rows)
 
 
 def extra_collator():

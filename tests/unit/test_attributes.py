@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from dtf.model.attributes import GENERATOR, Attributes, digests
+from dtf.model.attributes import GENERATOR, Attributes, digests, is_small
+from dtf.model.outside_tensors import refuse_kept_copies
+from dtf.strategies.own_memory import refuse_shared_memory
 
 
 class Keeps(nn.Module):
@@ -164,3 +166,28 @@ def test_a_dict_is_compared_as_it_lies_there() -> None:
     assert kept.changed() == ["nested"]
     kept.restore()
     assert dict(model.nested.items()) == {"step": 1}
+
+
+class Loads(OrderedDict[str, Any]):
+    """Imports what it lists when it is asked, as transformers' MODEL_MAPPING does."""
+
+    def asked(self, *_: Any) -> Any:
+        raise ImportError("not installed")
+
+    keys = values = items = __iter__ = __getitem__ = asked  # pyright: ignore[reportAssignmentType]
+
+
+def test_a_dict_that_imports_what_it_lists_is_not_asked() -> None:
+    model: Any = Keeps()
+    mapping: Any = Loads()
+    dict.__setitem__(mapping, "weight", nn.Parameter(torch.ones(2)))
+    model.nested = mapping
+    recipe = SimpleNamespace(mapping=mapping)
+    kept = Attributes(model, recipe)
+    dict.__setitem__(mapping, "step", 1)
+    assert kept.changed() == ["nested", "recipe.mapping"]
+    kept.restore()
+    assert {*dict.keys(mapping)} == {"weight"}
+    refuse_kept_copies([model], recipe)
+    refuse_shared_memory(model, "fsdp", "ddp")
+    assert is_small(mapping)

@@ -86,6 +86,13 @@ def test_the_command_line_reads_the_line_of_a_plugin_without_torch(tmp_path: Pat
         ("encodes", "tags", {}, "is an encoder with a decoder"),
         ("weighs", "classes", {}, "computes a loss of its own"),
         ("balanced", "one_class", {}, "computes a loss of its own"),
+        ("rare", "one_class", {}, "computes a loss of its own"),
+        ("weighs", "ignored", {}, "computes a loss of its own"),
+        ("penalised", "classes", {}, "computes a loss of its own in training"),
+        ("gives_tuples", "classes", {}, "returned tuple without logits"),
+        ("no_names", "classes", {}, "return_dict=False; leave it out"),
+        ("takes_any", "classes", {}, "names none of the columns of a row, input_ids, text, label"),
+        ("three_numbers", "classes", {}, r"labels of 2 rows are \(2,\), and the model's outputs need \(2, 4\)"),
         ("rowwise", "full_tags", {}, "computes a loss of its own"),
         ("rowwise", "untagged", {}, "computes a loss of its own"),
         ("undefined", "classes", {}, "computes a loss of its own: nan for"),
@@ -96,6 +103,7 @@ def test_the_command_line_reads_the_line_of_a_plugin_without_torch(tmp_path: Pat
         ("rows", "unlabelled", {}, "labels"),
         ("rows", "batches", {}, "with a collate function or a target"),
         ("rows", "classes", {"collator": f"{SMALL}:extra_collator"}, "gives mask, which .*forward does not take"),
+        ("rows", "classes", {"collator": f"{SMALL}:pad"}, "required argument: 'rows'; name a function"),
         ("rows", "classes", {"collator": f"{SMALL}:no_collator"}, "must return a function of a list of rows"),
         ("rows", "classes", {"objective": ("perplexity", "min")}, "perplexity is no metric"),
     ],
@@ -169,6 +177,11 @@ def test_the_model_starts_as_its_author_made_it(recipe: Any, small: Any) -> None
     own = small.rows()
     for name, tensor in own.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_what_a_pass_that_only_tries_changes_is_put_back(recipe: Any) -> None:
+    model = recipe("counts").build_model()
+    assert model.passes == 0 and model.training
 
 
 def test_rows_are_read_before_the_memory_of_a_model_is_taken(recipe: Any, small: Any) -> None:
