@@ -27,6 +27,7 @@ def address() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
+@pytest.mark.slow
 def test_one_host_trains_as_with_local(run_dtf, tmp_path: Path) -> None:
     static = [
         "launcher=static",

@@ -26,7 +26,7 @@ def strategies() -> list[str]:
 
 
 def counts() -> list[object]:
-    return [50, pytest.param(-(-DAMAGES // len(strategies())), marks=pytest.mark.slow)]
+    return [25, pytest.param(-(-DAMAGES // len(strategies())), marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")

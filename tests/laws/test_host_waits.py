@@ -54,7 +54,7 @@ def test_a_step_reads_nothing_from_the_device(strategy: str, options: dict[str, 
 
 
 @pytest.mark.parametrize("kind", ["plain", *(kind for kind in RULES if kind != "cache")])  # a pass makes that one anew
-@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+@pytest.mark.parametrize("strategy", [pytest.param("dp", marks=pytest.mark.slow), "ddp"])
 def test_parameters_and_buffers_stay_in_place(strategy: str, kind: str) -> None:
     changing = {"plugin": "tests.support.changing_model", "recipe": {"name": "changing", "kind": kind}}
     for result in run(strategy, {}, {"precision": "fp32"} if kind == "plain" else changing):

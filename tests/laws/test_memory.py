@@ -293,6 +293,7 @@ def test_a_meter_counts_from_its_start() -> None:
     assert 75_000_000 < ranks(1, "tests.laws.test_memory:held")[0] < 100_000_000
 
 
+@pytest.mark.slow
 def test_a_run_tells_what_it_plans_and_what_it_took(run_dtf: Callable[..., Result]) -> None:
     done = run_dtf(
         "plugins=[tests.support.residual_toy]",

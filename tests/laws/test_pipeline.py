@@ -141,6 +141,7 @@ def test_each_parameter_lives_on_one_rank_and_as_much_goes_back_as_forward(sched
         )
 
 
+@pytest.mark.slow
 def test_a_run_shows_its_stages_and_keeps_them(run_dtf: Any) -> None:
     done = run_dtf(
         "strategy=pipeline",

@@ -34,7 +34,7 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("strategy", "options", "processes"),
     [
-        pytest.param(*way, marks=pytest.mark.slow if way[2] == 4 or (way[1] and way[0] != "pserver") else ())
+        pytest.param(*way, marks=pytest.mark.slow if way[2] == 4 or way[1] or way[0] in ("zero1", "tensor") else ())
         for way in WAYS
     ],
 )

@@ -57,7 +57,10 @@ def test_the_last_layers_alone_depend_on_the_classes(family: str) -> None:
     assert other == set(kind.heads.split()) == {name for name, split in splits.items() if split is Split.classes}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=() if place % 3 == 0 else pytest.mark.slow) for place, name in enumerate(FAMILIES)],
+)
 def test_images_of_the_smallest_size_pass_and_no_smaller_ones(family: str) -> None:
     arch, kind = SMALLEST[family], FAMILIES[family]
 

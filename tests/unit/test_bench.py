@@ -44,6 +44,7 @@ for part in PARTS.values():
 """
 
 
+@pytest.mark.slow
 def test_every_module_imports_and_every_part_has_its_function() -> None:
     """In a process of its own, as some register recipes. Those of peers too: they import a peer when they are asked."""
     done = subprocess.run(
