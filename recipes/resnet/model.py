@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 
+from dtf.api.layout import BufferUpdate
 from dtf.core.errors import ConfigError
 from dtf.recipes.resnet.archs import FAMILY_OF, SMALL, TIMM
 
@@ -140,6 +141,18 @@ def heads(arch: str, network: nn.Module) -> list[str]:
     named = network.pretrained_cfg.get("classifier") or ()  # type: ignore[union-attr, operator]
     names = [named] if isinstance(named, str) else [*named]
     return [name for name in names if any(True for _ in network.get_submodule(name).parameters())]
+
+
+def own_averages(network: nn.Module) -> dict[str, BufferUpdate]:
+    """What becomes of the running averages of timm's batch normalisations, which have a forward pass of their own (with
+    an activation in it): the mean over the micro-batches of a step, as of torch's.
+    """
+    norms = nn.modules.batchnorm._BatchNorm
+    return {
+        name: BufferUpdate.mean
+        for name, module in network.named_modules()
+        if isinstance(module, norms) and type(module).__module__.startswith("timm.") and module.track_running_stats
+    }
 
 
 def _draw(convolutions: nn.Module) -> None:

@@ -101,11 +101,11 @@ class Classification(Recipe):
         return model.of_timm(options.arch.removeprefix(TIMM), options.classes, self.data.pixels)
 
     def layout(self, model: nn.Module) -> Layout:
-        from dtf.recipes.resnet.model import heads
+        from dtf.recipes.resnet.model import heads, own_averages
 
         ends = dict.fromkeys(heads(self.model.arch, model), Cut.classes)
         if not self.model.is_resnet:
-            return Layout(splits=ends)  # its blocks are found
+            return Layout(splits=ends, buffers=own_averages(model))  # its blocks are found
         stages = [name for name, _ in model.named_children() if name.startswith("layer")]
         residual = [
             (f"{stage}.{block}",) for stage in stages for block, _ in model.get_submodule(stage).named_children()

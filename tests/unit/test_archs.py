@@ -11,7 +11,7 @@ import torch
 import torchvision
 from torch import nn
 
-from dtf.api.layout import Split
+from dtf.api.layout import BufferUpdate, Split
 from dtf.config.compose import compose
 from dtf.core.errors import ConfigError
 from dtf.model.found_blocks import found_blocks
@@ -198,3 +198,11 @@ def test_auxiliary_outputs_count_in_the_loss_of_training() -> None:
     scores, targets = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     one = made.loss(scores, targets)
     assert made.loss((scores, scores, scores), targets).allclose(1.6 * one)
+
+
+@pytest.mark.parametrize(("arch", "own"), [("timm/regnetx_002", True), ("timm/resnet10t", False)])
+def test_running_averages_of_timms_own_normalisations_have_a_rule(arch: str, own: bool) -> None:
+    """Those with an activation in them have a forward pass of their own, of which nothing else is known."""
+    network = build(arch, 32, 3)
+    norms = [name for name, module in network.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    assert norms and recipe(arch).layout(network).buffers == (dict.fromkeys(norms, BufferUpdate.mean) if own else {})
