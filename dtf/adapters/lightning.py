@@ -8,16 +8,16 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dtf.adapters.foreign_recipe import ForeignRecipe
 from dtf.adapters.lightning_parts import BATCH_SIZE, LoaderOrder, ModuleOptimizer, ModuleSchedule
 from dtf.api.argument_keys import add_argument_keys, title_of
 from dtf.api.options import FineTuning
-from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import register
 from dtf.core.arguments import Target, arguments_of, module_of, named
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from dtf.adapters.lightning_run import LightningRun
 
@@ -79,26 +79,17 @@ def lightning_recipe(
         register(group, name)(type(f"{title}{part.__name__}", (part,), own))
 
 
-class _Opened:
-    """What copies of a recipe have in common."""
-
-    run: LightningRun | None = None
-
-
-class LightningRecipe(Recipe):
+class LightningRecipe(ForeignRecipe):
     """A LightningModule, and its data. Made by `lightning_recipe`, which sets what follows."""
 
     module_target: ClassVar[Any]
     data_target: ClassVar[Any]
     takes_batch_size: ClassVar[tuple[bool, bool]]
-    shapes_vary: ClassVar[bool | None]
-    chosen_objective: ClassVar[tuple[str, str]]
-    recipe_name: ClassVar[str]
     without_probabilities = "it predicts where validation_step calls self(x) for such scores"
 
     def join(self, settings: Any) -> None:
         """Bring the parts of a run together that need each other. Torch-free."""
-        self._settings, self._opened = settings, _Opened()
+        super().join(settings)
         for part in (settings.optimizer, settings.lr, settings.sampler):
             if isinstance(part, ModuleOptimizer | ModuleSchedule | LoaderOrder):
                 if part.recipe_name != self.recipe_name:
@@ -109,26 +100,14 @@ class LightningRecipe(Recipe):
                     )
                 part.recipe = self
 
-    @property
-    def run(self) -> LightningRun:
-        """What ranks have of it; made when it is first asked for."""
-        if self._opened.run is None:
-            from dtf.adapters.lightning_run import LightningRun
+    def open_run(self) -> LightningRun:
+        from dtf.adapters.lightning_run import LightningRun
 
-            self._opened.run = LightningRun(self, self._settings)
-        return self._opened.run
+        return LightningRun(self, self._settings)
 
     @property
     def train_metrics(self) -> tuple[str, ...]:
         return self.run.sums.names
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(("loss", self.chosen_objective[0])))
-
-    @property
-    def objective(self) -> tuple[str, str]:
-        return self.chosen_objective
 
     def check(self) -> None:
         if not any(importlib.util.find_spec(name) for name in _NAMES):
@@ -143,12 +122,6 @@ class LightningRecipe(Recipe):
 
     def prepare(self) -> None:
         self.run.prepare_data()
-
-    def build_model(self) -> nn.Module:
-        return self.run.build()
-
-    def open_data(self, split: str, seed: int) -> Dataset:
-        return self.run.rows(split)
 
     def loss_mean(self, divided: bool) -> str | None:
         return self.run.loss_mean(divided)

@@ -6,6 +6,7 @@ B: rows; T: tokens of a row; C: classes, or words of the vocabulary.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ _TRIED_CLASSES = 8
 """More would take long in a large model."""
 
 
-class Head:
+class Head(ABC):
     """A kind of model. `config`: the model's own."""
 
     sums: tuple[str, ...] = ("loss",)
@@ -39,9 +40,9 @@ class Head:
     def __init__(self, config: Any) -> None:
         self.config = config
 
+    @abstractmethod
     def loss(self, logits: Tensor, targets: Tensor) -> Any:
         """As `Recipe.loss`: the loss of each row, or sums and counts."""
-        raise NotImplementedError
 
     def labels_to_try(self, targets: Tensor, logits: Tensor) -> Tensor:
         """Labels that tell whether a model computes this loss: classes have different ones, rows different counts."""

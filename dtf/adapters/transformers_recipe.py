@@ -8,15 +8,16 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dtf.adapters.foreign_recipe import ForeignRecipe
 from dtf.api.argument_keys import add_argument_keys, title_of
 from dtf.api.options import FineTuning
-from dtf.api.recipe import Dataset, Recipe, Split
+from dtf.api.recipe import Split
 from dtf.api.registry import register
 from dtf.core.arguments import Target, module_of
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from dtf.adapters.transformers_run import TransformersRun
 
@@ -67,47 +68,23 @@ def transformers_recipe(
     register("recipe", name)(type(title, (TransformersRecipe,), body))
 
 
-class _Opened:
-    """What copies of a recipe have in common."""
-
-    run: TransformersRun | None = None
-
-
-class TransformersRecipe(Recipe):
+class TransformersRecipe(ForeignRecipe):
     """A model of transformers, and its data. Made by `transformers_recipe`, which sets what follows."""
 
     model_target: ClassVar[Any]
     data_target: ClassVar[Any]
     collator_target: ClassVar[Any]
-    chosen_objective: ClassVar[tuple[str, str]]
-    shapes_vary: ClassVar[bool | None]
-    recipe_name: ClassVar[str]
 
     splits = (Split.train, Split.eval, Split.test)
 
-    def join(self, settings: Any) -> None:
-        self._settings, self._opened = settings, _Opened()
+    def open_run(self) -> TransformersRun:
+        from dtf.adapters.transformers_run import TransformersRun
 
-    @property
-    def run(self) -> TransformersRun:
-        """What ranks have of it; made when it is first asked for."""
-        if self._opened.run is None:
-            from dtf.adapters.transformers_run import TransformersRun
-
-            self._opened.run = TransformersRun(self, self._settings)
-        return self._opened.run
+        return TransformersRun(self, self._settings)
 
     @property
     def train_metrics(self) -> tuple[str, ...]:
         return self.run.head.sums
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(("loss", self.chosen_objective[0])))
-
-    @property
-    def objective(self) -> tuple[str, str]:
-        return self.chosen_objective
 
     def direction(self, metric: str) -> str:
         return "min" if metric == "perplexity" else super().direction(metric)
@@ -118,12 +95,6 @@ class TransformersRecipe(Recipe):
 
     def prepare(self) -> None:
         self.run.rows("train")  # may download them, or make them
-
-    def build_model(self) -> nn.Module:
-        return self.run.build()
-
-    def open_data(self, split: str, seed: int) -> Dataset:
-        return self.run.rows(split)
 
     def loss(self, outputs: Any, targets: Tensor) -> Any:
         return self.run.head.loss(outputs, targets)

@@ -29,4 +29,4 @@ def cut_row(mixed: Iterable[str], step: StepOptions, rows: int) -> dict[str, str
     listed = " and ".join(mixed)
     if not listed or step.micro_batch_rows or rows >= step.batch_size:
         return {}
-    return {"depends on": f"the number of ranks: {listed}; step.micro_batch_rows={rows} has these numbers with any"}
+    return {"depends on": f"the number of ranks: {listed}; with step.micro_batch_rows={rows} any gives these numbers"}

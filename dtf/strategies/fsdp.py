@@ -297,11 +297,11 @@ def _keep_weights_in_place(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
-            module.flatten_parameters = _nothing
+            module.flatten_parameters = _leave_in_place
 
 
-def _nothing() -> None:
-    """Of the module, so that it can be copied."""
+def _leave_in_place() -> None:
+    """A function of this module, so that a model that has it can be copied."""
 
 
 def _refuse_cuts(model: nn.Module, compiled: Sequence[str]) -> None:

@@ -57,7 +57,7 @@ def test_a_sweep_stopped_in_the_middle_runs_only_what_is_missing(
     hold = elsewhere / "hold"
     hold.touch()
     # behind the first checkpoint; before ranks first ask each other whether to stop
-    after = 8 if number == signal.SIGKILL else 2
+    epoch = 3 if number == signal.SIGKILL else 1
     lengths = [
         "step.batch_size=48",
         "train.steps=12",
@@ -70,7 +70,7 @@ def test_a_sweep_stopped_in_the_middle_runs_only_what_is_missing(
         "plugins=[tests.support.blocked_recipe]",
         "recipe=holding",
         f"recipe.hold={hold}",
-        f"recipe.after={after}",
+        f"recipe.epoch={epoch}",
         *launcher,
         *lengths,
         "observer=[console]",

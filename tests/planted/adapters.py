@@ -63,6 +63,13 @@ FAULTS = [
         (REFUSED,),
     ),
     Fault(
+        "recurrent layers move gathered weights",
+        "dtf/strategies/fsdp.py",
+        "        _keep_weights_in_place(model)\n",
+        "",
+        ("tests/laws/test_own_memory.py::test_a_layer_that_moves_its_weights_learns",),
+    ),
+    Fault(
         "a model sees that it is sharded",
         "dtf/strategies/fsdp.py",
         '            vars(module).pop("_is_fsdp_managed_module", None)\n',

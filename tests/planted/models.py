@@ -24,7 +24,7 @@ FAULTS = [
         "dtf/strategies/start_check.py",
         "        elif any(numbers_differ(_sums(everyone[0][0]), _sums(one), bound) for one, *_ in everyone[1:]):\n",
         "        elif False:\n",
-        ("tests/laws/test_authors_model.py::test_constructors_that_draw_apart_are_refused[ddp]",),
+        ("tests/laws/test_authors_model.py::test_constructors_that_draw_apart_are_refused[ddp-]",),
     ),
     Fault(
         "counters are not moved ahead",

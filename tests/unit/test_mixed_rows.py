@@ -30,7 +30,7 @@ def test_what_computes_rows_together() -> None:
 def test_it_is_told_where_the_number_of_ranks_cuts_the_batch() -> None:
     step = replace(StepOptions(), batch_size=64, micro_batch_rows=0)
     told = cut_row(["a", "b"], step, 32)
-    assert told == {"depends on": "the number of ranks: a and b; step.micro_batch_rows=32 has these numbers with any"}
+    assert told == {"depends on": "the number of ranks: a and b; with step.micro_batch_rows=32 any gives these numbers"}
     assert not cut_row([], step, 32)
     assert not cut_row(["a"], step, 64), "one rank computes all"
     assert not cut_row(["a"], replace(step, micro_batch_rows=32), 32)
