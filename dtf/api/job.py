@@ -55,6 +55,11 @@ class Job(ABC):
     trains = False
     """Whether the job needs `train.steps` or `train.epochs`."""
 
+    submits = False
+    """Whether a scheduler may run the job: with such a launcher it is submitted, see `dtf.cluster`. Other jobs do their
+    work where they are started.
+    """
+
     uses_model = False
     """Whether the job has a key `model` that may name a run. The config of that run then stands behind the command
     line, see `dtf.config.inherit`.

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf.core.errors import INTERRUPTED, PIPE_CLOSED, ConfigError, DtfError, Exit, error_line, io_failure
@@ -91,6 +92,10 @@ def _dispatch(argv: list[str]) -> int:
     from dtf.config.compose import Composer
 
     flags = parse_arguments(argv)
+    if flags.bundle and not flags.help:
+        from dtf.cluster.inside import run_bundle
+
+        return run_bundle(Path(flags.bundle), flags.digest or "", flags.trial, flags.overrides)
     composer = Composer(flags.config_dir, flags.config_name, flags.overrides)
     if flags.shell_completion:
         return _complete(flags.overrides)
@@ -106,7 +111,14 @@ def _dispatch(argv: list[str]) -> int:
         return _show(composed, flags)
     if flags.info:
         return _info(composed, flags.info)
-    return composed.job.run(composed)
+    return _run(composed)
+
+
+def _run(composed: Composed) -> int:
+    """Do the job here, or submit it, as the launcher says."""
+    from dtf.cluster.submit import is_submitted, submit
+
+    return submit(composed) if is_submitted(composed) else composed.job.run(composed)
 
 
 def _reported(action: Callable[[], int]) -> int:

@@ -52,6 +52,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hydra-help", action="store_true")
     parser.add_argument("--experimental-rerun")
     parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--bundle")
+    parser.add_argument("--digest")
+    parser.add_argument("--trial", type=int)
     parser.add_argument(
         "--info",
         "-i",
@@ -64,11 +67,15 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         if getattr(flags, flag.lstrip("-").replace("-", "_")):
             raise ConfigError(f"{flag} is not used here; {instead}")
     flags.overrides = [_TILDE.sub(lambda found: f"{found[1]}{quoted(found[2])}", text) for text in flags.overrides]
+    if (flags.digest is not None or flags.trial is not None) and not flags.bundle:
+        parser.error("--digest and --trial go with --bundle")
+    if flags.bundle and (flags.config_dir or flags.config_name):
+        parser.error("--bundle brings its own config files; leave --config-dir and --config-name out")
     if (flags.resolve or flags.package) and not flags.cfg:
         parser.error("--resolve and --package go with --cfg")
     answers = [flags.run, flags.multirun, flags.shell_completion, flags.cfg is not None, flags.info is not None]
-    if sum(answers) > 1:
-        parser.error("only one of --run, --multirun, --cfg, --info and --shell-completion at a time")
+    if sum([*answers, bool(flags.bundle)]) > 1:
+        parser.error("only one of --run, --multirun, --bundle, --cfg, --info and --shell-completion at a time")
     return flags
 
 

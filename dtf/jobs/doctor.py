@@ -33,6 +33,8 @@ class Doctor(Job):
     Exit 2 when something is wrong.
     """
 
+    submits = True
+
     megabytes: int = option(default=64, least=1, most=4096, doc="what is sent to measure bandwidth", unit="MB")
     slow_mb_s: float = option(
         default=100.0,

@@ -32,6 +32,7 @@ class EvaluateJob(Job):
     """
 
     uses_model = True
+    submits = True
 
     model: str = option(
         default="",

@@ -33,6 +33,7 @@ class PredictJob(Job):
     """
 
     uses_model = True
+    submits = True
 
     model: str = option(
         default="",

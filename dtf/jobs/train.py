@@ -29,6 +29,7 @@ class TrainJob(Job):
     """Train the recipe."""
 
     trains = True
+    submits = True
 
     def __post_init__(self) -> None:
         # Set by a sweep or a relay before `run`, or read after it. They are no fields, which would be config keys.

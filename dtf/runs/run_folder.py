@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
     from dtf.config.settings import Settings
 
-_BEFORE_A_RUN = {LOCK, ".run.json.new"}  # what a process killed in its first millisecond leaves behind
+_BEFORE_A_RUN = {LOCK, ".run.json.new", "job"}
+"""What a process that is killed in its first millisecond leaves behind, and the folder of a submission."""
 _ASKED_S = 0.2
 _WEIGHTS = "recipe.model.weights"
 _LIMIT = "job.bad_share"
@@ -143,42 +144,14 @@ class Run:
 
     def _continue(self, made: bool, again: bool) -> None:
         """Check that the run in the folder, if there is one, may be continued by this one, and keep its record."""
-        path = self.folder / "run.json"
-        if not path.exists():
+        if not (self.folder / "run.json").exists():
             if not made:
                 self.folder.chmod(0o700)
             return
-        try:
-            record = json.loads(path.read_text())
-            past, old, id = [*record.pop("earlier", []), record], dict(record["identity"]), str(record["id"])
-            left = any(map(_left_something, past)) or bool(checkpoints(self.folder / "checkpoints"))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            whole = bool(checkpoints(self.folder / "checkpoints"))
-            rescue = f", with checkpoint.resume={quoted(self.folder)} to go on from its checkpoints" if whole else ""
-            raise BusyError(
-                f"{path} cannot be read ({type(error).__name__}: {error}), so what the folder holds is not known; "
-                f"choose another run.dir{rescue}"
-            ) from error
-        resume = self.config["checkpoint"].get("resume", "never")
-        if left and resume == "never" and not again:
-            raise BusyError(
-                f"{self.folder} holds another run and checkpoint.resume=never; choose another run.dir or "
-                "checkpoint.resume=auto"
-            )
-        new = identity(self.config) if left else old
-        # other recipes have other keys
-        for key in sorted(old.keys() | new.keys(), key=lambda key: (key != "recipe.name", key)):
-            if not may_be(new.get(key), old.get(key)):
-                was, now = _show(old.get(key)), _show(new.get(key))
-                raise BusyError(
-                    f"{self.folder} holds a run with {key}={was}, this one has {key}={now}; choose another run.dir, or "
-                    f"the same {key.removesuffix('.name')}: a run goes on under the command that started it, "
-                    "recipe=NAME included; its config.yaml says all of it"
-                )
-        self._record["earlier"] = past
+        past = self._record["earlier"] = _earlier_launches(self.folder, self.config, again)
         saved = self.folder / "config.yaml"
         if saved.exists():  # else the process was killed between writing run.json and this
-            os.replace(saved, self.folder / f"config.{id}.yaml")
+            os.replace(saved, self.folder / f"config.{past[-1]['id']}.yaml")
 
     def _begin(self, processes: int, devices: str) -> None:
         import yaml
@@ -245,6 +218,44 @@ def untouched(folder: Path) -> bool:
         return not any(map(_left_something, past)) and not checkpoints(folder / "checkpoints")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
+
+
+def check_folder(folder: Path, config: dict[str, Any]) -> None:
+    """Raise BusyError where a run of this config may not begin or go on in a folder that exists. Changes nothing."""
+    _refuse_foreign(folder)
+    if (folder / "run.json").exists():
+        _earlier_launches(folder, config, again=False)
+
+
+def _earlier_launches(folder: Path, config: dict[str, Any], again: bool) -> list[dict[str, Any]]:
+    """The records of the launches in a folder, the oldest first. BusyError where this config may not go on there."""
+    path = folder / "run.json"
+    try:
+        record = json.loads(path.read_text())
+        past, old = [*record.pop("earlier", []), {**record, "id": str(record["id"])}], dict(record["identity"])
+        left = any(map(_left_something, past)) or bool(checkpoints(folder / "checkpoints"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        whole = bool(checkpoints(folder / "checkpoints"))
+        rescue = f", with checkpoint.resume={quoted(folder)} to go on from its checkpoints" if whole else ""
+        raise BusyError(
+            f"{path} cannot be read ({type(error).__name__}: {error}), so what the folder holds is not known; "
+            f"choose another run.dir{rescue}"
+        ) from error
+    if left and config["checkpoint"].get("resume", "never") == "never" and not again:
+        raise BusyError(
+            f"{folder} holds another run and checkpoint.resume=never; choose another run.dir or checkpoint.resume=auto"
+        )
+    new = identity(config) if left else old
+    # other recipes have other keys
+    for key in sorted(old.keys() | new.keys(), key=lambda key: (key != "recipe.name", key)):
+        if not may_be(new.get(key), old.get(key)):
+            was, now = _show(old.get(key)), _show(new.get(key))
+            raise BusyError(
+                f"{folder} holds a run with {key}={was}, this one has {key}={now}; choose another run.dir, or "
+                f"the same {key.removesuffix('.name')}: a run goes on under the command that started it, "
+                "recipe=NAME included; its config.yaml says all of it"
+            )
+    return past
 
 
 def take_lock(folder: Path) -> int:

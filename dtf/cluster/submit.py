@@ -1,0 +1,126 @@
+"""From a composed config to a job: the run folder, the bundle, what the scheduler gets, the record.
+
+Torch-free, and short: nothing is read but the config and the code of plugins.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtf.api.registry import lookup
+from dtf.cluster import record
+from dtf.cluster.bundle import Bundle, digest_of
+from dtf.cluster.platform import JobRequest, Platform, job_name
+from dtf.config.messages import display_path
+from dtf.core.errors import BusyError, ConfigError, Exit
+from dtf.core.files import open_private
+from dtf.runs.run_folder import check_folder, take_lock, unique_id
+
+if TYPE_CHECKING:
+    from dtf.config.compose import Composed
+
+
+def is_submitted(composed: Composed) -> bool:
+    """Whether this command line is to be handed to a scheduler: by its launcher and its job."""
+    launcher = lookup("launcher", composed.config["launcher"]["name"])
+    return isinstance(launcher, type) and issubclass(launcher, Platform) and composed.job.submits
+
+
+def submit(composed: Composed) -> int:
+    """Hand the run to the scheduler of its launcher, or print what would be handed over. Returns the exit code.
+
+    ConfigError, and BusyError for a folder that a live job or another run has; then nothing was changed.
+    """
+    settings = composed.check(data=False)  # the data may only be where the job runs
+    platform = settings.launcher
+    assert isinstance(platform, Platform)
+    if settings.train.dry_run:
+        raise ConfigError("train.dry_run tries a run where it is started; use launcher=local with it")
+    platform.check(settings.strategy)
+    name, id = settings.run.name or composed.config["recipe"]["name"], unique_id()
+    if platform.sees_folder:
+        folder = Path(settings.run.dir or Path("outputs", name, id)).absolute()
+        run_dir = str(folder)
+    else:
+        folder = Path("outputs", name, id).absolute()
+        run_dir = settings.run.dir or platform.default_run_dir(job_name(name), id)
+    if platform.sees_folder and folder.exists():
+        check_folder(folder, composed.config)
+    return hand_over(platform, request_of(platform, [composed], folder, [run_dir], job_name(f"{name}-{id[-6:]}")))
+
+
+def hand_over(platform: Platform, request: JobRequest) -> int:
+    """Submit a request, or print what would be submitted where `launcher.dry_run` says so."""
+    texts = platform.render(request)
+    if platform.dry_run:
+        for name, text in texts.items():
+            print(f"# {name}\n{text.rstrip()}")
+        return Exit.OK
+    request.job_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = take_lock(request.job_folder)
+    try:
+        refuse_live(request.folder)
+        files = {name: request.job_folder / name for name in texts}
+        _write(request.bundle, request.content)
+        for name, path in files.items():
+            _write(path, texts[name].encode())
+        handle = platform.submit(request, files)
+        kept = record.JobRecord(
+            request.config["launcher"], handle, datetime.now(UTC).isoformat(), request.digest, request.run_dir
+        )
+        record.keep(request.folder, kept)
+    finally:
+        os.close(lock)
+    where = display_path(request.folder)
+    print(f"dtf: {kept.title} was submitted; run folder {where}")
+    for job in ("status", "logs", "cancel"):
+        print(f"dtf:   dtf job={job} job.run_folder={where}")
+    return Exit.OK
+
+
+def refuse_live(folder: Path) -> None:
+    """Raise BusyError where a job of this folder waits or runs."""
+    known = record.find(folder)
+    if known is None:
+        return
+    state = known.platform.state(known.handle)
+    if state.state.is_live:
+        raise BusyError(
+            f"{display_path(folder)} belongs to {known.title}, which is {state.state.value}; wait for it, or end it "
+            f"with job=cancel job.run_folder={display_path(folder)}"
+        )
+
+
+def request_of(
+    platform: Platform, composed: Sequence[Composed], folder: Path, run_dirs: Sequence[str], name: str
+) -> JobRequest:
+    """The request of one run."""
+    first = composed[0]
+    token = secrets.token_hex(32)
+    bundle = Bundle.of(composed, run_dirs, os.getcwd() if platform.sees_folder else "", token)
+    content = bundle.to_bytes(composed)
+    return JobRequest(
+        name=name,
+        folder=folder,
+        run_dir=run_dirs[0],
+        digest=digest_of(content),
+        content=content,
+        roles=first.settings.strategy.roles(platform.count()),
+        nodes=platform.nodes,
+        config=first.config,
+        grace_s=platform.grace_s,
+        token=token,
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace a file whole; its owner alone can read it."""
+    new = path.with_name(f".{path.name}.new")
+    with open_private(new, "wb") as file:
+        file.write(content)
+    os.replace(new, path)
