@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dtf.api.registry import registered
 from dtf.api.schema import build_option
 from dtf.cluster.platform import JOB_FOLDER, Platform
+from dtf.config.settings import load_parts
 from dtf.core.errors import BusyError
 from dtf.core.files import replace_text
 
@@ -17,9 +19,12 @@ _NAME = "job.json"
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job that was submitted. `launcher`: its config node, `handle`: see `Platform.submit`."""
+    """A job that was submitted. `launcher`: its config node, `plugins`: as of the config, `handle`: see
+    `Platform.submit`.
+    """
 
     launcher: dict[str, Any]
+    plugins: list[str]
     handle: dict[str, str]
     submitted: str
     digest: str
@@ -27,7 +32,9 @@ class JobRecord:
 
     @property
     def platform(self) -> Platform:
-        """What submitted it."""
+        """What submitted it. ConfigError where a plugin brings it and cannot be imported here."""
+        if self.launcher["name"] not in registered("launcher"):
+            load_parts(self.plugins)
         platform = build_option("launcher", self.launcher)
         assert isinstance(platform, Platform)
         return platform

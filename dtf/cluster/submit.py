@@ -71,7 +71,12 @@ def hand_over(platform: Platform, request: JobRequest) -> int:
             _write(path, texts[name].encode())
         handle = platform.submit(request, files)
         kept = record.JobRecord(
-            request.config["launcher"], handle, datetime.now(UTC).isoformat(), request.digest, request.run_dir
+            request.config["launcher"],
+            request.config["plugins"],
+            handle,
+            datetime.now(UTC).isoformat(),
+            request.digest,
+            request.run_dir,
         )
         record.keep(request.folder, kept)
     finally:

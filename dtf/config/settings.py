@@ -66,7 +66,8 @@ _PARTS = {
     "observers": "console events jsonl mlflow_observer profile prometheus resources tensorboard wandb_observer",
     "launch": "env inline local manual static torchrun",
     "cluster": "",
-    "jobs": "chaos.job checkpoint describe diff doctor evaluate export predict relay report status train tune verify",
+    "jobs": "cancel chaos.job checkpoint describe diff doctor evaluate export logs predict relay report status train "
+    "tune verify",
 }
 """Package -> its modules that register classes."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dtf.core.errors import DataError, PeerError
 
-_NAME = "live.json"
+NAME = "live.json"
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,18 @@ class EndpointFile:
 
 def announce(folder: Path, live: EndpointFile) -> None:
     """Write the file, readable by the user alone; replaces an earlier one."""
-    new = folder / f".{_NAME}.new"
+    new = folder / f".{NAME}.new"
     withdraw(folder)
     new.unlink(missing_ok=True)
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump(asdict(live), file)
-    os.replace(new, folder / _NAME)
+    os.replace(new, folder / NAME)
 
 
 def withdraw(folder: Path) -> None:
     """Remove the file: the run has ended."""
     with suppress(OSError):
-        (folder / _NAME).unlink()
+        (folder / NAME).unlink()
 
 
 def find(folder: Path) -> EndpointFile:
@@ -49,10 +49,10 @@ def find(folder: Path) -> EndpointFile:
     if not folder.is_dir():
         raise DataError(f"job.run_folder={folder} does not exist; give the folder of a run")
     try:
-        return EndpointFile(**json.loads((folder / _NAME).read_text()))
+        return EndpointFile(**json.loads((folder / NAME).read_text()))
     except FileNotFoundError:
         raise PeerError(
             f"no run in {folder} can be asked: it has ended, has not begun, or has no servers (strategy=pserver has)"
         ) from None
     except (OSError, ValueError, TypeError) as error:
-        raise PeerError(f"{folder / _NAME} cannot be read: {error}") from None
+        raise PeerError(f"{folder / NAME} cannot be read: {error}") from None

@@ -1,6 +1,5 @@
-"""`job=status`: the state of a live run with servers: its processes, what each server holds, its rate and staleness.
-
-Changes nothing.
+"""`job=status`: how a run stands: the job at its scheduler, the run in its folder, and of a live run with servers its
+processes, what each server holds, its rate and staleness. Changes nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 from dtf.api.job import Job, Output
 from dtf.api.registry import option, register
 from dtf.api.schema import build
+from dtf.cluster import record
+from dtf.core.endpoint_file import NAME as LIVE
 from dtf.core.endpoint_file import EndpointFile, find
 from dtf.core.errors import ConfigError, Exit
 from dtf.host import network
 from dtf.launch.manual import TlsOptions
 from dtf.launch.manual_checks import token
+from dtf.runs import standing
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -29,9 +31,11 @@ _DEADLINE_S = 5.0
 
 @register("job", "status")
 class Status(Job):
-    """Ask the servers of a live run for its state."""
+    """Say how a run stands: what its scheduler says, how far it is, what its servers hold."""
 
-    run_folder: str = option(default="", doc="the run's folder, on a host that sees it and reaches the servers")
+    run_folder: str = option(
+        default="", doc="the folder of a run or of a sweep; of a live one with servers on a host that reaches them"
+    )
     endpoint: str = option(
         default="",
         doc="HOST:PORT of a server of a run under launcher=manual. The secret is DTF_TOKEN; with launcher=manual also "
@@ -45,6 +49,22 @@ class Status(Job):
             raise ConfigError(
                 "job=status needs to know which run: give either job.run_folder=FOLDER or job.endpoint=HOST:PORT"
             )
+        found: dict[str, Any] = {}
+        text: list[str] = []
+        if self.run_folder:
+            for part in (_job_of, _run_of):
+                more, said = part(Path(self.run_folder))
+                found |= more
+                text += said
+        if self.endpoint or not found or (Path(self.run_folder) / LIVE).exists():
+            servers = self._servers(composed)
+            found["servers"] = servers
+            text += [*([""] if text else []), *lines(servers)]
+        print(json.dumps(found, indent=2) if self.format is Output.json else "\n".join(text))
+        return Exit.OK
+
+    def _servers(self, composed: Composed) -> list[dict[str, Any]]:
+        """What the servers of a live run say. ConfigError, DataError, PeerError or AuthError."""
         if find_spec("grpc") is None:
             raise ConfigError("job=status asks by grpcio, which is not installed: python -m pip install 'dtf[pserver]'")
         live = find(Path(self.run_folder)) if self.run_folder else self._by_endpoint(composed)
@@ -54,8 +74,7 @@ class Status(Job):
         for server, earlier in zip(servers, before, strict=True):
             pushes, passed = (server[key] - earlier[key] for key in ("pushes", "uptime_s"))
             server["pushes_per_s"] = round(pushes / passed, 2) if passed > 0 else None  # it was started again meanwhile
-        print(json.dumps({"servers": servers}, indent=2) if self.format is Output.json else "\n".join(lines(servers)))
-        return Exit.OK
+        return servers
 
     def _by_endpoint(self, composed: Composed) -> EndpointFile:
         from dtf.pserver.net.rpc import viewer
@@ -67,6 +86,31 @@ class Status(Job):
         tls.check(listens=False, asks=True)
         live = EndpointFile([self.endpoint], viewer(token(file)), tls.files(), tls.mutual)
         return EndpointFile(ask(live)[0]["endpoints"], live.token, live.tls, live.mutual)
+
+
+def _job_of(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """What the scheduler says of the job that was submitted for this folder; nothing where there is none."""
+    known = record.find(folder)
+    if known is None:
+        return {}, []
+    state = known.platform.state(known.handle)
+    detail = f" ({state.detail})" if state.detail else ""
+    told = {"platform": known.launcher["name"], **known.handle, "state": state.state.value, "detail": state.detail}
+    return {"job": told}, [f"{known.title}: {state.state.value}{detail}, submitted {known.submitted[:19]}"]
+
+
+def _run_of(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """How the run in this folder stands, or each of a sweep; nothing where there is none."""
+    if not folder.is_dir():
+        return {}, []
+    one = standing.standing(folder)
+    if one is not None:
+        return {"run": one.to_json()}, list(standing.lines(one))
+    trials = dict(standing.runs_in(folder))
+    if not trials:
+        return {}, []
+    text = [f"{name}: {trial.state}, saved step {trial.saved or 0:,}" for name, trial in trials.items()]
+    return {"trials": {name: trial.to_json() for name, trial in trials.items()}}, text
 
 
 def ask(live: EndpointFile) -> list[dict[str, Any]]:

@@ -1,0 +1,49 @@
+"""`job=logs`: what the ranks of a run printed, or what its job printed where a scheduler runs it. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtf.api.job import Job
+from dtf.api.registry import option, register
+from dtf.cluster import record
+from dtf.core.errors import ConfigError, DataError, Exit
+
+if TYPE_CHECKING:
+    from dtf.config.compose import Composed
+
+
+@register("job", "logs")
+class Logs(Job):
+    """Print what a run has printed."""
+
+    run_folder: str = option(doc="the folder of the run")
+    follow: bool = option(default=False, doc="go on until the job ends; for runs that a scheduler has")
+
+    def run(self, composed: Composed) -> int:
+        folder = Path(self.run_folder)
+        if not folder.is_dir():
+            raise DataError(f"job.run_folder={folder} does not exist; give the folder of a run")
+        known = record.find(folder)
+        if known is None and self.follow:
+            raise ConfigError(
+                f"job.follow=true follows the job of a scheduler, and {folder} was not submitted to one; use tail -F "
+                f"{folder}/rank_*.log"
+            )
+        for line in known.platform.logs(known.handle, folder, self.follow) if known else _of_ranks(folder):
+            print(line, flush=self.follow)
+        return Exit.OK
+
+
+def _of_ranks(folder: Path) -> Iterator[str]:
+    """The logs that ranks write into the run folder, one after the other. DataError where there is none."""
+    paths = sorted(folder.glob("rank_*.log"), key=lambda path: (len(path.name), path.name))
+    if not paths:
+        raise DataError(f"{folder} has no log of a rank; launcher.log_dir may have put them elsewhere")
+    for path in paths:
+        text = path.read_text(errors="replace").rstrip("\n")
+        if text:
+            yield f"== {path.name}"
+            yield from text.split("\n")
