@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtf.api.recipe import Recipe, Split
 from dtf.checkpoint.resolve_path import check_weights_path
-from dtf.config.compose import Composed
 from dtf.core.errors import ConfigError, DtfError, Exit
 from dtf.core.types import Event, Failed, Measured, Note
 from dtf.runs.run_folder import Run
+
+if TYPE_CHECKING:
+    from dtf.config.compose import Composed
 
 
 def launch(composed: Composed, entry: str, splits: Collection[Split], one_rank: bool = False) -> Path | None:
