@@ -284,6 +284,7 @@ Flags:
   --cfg job             print the composed config and stop; --resolve replaces ${interpolations}, --package NAME narrows
   --info [WHAT]         how the config came to be: defaults, defaults-tree, config, searchpath, plugins, all
   -m, --multirun        run every combination of key=a,b,c; again: those that are missing
+  --bundle FILE         run what was submitted to a scheduler, see docs/clusters.md
   --config-dir DIR      look for <group>/<option>.yaml in DIR too
   --config-name NAME    start from DIR/NAME.yaml in place of dtf's own root config
   -sc install=bash      tab completion: eval "$(dtf -sc install=bash)"
