@@ -51,16 +51,25 @@ def submit(composed: Composed) -> int:
         run_dir = settings.run.dir or platform.default_run_dir(job_name(name), id)
     if platform.sees_folder and folder.exists():
         check_folder(folder, composed.config)
-    return hand_over(platform, request_of(platform, [composed], folder, [run_dir], job_name(f"{name}-{id[-6:]}")))
+    return hand_over(platform, request_of(platform, [composed], folder, run_dir, job_name(f"{name}-{id[-6:]}")))
 
 
 def hand_over(platform: Platform, request: JobRequest) -> int:
-    """Submit a request, or print what would be submitted where `launcher.dry_run` says so."""
-    texts = platform.render(request)
+    """Submit a request, or print what would be submitted where `launcher.dry_run` says so. Returns the exit code."""
     if platform.dry_run:
-        for name, text in texts.items():
+        for name, text in platform.render(request).items():
             print(f"# {name}\n{text.rstrip()}")
         return Exit.OK
+    kept, where = hand_in(platform, request), display_path(request.folder)
+    print(f"dtf: {kept.title} was submitted; {'sweep' if request.trials else 'run'} folder {where}")
+    for job in ("status", "logs", "cancel"):
+        print(f"dtf:   dtf job={job} job.run_folder={where}")
+    return Exit.OK
+
+
+def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
+    """Submit a request, and keep the record of its job in its folder. BusyError while a job of the folder lives."""
+    texts = platform.render(request)
     request.job_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = take_lock(request.job_folder)
     try:
@@ -69,23 +78,18 @@ def hand_over(platform: Platform, request: JobRequest) -> int:
         _write(request.bundle, request.content)
         for name, path in files.items():
             _write(path, texts[name].encode())
-        handle = platform.submit(request, files)
         kept = record.JobRecord(
             request.config["launcher"],
             request.config["plugins"],
-            handle,
+            platform.submit(request, files),
             datetime.now(UTC).isoformat(),
             request.digest,
             request.run_dir,
         )
         record.keep(request.folder, kept)
+        return kept
     finally:
         os.close(lock)
-    where = display_path(request.folder)
-    print(f"dtf: {kept.title} was submitted; run folder {where}")
-    for job in ("status", "logs", "cancel"):
-        print(f"dtf:   dtf job={job} job.run_folder={where}")
-    return Exit.OK
 
 
 def refuse_live(folder: Path) -> None:
@@ -102,17 +106,24 @@ def refuse_live(folder: Path) -> None:
 
 
 def request_of(
-    platform: Platform, composed: Sequence[Composed], folder: Path, run_dirs: Sequence[str], name: str
+    platform: Platform,
+    composed: Sequence[Composed],
+    folder: Path,
+    run_dir: str,
+    name: str,
+    trials: Sequence[str] = (),
+    parallel: int = 0,
 ) -> JobRequest:
-    """The request of one run."""
+    """The request of one run, or of a sweep: `trials` are then the names of the folders in `run_dir`."""
     first = composed[0]
     token = secrets.token_hex(32)
+    run_dirs = [f"{run_dir.rstrip('/')}/{trial}" for trial in trials] or [run_dir]
     bundle = Bundle.of(composed, run_dirs, os.getcwd() if platform.sees_folder else "", token)
     content = bundle.to_bytes(composed)
     return JobRequest(
         name=name,
         folder=folder,
-        run_dir=run_dirs[0],
+        run_dir=run_dir,
         digest=digest_of(content),
         content=content,
         roles=first.settings.strategy.roles(platform.count()),
@@ -120,6 +131,8 @@ def request_of(
         config=first.config,
         grace_s=platform.grace_s,
         token=token,
+        trials=tuple(trials),
+        parallel=parallel,
     )
 
 
