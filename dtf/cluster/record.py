@@ -10,8 +10,7 @@ from typing import Any
 from dtf.api.registry import registered
 from dtf.api.schema import build_option
 from dtf.cluster.platform import JOB_FOLDER, Platform
-from dtf.config.settings import load_parts
-from dtf.core.errors import BusyError
+from dtf.core.errors import BusyError, ConfigError
 from dtf.core.files import replace_text
 
 _NAME = "job.json"
@@ -19,12 +18,9 @@ _NAME = "job.json"
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job that was submitted. `launcher`: its config node, `plugins`: as of the config, `handle`: see
-    `Platform.submit`.
-    """
+    """A job that was submitted. `launcher`: its config node, `handle`: see `Platform.submit`."""
 
     launcher: dict[str, Any]
-    plugins: list[str]
     handle: dict[str, str]
     submitted: str
     digest: str
@@ -32,9 +28,14 @@ class JobRecord:
 
     @property
     def platform(self) -> Platform:
-        """What submitted it. ConfigError where a plugin brings it and cannot be imported here."""
-        if self.launcher["name"] not in registered("launcher"):
-            load_parts(self.plugins)
+        """What submitted it. ConfigError where a plugin brings it that this command does not name: a folder may come from
+        elsewhere, and decides about no import.
+        """
+        name = self.launcher["name"]
+        if name not in registered("launcher"):
+            raise ConfigError(
+                f"the run was submitted by launcher={name}, which a plugin brings; give plugins=[MODULE] too"
+            )
         platform = build_option("launcher", self.launcher)
         assert isinstance(platform, Platform)
         return platform

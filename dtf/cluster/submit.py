@@ -80,7 +80,6 @@ def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
             _write(path, texts[name].encode())
         kept = record.JobRecord(
             request.config["launcher"],
-            request.config["plugins"],
             platform.submit(request, files),
             datetime.now(UTC).isoformat(),
             request.digest,

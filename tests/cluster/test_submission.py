@@ -220,7 +220,7 @@ def submit_and_wait(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         for pid in known.handle["pids"].split():
             os.waitpid(int(pid), 0)
         capsys.readouterr()
-        assert main(["job=logs", f"job.run_folder={folder}"]) == Exit.OK
+        assert main(["plugins=[here_platform]", "job=logs", f"job.run_folder={folder}"]) == Exit.OK
         return capsys.readouterr().out
 
     return run
@@ -231,7 +231,7 @@ def test_a_job_of_two_nodes_runs_what_was_submitted(submit_and_wait, capsys: pyt
     printed = submit_and_wait("mine", "launcher.nodes=2")
     assert "nothing is wrong" in printed and "ended step=2/2" in printed
     capsys.readouterr()
-    assert main(["job=status", "job.run_folder=mine", "job.format=json"]) == Exit.OK
+    assert main(["plugins=[here_platform]", "job=status", "job.run_folder=mine", "job.format=json"]) == Exit.OK
     status = json.loads(capsys.readouterr().out)
     assert status["run"]["exit"] == 0 and status["run"]["saved"] == 2 and status["job"]["state"] == "finished"
     assert not Path("mine/job/reason").exists()
@@ -259,6 +259,6 @@ def test_a_live_job_keeps_its_folder_until_it_is_cancelled(capsys: pytest.Captur
     assert main(words) == Exit.BUSY
     assert "belongs to here job" in capsys.readouterr().err
     assert Path("mine/job/bundle.zip").read_bytes() == before
-    assert main(["job=cancel", "job.run_folder=mine"]) == Exit.OK
+    assert main(["plugins=[here_platform]", "job=cancel", "job.run_folder=mine"]) == Exit.OK
     _, status = os.waitpid(int(known.handle["pids"]), 0)
     assert os.waitstatus_to_exitcode(status) == Exit.PREEMPTED
