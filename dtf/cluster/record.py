@@ -28,8 +28,8 @@ class JobRecord:
 
     @property
     def platform(self) -> Platform:
-        """What submitted it. ConfigError where a plugin brings it that this command does not name: a folder may come from
-        elsewhere, and decides about no import.
+        """What submitted it. ConfigError where a plugin brings it that this command does not name: a folder may come
+        from elsewhere, and decides about no import.
         """
         name = self.launcher["name"]
         if name not in registered("launcher"):
