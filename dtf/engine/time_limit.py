@@ -7,10 +7,9 @@ import time
 from typing import Protocol
 
 from dtf.core.errors import OutOfTime, Preempted
+from dtf.core.run_record import SAVE_TIMES
 from dtf.core.text import time_text
 
-SAFETY = 3
-"""How many times the longest save so far a save is given: one that is being written comes first, and disks vary."""
 END_S = 5.0
 """What follows a save: ranks end, and the script that a scheduler runs decides whether the job goes on."""
 
@@ -48,11 +47,11 @@ class TimeLimit:
     def saved(self, seconds: float) -> None:
         """A save took so long, until it was complete."""
         self._longest_s = max(self._longest_s, seconds)
-        self._save_s = SAFETY * self._longest_s
+        self._save_s = SAVE_TIMES * self._longest_s
 
     def spare_s(self, mirror_s: float = 0.0) -> float:
         """Seconds until a save has to begin; negative once it is late. `mirror_s`: the longest that the mirror took."""
-        return self._left_s() - self._save_s - SAFETY * mirror_s - END_S
+        return self._left_s() - self._save_s - SAVE_TIMES * mirror_s - END_S
 
     @property
     def is_over(self) -> bool:

@@ -15,13 +15,13 @@ from dtf.api.lr import Constant
 from dtf.api.registry import registered
 from dtf.config.settings import load_parts
 from dtf.core.errors import ConfigError, Exit, NoProgressError, OutOfTime
-from dtf.core.run_record import longest_save_s
+from dtf.core.run_record import SAVE_TIMES, longest_save_s, time_to_save_s
 from dtf.core.types import Evaluate, Poll, Save, Stop, Ticket, Train
 from dtf.data.batches import Epochs
 from dtf.data.samplers import Sequential
 from dtf.engine import time_limit
 from dtf.engine.clock import POLL_S, Plan, PlannedClock
-from dtf.engine.time_limit import END_S, SAFETY, TimeLimit
+from dtf.engine.time_limit import END_S, TimeLimit
 from dtf.host.deadline import deadline
 from dtf.runs.compare import RecordedRun
 from dtf.runs.time_left import refuse_short
@@ -94,11 +94,11 @@ def test_a_save_is_given_three_times_the_longest_so_far() -> None:
     limit.agree(Ranks(), saves=True, longest_s=None)
     assert limit.spare_s() == pytest.approx(1000 - 25 - END_S, abs=5), "none was measured"
     limit.agree(Ranks(600.0, math.inf), saves=True, longest_s=40.0)
-    assert limit.spare_s() == pytest.approx(600 - SAFETY * 40 - END_S, abs=5), "an earlier launch, an earlier limit"
+    assert limit.spare_s() == pytest.approx(600 - SAVE_TIMES * 40 - END_S, abs=5), "an earlier launch, an earlier limit"
     limit.saved(10.0)
-    assert limit.spare_s(mirror_s=20) == pytest.approx(600 - SAFETY * (40 + 20) - END_S, abs=5)
+    assert limit.spare_s(mirror_s=20) == pytest.approx(600 - SAVE_TIMES * (40 + 20) - END_S, abs=5)
     limit.saved(100.0)
-    assert limit.spare_s() == pytest.approx(600 - SAFETY * 100 - END_S, abs=5)
+    assert limit.spare_s() == pytest.approx(600 - SAVE_TIMES * 100 - END_S, abs=5)
     assert limit.until_killed_s() == math.inf and not limit.is_over
     assert limit.stop().endswith("before the time limit of this allocation; the longest save took 100.00 s")
     assert limit.until_killed_s() == pytest.approx(600 - END_S, abs=5)
@@ -169,6 +169,7 @@ def test_the_longest_save_of_all_launches_counts(tmp_path: Path) -> None:
     ):
         (tmp_path / "run.json").write_text(text)
         assert longest_save_s(tmp_path) == known
+        assert time_to_save_s(tmp_path, 25.0) == max(25.0, 3 * (known or 0))
 
 
 def cut_short(run_dtf: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, *words: str) -> Result:
