@@ -190,6 +190,11 @@ class Checkpointer:
         if self._sources.mirror:
             self._sources.mirror.wake(self._rule(), self._damaged)
 
+    @property
+    def mirror_s(self) -> float:
+        """Of the checkpoints that rank 0 has sent to the mirror so far, the seconds of the slowest; 0 elsewhere."""
+        return self._sources.mirror.longest_s if self._sources.mirror else 0.0
+
     def _rule(self) -> Retention:
         return Retention(self._options.keep_last, self._options.keep_best, self._objective, self._trusted)
 

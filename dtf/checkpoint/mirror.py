@@ -72,6 +72,8 @@ class Mirror:
         self.owner: dict[str, Any] = {}
         """Who wrote there before this run."""
         self._damaged: set[Path] = set()  # checkpoints here that cannot be sent
+        self.longest_s = 0.0
+        """That a checkpoint took which was sent."""
         self.sending: Path | None = None
         """The checkpoint that is being read now: it must stay."""
 
@@ -262,6 +264,7 @@ class Mirror:
         self._useless.discard(manifest.step)
         size = sum(file.size for file in manifest.files.values())
         seconds = time.perf_counter() - started
+        self.longest_s = max(self.longest_s, seconds)
         self._say(f"mirrored {path.name} to {self.place.name}: {bytes_text(size)} in {seconds:.2f} s")
 
     def _allow(self, path: Path) -> None:

@@ -145,6 +145,11 @@ class Saves:
         return self._checkpointer.set_aside(after)
 
     @property
+    def mirror_s(self) -> float:
+        """See `Checkpointer.mirror_s`."""
+        return self._checkpointer.mirror_s
+
+    @property
     def under_way(self) -> bool:
         """Whether a thread is writing."""
         return self._work is not None and not self._work.done()

@@ -5,18 +5,18 @@ Pure: a mapping in, a value out. It asks nobody and starts nothing.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dtf.core.errors import ConfigError
+from dtf.host.deadline import deadline
 
 NODES, NODE, ADDRESS = "DTF_NODES", "DTF_NODE", "DTF_ADDRESS"
 """How many nodes the job has, which of them this is, from 0, and HOST:PORT where they meet, on node 0."""
-DEADLINE, RESTARTS, REASON_FILE = "DTF_DEADLINE", "DTF_RESTARTS", "DTF_REASON_FILE"
-"""When the scheduler ends the job, in seconds since 1970; how often it has started the job again; the file whose text
-it shows as the reason of a failure.
-"""
+RESTARTS, REASON_FILE = "DTF_RESTARTS", "DTF_REASON_FILE"
+"""How often the scheduler has started the job again; the file whose text it shows as the reason of a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Allocation:
     """HOST:PORT of each process of the first role."""
     restarts: int = 0
     deadline: float | None = None
-    """Seconds since 1970."""
+    """When the scheduler ends the job, in seconds since 1970."""
     reason_file: str = ""
 
 
@@ -62,6 +62,7 @@ def from_manifest(environment: Mapping[str, str]) -> Allocation | None:
     address = environment.get(ADDRESS, "")
     if nodes > 1 and not role and not address:
         raise ConfigError(f"{NODES}={nodes} and {ADDRESS} is not set; it is HOST:PORT of node 0")
+    until = deadline(environment)
     endpoints = [text.strip() for text in environment.get("DTF_ENDPOINTS", "").split(",")]
     return Allocation(
         nodes=nodes,
@@ -71,7 +72,7 @@ def from_manifest(environment: Mapping[str, str]) -> Allocation | None:
         number=number(environment, "DTF_ID", 0),
         endpoints=tuple(text for text in endpoints if text),
         restarts=number(environment, RESTARTS, 0),
-        deadline=float(text) if re.fullmatch(r"\d+(\.\d+)?", text := environment.get(DEADLINE, "")) else None,
+        deadline=until if until < math.inf else None,
         reason_file=environment.get(REASON_FILE, ""),
     )
 

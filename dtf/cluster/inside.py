@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf.api.launcher import failures_told
-from dtf.cluster.allocation import DEADLINE, Allocation, allocation_of
+from dtf.cluster.allocation import Allocation, allocation_of
 from dtf.cluster.bundle import Bundle, BundledRun, Unpacked, unpacked
 from dtf.config.compose import Composed, Composer
 from dtf.config.python_overrides import as_texts
@@ -23,6 +23,7 @@ from dtf.core.errors import ConfigError, DtfError, error_line
 from dtf.core.files import flat
 from dtf.core.types import Failed
 from dtf.core.version import __version__
+from dtf.host.deadline import VARIABLE as DEADLINE
 from dtf.launch.forkserver_cache import prestart
 from dtf.launch.manual_checks import TOKEN
 from dtf.launch.rank_options import RankOptions

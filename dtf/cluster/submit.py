@@ -19,6 +19,7 @@ from dtf.cluster.platform import JobRequest, Platform, job_name
 from dtf.config.messages import display_path
 from dtf.core.errors import BusyError, ConfigError, Exit
 from dtf.core.files import open_private
+from dtf.core.run_record import time_to_save_s
 from dtf.runs.run_folder import check_folder, take_lock, unique_id
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def request_of(
         roles=first.settings.strategy.roles(platform.count()),
         nodes=platform.nodes,
         config=first.config,
-        grace_s=platform.grace_s,
+        grace_s=time_to_save_s(folder, platform.grace_s),
         token=token,
         trials=tuple(trials),
         parallel=parallel,

@@ -117,9 +117,15 @@ class SaveError(DtfError):
 
 
 class Preempted(DtfError):
-    """The process got a signal to stop (SIGTERM or SIGINT). The message says what was saved. Requeue the job."""
+    """The process got a signal to stop (SIGTERM or SIGINT), or its allocation ends. The message says what was saved.
+    Requeue the job.
+    """
 
     exit = Exit.PREEMPTED
+
+
+class OutOfTime(Preempted):
+    """The allocation ends before the first step. The next one may be as short."""
 
 
 class AuthError(DtfError):
@@ -143,7 +149,7 @@ class BudgetError(DtfError):
 
 
 class NoProgressError(DtfError):
-    """Three restarts in a row without a new checkpoint."""
+    """Three restarts in a row without a new checkpoint, or three allocations without a step."""
 
     exit = Exit.NO_PROGRESS
 

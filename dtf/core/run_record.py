@@ -53,6 +53,27 @@ def launches(folder: Path) -> set[str]:
         return set()
 
 
+SAVE_TIMES = 3
+"""How many times the longest save so far a save is given: one that is being written comes first, and disks vary."""
+LONGEST_SAVE = "longest_save_s"
+"""The key of a launch in run.json for the seconds of its longest save, until that was complete."""
+
+
+def longest_save_s(folder: Path) -> float | None:
+    """Seconds that the longest save of a run has taken so far, in any launch. None where that cannot be told."""
+    try:
+        record = json.loads((folder / "run.json").read_text())
+        known = [launch.get(LONGEST_SAVE) for launch in (record, *record.get("earlier", []))]
+        return max((float(seconds) for seconds in known if seconds is not None), default=None)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def time_to_save_s(folder: Path, least_s: float) -> float:
+    """Seconds that the run in a folder is to be given for a save, by those that it has made; at least `least_s`."""
+    return max(least_s, SAVE_TIMES * (longest_save_s(folder) or 0.0))
+
+
 def is_live(folder: Path, id: str) -> bool:
     """Whether the launch `id` is known to live in a folder. False where that cannot be told."""
     try:

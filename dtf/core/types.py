@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -50,8 +51,8 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """Ask all ranks whether any of them got a signal to stop, whether the budget is spent, how long steps take, and
-    which rows could not be read.
+    """Ask all ranks whether any of them got a signal to stop, whether the budget is spent, how much time is left, how
+    long steps take, and which rows could not be read.
     """
 
     step: int
@@ -73,7 +74,9 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the run. `reason`: `finished`, `stopped` (at train.until), `early_stop`, `preempted` or `budget`."""
+    """End the run. `reason`: `finished`, `stopped` (at train.until), `early_stop`, `preempted`, `time_limit` or
+    `budget`.
+    """
 
     step: int
     reason: str
@@ -300,6 +303,7 @@ class Place:
     hang_timeout_s: float = 60.0  # silence that means that another process hangs
     start_timeout_s: float = 600.0  # the same while it starts
     grace_s: float = 25.0  # from a signal to stop until this process is killed
+    deadline: float = math.inf  # when it is killed in any case, in seconds since 1970, see `dtf.host.deadline`
     manual: ManualStart | None = None  # where a command of its own started this process
 
     @classmethod

@@ -83,8 +83,10 @@ class Progress:
 
 
 STOP_REQUESTS, OVER_BUDGET, STEP_SECONDS = "stop_requests", "over_budget", "step_seconds"
+SPARE_SECONDS, EVALUATION_SECONDS = "spare_seconds", "evaluation_seconds"
 """Keys of a Poll's values: how many ranks were asked to stop, how many know that the budget is spent, and the mean time
-of a step since the last Poll, infinite where there was none."""
+of a step since the last Poll, infinite where there was none. Then the time until a save has to begin, infinite without
+a limit, and how long an evaluation takes."""
 
 POLL_S = 2.0
 """Seconds between two polls of all ranks: short beside the time that schedulers give to stop, and no cost per step."""
@@ -121,9 +123,9 @@ class PlannedClock(Clock):
                 self._at.step = ticket.step + 1
                 self._known.pop(ticket.step, None)
             case Poll(step):
-                self._stop_reason = "preempted" if values[STOP_REQUESTS] else "budget" if values[OVER_BUDGET] else ""
                 steps = min(int(POLL_S / max(values[STEP_SECONDS], 1e-6)), POLL_GROWTH * (step - self._polled))
                 self._polled, self._poll_at = step, step + max(1, steps)
+                self._stop_reason = self._reason_to_stop(step, values)
             case Evaluate(step):
                 name, mode = self._plan.objective
                 if name not in values:
@@ -147,6 +149,21 @@ class PlannedClock(Clock):
     @property
     def best(self) -> tuple[float, int] | None:
         return None if self._at.best is None else (self._at.best, self._at.best_step)
+
+    def _reason_to_stop(self, step: int, values: Mapping[str, float]) -> str:
+        if values[SPARE_SECONDS] < self._until_next_poll(step, values):
+            return "time_limit"
+        return "preempted" if values[STOP_REQUESTS] else "budget" if values[OVER_BUDGET] else ""
+
+    def _until_next_poll(self, step: int, values: Mapping[str, float]) -> float:
+        """Seconds until the run can stop next, once it goes on after the Poll of `step`."""
+        plan, pace = self._plan, values[STEP_SECONDS]
+        if math.isinf(pace):  # no step was made that could be lost
+            return 0.0
+        polls = [self._poll_at, plan.end]
+        polls += [step - step % every + every for every in (plan.eval_every, plan.save_every) if every]
+        evaluations = sum(_due(at, plan.eval_every) for at in {step, min(polls)})
+        return (min(polls) - step) * pace + evaluations * values[EVALUATION_SECONDS]
 
     def _train(self, step: int) -> Train:
         ticket = self._known.get(step)

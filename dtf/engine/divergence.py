@@ -23,6 +23,8 @@ _NAMED = 3
 class Everyone(Peers, Protocol):
     """All ranks. See `dtf.World`."""
 
+    rank: int
+
     def gather(self, value: Any) -> list[Any] | None:
         """The JSON values of all ranks in order of rank, on rank 0; None on other ranks. Collective."""
         ...

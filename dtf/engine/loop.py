@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from dtf.api.evaluator import Peers
 from dtf.api.recipe import Recipe
 from dtf.api.strategy import Program
-from dtf.core.errors import DivergedError, DtfError
+from dtf.core.errors import DivergedError
 from dtf.core.types import (
     Batch,
     Batches,
@@ -35,11 +33,13 @@ from dtf.core.types import (
     Stop,
     Train,
 )
-from dtf.engine.clock import OVER_BUDGET, STEP_SECONDS, STOP_REQUESTS, Clock
+from dtf.engine.clock import EVALUATION_SECONDS, OVER_BUDGET, SPARE_SECONDS, STEP_SECONDS, STOP_REQUESTS, Clock
 from dtf.engine.divergence import Everyone, diverged
+from dtf.engine.evaluation import SKIPPED, SKIPPED_TRAIN, evaluate
 from dtf.engine.guarded_steps import GuardedSteps
 from dtf.engine.stopwatch import Stopwatch
-from dtf.engine.unreadable_rows import UnreadableRows, refuse_unreadable
+from dtf.engine.time_limit import TimeLimit
+from dtf.engine.unreadable_rows import UnreadableRows
 from dtf.engine.window import Window
 
 if TYPE_CHECKING:
@@ -48,11 +48,6 @@ if TYPE_CHECKING:
 RECENT = 256
 """Measurements that a checkpoint holds and a resumed run sends again: more than are on their way at any time."""
 
-
-SKIPPED, SKIPPED_TRAIN = "skipped_rows", "skipped_train_rows"
-"""Values of a measurement, where rows may be unreadable: how many were so in this stretch of training, or in this
-evaluation; at the end of a run, in all of its training. A row counts in each epoch.
-"""
 
 NO_IDS = np.empty(0, np.int64)
 
@@ -78,6 +73,7 @@ class Loop:
     skip_nonfinite: int = 0
     stop_requested: Callable[[], bool] = lambda: False
     over_budget: Callable[[], bool] = lambda: False
+    time_limit: TimeLimit = field(default_factory=TimeLimit)
     beat: Callable[[str, int], None] = lambda phase, step: None
     record: Callable[[int, np.ndarray], None] | None = None
     carried: list[float] | None = None  # the window of the checkpoint resumed from
@@ -144,6 +140,7 @@ class _TicketHandler:
         self.rows_before = loop.carried[0] if loop.carried else 0.0
         # steps since the last poll, whatever their numbers: a resumed run does not start at 0
         self.polled_at, self.steps_since_poll = time.perf_counter(), 0
+        self.evaluation_s = 0.0  # the longest; 0: none was made
 
     def train(self, ticket: Train) -> None:
         """One step, without waiting for the device; then the next batch is prepared while the device computes."""
@@ -206,7 +203,7 @@ class _TicketHandler:
         self.clock.done(ticket, values)
 
     def poll(self, ticket: Poll) -> None:
-        """Agree on requests to stop, the budget, the pace and the unreadable rows of each epoch.
+        """Agree on requests to stop, the budget, the time that is left, the pace and the unreadable rows of each epoch.
 
         DivergedError when too many updates were skipped, DataError when too many rows cannot be read.
         """
@@ -215,21 +212,39 @@ class _TicketHandler:
         self._refuse_divergence(step)
         now = time.perf_counter()
         step_s = (now - self.polled_at) / self.steps_since_poll if self.steps_since_poll else math.inf
-        stop_requested = loop.stop_requested() or program.leased.told_to_stop()
-        local = torch.tensor(
-            [stop_requested, loop.over_budget(), 1.0, step_s, *self.unreadable.here()], dtype=torch.float64
-        )
+        here = {
+            STOP_REQUESTS: loop.stop_requested() or program.leased.told_to_stop(),
+            OVER_BUDGET: loop.over_budget(),
+            STEP_SECONDS: step_s,
+            SPARE_SECONDS: self._spare_s(),
+            EVALUATION_SECONDS: self._evaluation_s(step_s),
+        }
         self.polled_at, self.steps_since_poll = now, 0
-        stops, over_budget, ranks, step_s_sum, *bad = loop.world.reduce(local).tolist()
-        self.unreadable.judge(bad)
-        self.clock.done(ticket, {STOP_REQUESTS: stops, OVER_BUDGET: over_budget, STEP_SECONDS: step_s_sum / ranks})
+        local = torch.tensor([1.0, *here.values(), *self.unreadable.here()], dtype=torch.float64)
+        ranks, *sums = loop.world.reduce(local).tolist()
+        self.unreadable.judge(sums[len(here) :])
+        agreed = dict(zip(here, sums, strict=False))
+        means = {key: agreed[key] / ranks for key in (STEP_SECONDS, EVALUATION_SECONDS)}
+        self.clock.done(ticket, agreed | means)
+
+    def _spare_s(self) -> float:
+        """Until a save has to begin, as rank 0 knows it, which hears of the whole save."""
+        loop = self.loop
+        return 0.0 if loop.world.rank else loop.time_limit.spare_s(loop.saver.mirror_s if loop.saver else 0.0)
+
+    def _evaluation_s(self, step_s: float) -> float:
+        """How long an evaluation takes. Before the first one: a batch of it no longer than a step."""
+        guess = self.loop.evaluation.batches * step_s if math.isfinite(step_s) else 0.0
+        return self.evaluation_s or guess
 
     def evaluate(self, ticket: Evaluate) -> None:
         """Evaluate and report; the clock hears of it first, as it decides whether this is the best so far."""
         loop, step = self.loop, ticket.step
         self._refuse_divergence(step)
         with self.stopwatch.paused():
+            started = time.perf_counter()
             self.evaluated = evaluate(loop, step)
+            self.evaluation_s = max(self.evaluation_s, time.perf_counter() - started)
         self.evaluated_at = step
         self.clock.done(ticket, self.evaluated)
         is_best = self.clock.best is not None and self.clock.best[1] == step
@@ -269,6 +284,7 @@ class _TicketHandler:
                 before = time.perf_counter() - started
 
                 def told(path: str, seconds: float, held: float) -> None:
+                    loop.time_limit.saved(before + seconds)
                     loop.see(Saved(step, path, is_best, before + seconds, before + held))
 
                 loop.saver.save(step, state, scalars, value, told, self._compare_replicas)
@@ -280,6 +296,8 @@ class _TicketHandler:
         """Wait for what is under way. DivergedError when too many updates were skipped, or none was ever made."""
         if self.loop.guard is not None:
             self.loop.guard.compare_state()
+        if ticket.reason == "time_limit":
+            self.loop.see(Note("info", self.loop.time_limit.stop()))
         if self.loop.saver is not None:
             self.loop.beat("save", ticket.step)
             self.loop.saver.finish()
@@ -315,57 +333,6 @@ class _TicketHandler:
         total = self.window.total(self.loop.world, self.width)
         self.updated = self.updated or total[self.width + 1] > 0
         return total
-
-
-@torch.no_grad()
-def evaluate(loop: Loop, step: int) -> dict[str, float]:
-    """Metrics over the whole evaluation split, each row once. Collective."""
-    loop.program.sync()
-    if loop.averages:
-        loop.program.swap_ema(True)
-    total = torch.zeros(1 + len(loop.recipe.train_metrics), dtype=torch.float64)
-    sums, evaluator = None, loop.recipe.evaluator(loop.evaluation_rows)
-    last = loop.evaluation.batches
-    for index in range(last):
-        loop.beat("evaluate", step)
-        loop.evaluation.ahead([(0, i) for i in range(index, min(index + 1 + loop.evaluation.prefetch, last))])
-        batch = loop.program.prepare(loop.evaluation.get(0, index))
-        batch_sums, rows = loop.program.eval_step(batch)
-        sums = batch_sums if sums is None else sums + batch_sums
-        if evaluator is not None and rows is not None:
-            evaluator.add(rows)
-    rest = loop.program.leased.eval_rest()
-    if rest is not None:
-        total += rest.sums.cpu()
-        if evaluator is not None and rest.rows is not None:
-            evaluator.add(rest.rows)
-    if sums is not None:
-        total += sums.cpu()
-    if loop.averages:
-        loop.program.swap_ema(False)
-    bad = loop.evaluation.bad(0) + loop.program.leased.unread("eval", 0)
-    values, skipped = counted(loop.world, total, loop.recipe, loop.evaluation_rows, bad, loop.evaluation.allowed)
-    if loop.evaluation.allowed:
-        values[SKIPPED] = skipped
-    return values | (evaluator.values(loop.world) if evaluator is not None else {})
-
-
-def counted(
-    world: Peers, sums: Tensor, recipe: Recipe, rows: int, bad: int, allowed: int
-) -> tuple[dict[str, float], int]:
-    """Metric values over all ranks from this rank's sums, shape (M,), and how many rows could not be read. Collective.
-
-    `rows`: of the split. `bad`: those that this rank could not read; `allowed`: how many all ranks together may skip.
-    DtfError when the ranks together did not count each row once, DataError when more than `allowed` are unreadable.
-    """
-    *values, unread = world.reduce(torch.cat([sums.cpu().double(), torch.tensor([bad], dtype=torch.float64)])).tolist()
-    refuse_unreadable(unread, allowed, "evaluation")
-    if values[0] + unread != rows:
-        raise DtfError(
-            f"evaluation counted {values[0]:g} of {rows - unread:g} rows; a row was lost or counted twice; please "
-            "report this"
-        )
-    return recipe.summarise(values), int(unread)
 
 
 def _add_rest(loop: Loop, window: Window) -> None:

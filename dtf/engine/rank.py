@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from dtf.api.options import MemoryFormat
 from dtf.config.settings import Settings, parse_settings
 from dtf.core.errors import DtfError, Exit, PeerError, Preempted, io_failure
 from dtf.core.types import Event, Failed, Place
+from dtf.engine.time_limit import TimeLimit
 from dtf.host import heartbeat
 from dtf.host.allocator import keep_freed_memory
 from dtf.host.signals import asked_to_stop
@@ -46,10 +47,13 @@ class Rank:
     """`beat(phase, step)` marks that this rank is alive."""
 
     stop_requested: Callable[[], bool]
-    """Whether this process was told to stop."""
+    """Whether this process was told to stop, or the time limit leaves no time for anything else."""
 
     left_s: Callable[[], float] = lambda: math.inf
     """Seconds that are left to this process once it was told to stop: what it does in vain after them is lost."""
+
+    time_limit: TimeLimit = field(default_factory=TimeLimit)
+    """When it is killed in any case."""
 
     @property
     def report(self) -> Callable[[Event], None]:
@@ -79,6 +83,7 @@ def run_rank(
     """Run `body` as one rank. Returns the exit code and never raises: a failure is sent as a Failed event."""
     last, send = {"step": 0}, _one_at_a_time(send)
     starts, received = True, list[float]()
+    limit = TimeLimit(place.deadline, place.grace_s)
 
     def beat(phase: str, step: int) -> None:
         nonlocal starts
@@ -98,13 +103,16 @@ def run_rank(
                     place,
                     send,
                     beat,
-                    lambda: bool(received),
-                    lambda: _left_s(received, config),
+                    lambda: bool(received) or limit.is_over,
+                    lambda: min(_left_s(received, config), limit.until_killed_s()),
+                    limit,
                 )
             )
         return Exit.OK
     except BaseException as error:  # noqa: BLE001 (it is reported)
         error = _explained(error, folder, bool(starts and received))
+        if not received:
+            error = limit.explained(error, starts)
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         patient = isinstance(error, DtfError) and error.patient
         blamed = error.blames if isinstance(error, DtfError) and error.raised_by_all else place.rank

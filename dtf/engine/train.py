@@ -17,7 +17,8 @@ from dtf.api.recipe import Dataset
 from dtf.api.registry import name_of
 from dtf.checkpoint.saves import Saves
 from dtf.config.settings import Settings
-from dtf.core.errors import BudgetError, ConfigError, PeerError, Preempted
+from dtf.core.errors import BudgetError, ConfigError, OutOfTime, PeerError, Preempted
+from dtf.core.run_record import longest_save_s
 from dtf.core.types import Ended, Event, Memory, Note, Place, Started, Stepped, Stop
 from dtf.distributed.world import World
 from dtf.engine.assemble import JoinedRank, TaskInputs, TrainingSetup, assemble, join, prepare_task
@@ -116,6 +117,7 @@ def _report_start(setup: TrainingSetup, resumed: Resumed, saving: Saving) -> lis
     joined, inputs, program, plan = setup.joined, setup.inputs, setup.program, setup.plan
     rank, world, splits = joined.rank, joined.world, inputs.splits
     planned = [Memory(*needs) for needs in world.gather(saving.needs or ()) or () if needs]
+    rank.time_limit.agree(world, bool(plan.save_every), longest_save_s(rank.folder))
     if world.rank == 0:
         inputs.start.write(inputs.task.start_check)  # all ranks have passed it: their needs are here
     table = startup_table(
@@ -133,7 +135,7 @@ def _report_start(setup: TrainingSetup, resumed: Resumed, saving: Saving) -> lis
     table |= cut_row(inputs.mixed, rank.settings.step, program.micro_batch_rows)
     if inputs.turns is not None:
         table |= inputs.turns.row(planned)
-    table |= saving.row | setup.flops.row()
+    table |= saving.row | rank.time_limit.row() | setup.flops.row()
     table |= _best_possible(splits.eval, world)
     table["allocator"] = f"{keep_freed_memory()}; {huge_pages()}"
     if inputs.memory_format:
@@ -164,8 +166,7 @@ def _run(
     if options.record:
         watched = program.watch_outputs() if not resumed.step else []
         record = Record(rank.folder, world.rank, world.size, resumed.step, watched, program.shard is not None)
-    if options.perturb:
-        _perturb(setup, resumed)
+    _perturb(setup, resumed)
     probes = _probes(rank.settings, rank.place, rank.folder, rank.send)
     loop = Loop(
         program=program,
@@ -182,6 +183,7 @@ def _run(
         skip_nonfinite=options.skip_nonfinite,
         stop_requested=rank.stop_requested,
         over_budget=lambda: world.rank == 0 and budget.is_spent(rank.folder),
+        time_limit=rank.time_limit,
         beat=_beat(setup, resumed, probes, marks),
         record=record.write if record else None,
         compares_replicas=record is None,  # who reads a record compares all of it, and tells more
@@ -213,8 +215,11 @@ def _run(
 
 
 def _perturb(setup: TrainingSetup, resumed: Resumed) -> None:
-    """Let the parameters start one rounding away. ConfigError where others hold them."""
-    settings, copies = setup.joined.rank.settings, setup.program.replicated()
+    """Let the parameters start one rounding away, where `train.perturb` says so. ConfigError where others hold them."""
+    settings = setup.joined.rank.settings
+    if not settings.train.perturb:
+        return
+    copies = setup.program.replicated()
     name = name_of("strategy", settings.strategy)
     if not copies:
         raise ConfigError(
@@ -253,6 +258,15 @@ def _refuse_early_end(setup: TrainingSetup, resumed: Resumed, stop: Stop) -> Non
     if stop.reason == "budget":
         key = budget.key(setup.joined.rank.settings.budget)
         raise BudgetError(f"the budget is spent after step {stop.step}; {kept}; raise {key} and start again to go on")
+    if stop.reason == "time_limit" and stop.step == resumed.step:
+        raise OutOfTime(
+            "the time limit of the allocation leaves no time for a step; nothing is lost; start again with more time"
+        )
+    if stop.reason == "time_limit":
+        raise Preempted(
+            f"the time limit of the allocation is near after step {stop.step}; {kept}; start again with the same "
+            "run.dir to go on"
+        )
     if stop.reason == "preempted":
         raise Preempted(f"asked to stop after step {stop.step}; {kept}; start again with the same run.dir to go on")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from dtf.core.files import replace_text
 from dtf.core.types import Event, Place
+from dtf.engine.evaluation import counted
 from dtf.engine.inference import Inference, Pace
-from dtf.engine.loop import counted
 from dtf.engine.predictions import ConfusionTable
 from dtf.engine.rank import Rank, run_rank
 from dtf.engine.row_notes import note_left_out

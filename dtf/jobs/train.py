@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
+import time
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from dtf.api.observer import Observers
 from dtf.api.registry import register
 from dtf.core.errors import BudgetError, ConfigError, DtfError, Exit, io_failure
 from dtf.core.types import Ended, Event, Failed, Measured, Note
+from dtf.host.deadline import deadline
 from dtf.host.signals import Stop
 from dtf.runs.budget import BudgetMeter, forget_damage, key, limit_s, spent_s
 from dtf.runs.run_folder import Run
@@ -57,24 +60,31 @@ class TrainJob(Job):
     def train(self, composed: Composed) -> int:
         """Train to the end of the plan. Returns the exit code."""
         with ExitStack() as listening:
-            return self._train(composed, listening)
+            return self._train(composed, listening, deadline(os.environ))
 
-    def _train(self, composed: Composed, listening: ExitStack) -> int:
-        """`listening`: is told to count signals to stop once there is a folder, which must say how the run ended."""
+    def _make_run(self, composed: Composed, folder: str, until: float) -> Run:
+        settings, launcher = composed.settings, composed.settings.launcher
+        processes, devices = launcher.count(), launcher.devices_kind()
+        run = Run.open(composed.config, settings, processes, devices, folder or str(self.folder or ""))
+        try:
+            run.allot(until - time.time())
+            self._begin_counting(run, settings.budget)
+        except DtfError as error:
+            run.end(error.exit, str(error), {"error": type(error).__name__})
+            raise
+        return run
+
+    def _train(self, composed: Composed, listening: ExitStack, until: float) -> int:
+        """`listening`: is told to count signals to stop once there is a folder, which must say how the run ended.
+        `until`: see `deadline`.
+        """
         settings = composed.check()
         launcher = settings.launcher
         launcher.check(settings.strategy)
-        processes, devices = launcher.count(), launcher.devices_kind()
 
         def make(folder: str) -> Run:
             listening.enter_context(Stop())
-            run = Run.open(composed.config, settings, processes, devices, folder or str(self.folder or ""))
-            try:
-                self._begin_counting(run, settings.budget)
-            except DtfError as error:
-                run.end(error.exit, str(error))
-                raise
-            return run
+            return self._make_run(composed, folder, until)
 
         run = launcher.open(composed.config, make, composed.command)
         if not launcher.starts_ranks:

@@ -24,6 +24,7 @@ from dtf.core.consistency import differences, error_from_json, error_to_json, re
 from dtf.core.errors import ConfigError, DtfError, Exit, PeerError
 from dtf.core.types import Event, Failed, Place
 from dtf.host import devices, network
+from dtf.host.deadline import deadline
 from dtf.host.devices import MOST_THREADS
 from dtf.host.signals import asked_to_stop
 from dtf.launch.cluster_env import rank_environment
@@ -197,6 +198,7 @@ class Env(Launcher):
             store=f"{environment.address}:{environment.port}",
             prefix=f"{run.id}/{self._attempt}",
             attempt=self._attempt,
+            deadline=deadline(os.environ),
         )
         failed: list[Failed] = []
         lock = threading.Lock()  # a checkpoint may be reported from a thread of its own

@@ -15,6 +15,7 @@ from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError
 from dtf.core.types import Event, Failed, Place
 from dtf.host import devices
+from dtf.host.deadline import deadline
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.launch.one_run import one_run
 
@@ -96,6 +97,7 @@ class Inline(Launcher):
             devices=all_devices,
             threads=self.threads or devices.cores(),
             prefix=f"{run.id}/0",
+            deadline=deadline(os.environ),
         )
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:

@@ -19,6 +19,7 @@ from dtf.core.errors import ConfigError
 from dtf.core.types import Event, Place
 from dtf.host import devices, network
 from dtf.host.core_reservation import reserve_cores
+from dtf.host.deadline import deadline
 from dtf.host.devices import MOST_PROCESSES
 from dtf.host.signals import Stop
 from dtf.launch import manual_checks
@@ -130,6 +131,7 @@ class SupervisedLauncher(RankOptions, Launcher):
         limits = Limits(self.hang_timeout_s, self.start_timeout_s, self.grace_s)
         several_roles = len({place["role"] for place in places}) > 1
         shared = {"attempt": attempt, "prefix": f"{run.id}/{attempt}", "token": run.token if several_roles else ""}
+        shared["deadline"] = deadline(os.environ)
         shared |= {name: getattr(self, name) for name in ("hang_timeout_s", "start_timeout_s", "grace_s")}
         logs = log_folder(self.log_dir, run.folder)
         server = fork_server(self.env)

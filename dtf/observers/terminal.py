@@ -33,7 +33,11 @@ from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
 
 _REDRAWS_PER_SECOND = 10  # at most, however fast measurements come
 _TICKS_PER_SECOND = 2  # clocks move while nothing is measured
-_COLOURS = {"finished": "green", "early_stop": "green", "preempted": "yellow", "budget": "yellow", "failed": "red"}
+_COLOURS = {
+    **dict.fromkeys(("finished", "early_stop"), "green"),
+    **dict.fromkeys(("preempted", "time_limit", "budget"), "yellow"),
+    "failed": "red",
+}
 _LAST: dict[str, tuple[str, Callable[[float], str]]] = {  # after the metrics, in this order
     "rows_per_s": ("rows/s", "{:,.0f}".format),
     "lr": ("lr", option_text),

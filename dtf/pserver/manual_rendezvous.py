@@ -210,10 +210,9 @@ class ManualTrainer:
                 raise
             self._context.say(f"the run in {end.folder} has finished; nothing is left to do for trainer {self._number}")
             return
-        if reason == "preempted":
-            raise Preempted(
-                "the run was asked to stop; start its servers again with the same run.dir, and its trainers, to go on"
-            )
+        if reason in ("preempted", "time_limit"):
+            why = "was asked to stop" if reason == "preempted" else "has reached the time limit of its allocation"
+            raise Preempted(f"the run {why}; start its servers again with the same run.dir, and its trainers, to go on")
         if reason == "budget":
             raise BudgetError("the budget of the run is spent; see what server 0 says")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import platform
 import secrets
@@ -31,10 +32,11 @@ from dtf.core.errors import BusyError, ConfigError, io_failure
 from dtf.core.files import flat, replace_text
 from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import lost_effects
-from dtf.core.run_record import LOCK
+from dtf.core.run_record import LOCK, LONGEST_SAVE
 from dtf.core.text import quoted
 from dtf.core.types import Ended, Event, Measured, Saved, Started
 from dtf.core.version import __version__
+from dtf.runs.time_left import TIME_LEFT, refuse_short
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
@@ -179,6 +181,15 @@ class Run:
         self._write()
         replace_text(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
 
+    def allot(self, left_s: float) -> None:
+        """Write into run.json that the allocation of this launch ends in `left_s` seconds. Raises where that is too
+        little, see `refuse_short`.
+        """
+        if left_s < math.inf:
+            self._record[TIME_LEFT] = round(left_s, 1)
+            self._update("does not say when the allocation ends")
+            refuse_short(left_s, self._record.get("earlier", []))
+
     def ready(self, table: dict[str, Any]) -> None:
         """Called when the ranks are ready: write the start-up table into run.json."""
         if self.leader:
@@ -186,8 +197,8 @@ class Run:
             self._update("has no start-up table")
 
     def see(self, event: Event) -> None:
-        """Write into run.json what an event of the ranks says of the run: the start-up table, and that there are
-        results.
+        """Write into run.json what an event of the ranks says of the run: the start-up table, that there are results,
+        and how long saves take.
         """
         if isinstance(event, Started):
             self.ready(event.table)
@@ -195,6 +206,9 @@ class Run:
         if result and self.leader and self._record.get("results") is False:
             self._record["results"] = True
             self._update("does not say that there are results")
+        if self.leader and isinstance(event, Saved) and event.seconds > self._record.get(LONGEST_SAVE, 0.0):
+            self._record[LONGEST_SAVE] = round(event.seconds, 3)
+            self._update("does not say how long saves take")
 
     def _update(self, otherwise: str) -> None:
         """Write run.json anew. Where that fails the run goes on: its next save, if there is one, has to write too.

@@ -20,6 +20,8 @@ def agreed(ticket: Ticket, step_seconds: float, stop_at: float = math.inf) -> di
         "stop_requests": float(ticket.step >= stop_at),
         "over_budget": 0.0,
         "step_seconds": step_seconds if ticket.step else math.inf,
+        "spare_seconds": math.inf,
+        "evaluation_seconds": 0.0,
     }
 
 
@@ -169,7 +171,7 @@ def test_resuming_continues_the_plan() -> None:
     for ticket in clock:
         if not isinstance(ticket, Poll):
             rest.append(ticket)
-        clock.done(ticket, {"loss": 9.0, "stop_requests": 0.0, "over_budget": 0.0, "step_seconds": 9.0})
+        clock.done(ticket, {"loss": 9.0} | agreed(ticket, 9.0))
     assert rest == whole[whole.index(Save(4)) + 1 :]
     assert clock.best == (3.0, 3)
 

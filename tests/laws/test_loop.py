@@ -120,6 +120,8 @@ class SingleRank:
 
 
 class Saver:
+    mirror_s = 0.0
+
     def __init__(self) -> None:
         self.saved: list[int] = []
         self.finished = False

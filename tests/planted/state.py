@@ -207,6 +207,20 @@ FAULTS = [
         ("tests/laws/test_clock.py::test_a_request_to_stop_is_heard_within_two_seconds_without_any_report",),
     ),
     Fault(
+        "a save begins when the time that it needs is all that is left",
+        "dtf/engine/clock.py",
+        "if values[SPARE_SECONDS] < self._until_next_poll(step, values):",
+        "if values[SPARE_SECONDS] < 0:",
+        ("tests/laws/test_time_limit.py::test_a_save_begins_in_time_whatever_the_pace",),
+    ),
+    Fault(
+        "the longest save of earlier launches is forgotten",
+        "dtf/core/run_record.py",
+        'for launch in (record, *record.get("earlier", []))]\n        return max',
+        "for launch in (record,)]\n        return max",
+        ("tests/laws/test_time_limit.py::test_the_longest_save_of_all_launches_counts",),
+    ),
+    Fault(
         "the window of metrics before a save is lost",
         "dtf/engine/window.py",
         "            total[: len(self._carried)] += torch.tensor(self._carried, dtype=torch.float64)\n",
@@ -215,7 +229,7 @@ FAULTS = [
     ),
     Fault(
         "an evaluation that lost a row is believed",
-        "dtf/engine/loop.py",
+        "dtf/engine/evaluation.py",
         "if values[0] + unread != rows:",
         "if values[0] + unread > rows:",
         ("tests/laws/test_loop.py::test_an_evaluation_that_loses_a_row_is_an_error",),
