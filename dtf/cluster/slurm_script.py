@@ -1,0 +1,87 @@
+"""The texts that Slurm gets: the batch script, and what each task of its step runs. Pure: values in, text out."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+
+from dtf.core.errors import STARTED_AGAIN, Exit
+
+JOB, TASK = "job.sh", "task.sh"
+
+_ALWAYS = (int(Exit.PREEMPTED), 143)
+"""The run was asked to stop: it starts again, however often. 143: before the first line of dtf had run."""
+_WITH_PROGRESS = [int(code) for code in STARTED_AGAIN if code not in (*_ALWAYS, Exit.BUSY)]
+_MOST_LOST = 3
+"""Such ends in a row without a new checkpoint after which the job goes on; the next one ends it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobText:
+    """`options`, `steps`: the #SBATCH lines and the arguments of srun, of each component of the job. `roles`: of the
+    components, none where there is one. `run_dirs`: one, or those of a sweep's trials.
+    """
+
+    options: list[list[str]]
+    steps: list[list[str]]
+    tasks: int
+    roles: list[str]
+    job_folder: str
+    run_dirs: list[str]
+    setup: list[str]
+    command: list[str]
+
+    def job(self) -> str:
+        """The batch script."""
+        setup = [f'{line}\nchecked "$?" {shlex.quote(line)}' for line in self.setup]
+        if self.roles:
+            setup.append(f"export DTF_ROLES={','.join(self.roles)}")
+        options = "#SBATCH hetjob\n".join("".join(f"#SBATCH {line}\n" for line in lines) for lines in self.options)
+        body = {
+            "FOLDER": shlex.quote(self.job_folder),
+            "RUNS": " ".join(map(shlex.quote, self.run_dirs)),
+            "TASKS": str(self.tasks),
+            "ALWAYS": " | ".join(map(str, _ALWAYS)),
+            "PROGRESS": " | ".join(map(str, _WITH_PROGRESS)),
+            "BUSY": str(int(Exit.BUSY)),
+            "MOST": str(_MOST_LOST),
+            "SETUP": "\n".join(setup),
+            "SRUN": self._srun(),
+        }
+        return f"#!/bin/bash\n{options}{_filled('slurm_job.sh', body)}"
+
+    def task(self) -> str:
+        """What srun starts: dtf, and a note of its exit code."""
+        trial = ' --trial="$SLURM_ARRAY_TASK_ID"' if len(self.options) == 1 and _is_array(self.options[0]) else ""
+        return _filled("slurm_task.sh", {"COMMAND": shlex.join(self.command) + trial})
+
+    def _srun(self) -> str:
+        alone = len(self.steps) == 1
+        steps = [words if alone else [f"--het-group={at}", *words] for at, words in enumerate(self.steps)]
+        return " : ".join(f'{shlex.join(words)} bash "$folder/{TASK}"' for words in steps)
+
+
+def output_pattern(job_folder: str, array: bool) -> str:
+    """Where Slurm writes what the job prints: `%` begins a pattern there."""
+    return f"{job_folder.replace('%', '%%')}/slurm-{'%A_%a' if array else '%j'}.log"
+
+
+def duration(hours: float) -> str:
+    """As Slurm writes it: days-hours:minutes:seconds."""
+    minutes, seconds = divmod(round(hours * 3600), 60)
+    total, minutes = divmod(minutes, 60)
+    days, left = divmod(total, 24)
+    return f"{days}-{left:02d}:{minutes:02d}:{seconds:02d}"
+
+
+def _is_array(options: list[str]) -> bool:
+    return any(line.startswith("--array=") for line in options)
+
+
+def _filled(name: str, values: Mapping[str, str]) -> str:
+    """A text of this package with a value for each `@NAME@`."""
+    text = files("dtf.cluster").joinpath(name).read_text("utf-8")
+    return re.sub("@([A-Z]+)@", lambda found: values[found[1]], text)

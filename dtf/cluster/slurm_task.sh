@@ -1,0 +1,25 @@
+#!/bin/bash
+# Made by dtf: one task of the job. Slurm sends its signals to dtf's processes too; this shell outlives them.
+told= heard=
+trap 'told=1 heard=1' TERM
+trap 'heard=1' USR1 USR2 HUP INT
+export DTF_REASON_FILE=$DTF_ATTEMPT/reason.$SLURM_PROCID
+code=143
+if [[ -z $told ]]; then
+    @COMMAND@ &
+    process=$!
+    [[ -n $told ]] && kill -TERM "$process" # it came in between
+    heard=1
+    while [[ -n $heard ]]; do
+        heard=
+        wait "$process"
+        code=$?
+    done
+    ((code >= 0)) || code=143 # bash lost it: the process ended by the signal that interrupted the wait
+fi
+noted=$DTF_ATTEMPT/code.$SLURM_PROCID
+echo "$code" >"$noted.new" && mv "$noted.new" "$noted"
+if ((code > 128 && code != 143)) && command -v scancel >/dev/null; then # killed: the others would wait for it
+    scancel --signal=TERM "$SLURM_JOB_ID.$SLURM_STEP_ID"
+fi
+exit "$code"

@@ -1,0 +1,144 @@
+#!/bin/bash
+#SBATCH --job-name=shapes-8a4bb8
+#SBATCH --comment='dtf d60e22dfd60e22df'
+#SBATCH --output='/data/my run/job/slurm-%j.log'
+#SBATCH --time=0-12:30:00
+#SBATCH --signal=TERM@25
+#SBATCH --export=ALL
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --partition=gpu
+#SBATCH --mem=64G
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=6
+#SBATCH --mail-type=FAIL
+
+# Made by dtf; what it runs is in bundle.zip beside it. It decides by what dtf's processes said whether the run is done,
+# has failed, or starts again, and is the only one that requeues the job.
+umask 077
+folder='/data/my run/job'
+runs=('/data/my run')
+tasks=2
+run=${runs[${SLURM_ARRAY_TASK_ID:-0}]}
+id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+id=${id:-$SLURM_JOB_ID}
+part=${SLURM_ARRAY_TASK_ID:+.$SLURM_ARRAY_TASK_ID}
+restart=${SLURM_RESTART_COUNT:-0}
+
+told= heard=
+trap 'told=1 heard=1' TERM
+trap 'heard=1' USR1 USR2 HUP INT
+
+say() { echo "dtf: $(date +%FT%T) job $id: $*"; }
+
+show() { scontrol update JobId="$id" Comment="$*" 2>/dev/null; }
+
+note() { # state, exit code, text: for job=status, when Slurm has forgotten the job
+    echo "$1 $2 $id $3" >"$folder/.ended$part" && mv "$folder/.ended$part" "$folder/ended$part"
+}
+
+finish() { # as note; the end of the job
+    say "$1: $3"
+    note "$1" "$2" "$3"
+    show "$3"
+    exit "$2"
+}
+
+checked() { (($1 == 0)) || finish failed 2 "a line of launcher.setup ended with $1: $2"; }
+
+newest() { # the step of the newest checkpoint, 0 without one
+    local best=0 step
+    for step in "$run"/checkpoints/step_*; do
+        step=${step##*/step_}
+        [[ $step =~ ^[0-9]+$ ]] && ((10#$step > best)) && best=$((10#$step))
+    done
+    echo "$best"
+}
+
+# What became of the run, by the exit codes of its processes. `failed` where one failed for good; else `lost` where a
+# machine or a process was, one that left no code among them; else `stopped` where one was asked to; else `done`.
+judge() {
+    local task code now
+    verdict=done decisive=0 exit_code=0
+    for ((task = 0; task < tasks; task++)); do
+        code=$(cat "$attempt/code.$task" 2>/dev/null)
+        [[ -z $code && $step_code == 143 ]] && code=143
+        case $code in
+        0) continue ;;
+        75 | 143) now=stopped ;;
+        '' | 69 | 71 | 74) now=lost ;;
+        73) now=lost && ((restart == 0)) && now=failed ;; # later: a node that was lost may not know it yet
+        *) now=failed && ((code > 128)) && now=lost ;;
+        esac
+        case $verdict-$now in
+        failed-* | lost-stopped | lost-lost | stopped-stopped) ;;
+        *) verdict=$now decisive=$task exit_code=${code:-69} ;;
+        esac
+    done
+}
+
+may_go_on() { # after a loss: while there was a new checkpoint within the last 3
+    local count=0 before='' now
+    now=$(newest)
+    [[ -e $folder/lost$part ]] && read -r count before <"$folder/lost$part"
+    [[ $before == "$now" ]] || count=0
+    echo "$((count + 1)) $now" >"$folder/lost$part"
+    ((count < 3))
+}
+
+attempt=$folder/attempts/$id.$restart
+mkdir -p "$attempt" && rm -f "$attempt"/*
+rm -f "$folder/ended$part"
+# what this job is follows from Slurm alone
+unset DTF_NODES DTF_NODE DTF_ADDRESS DTF_ROLE DTF_ID DTF_ENDPOINTS DTF_RESTARTS DTF_DEADLINE DTF_ROLES
+deadline=${SLURM_JOB_END_TIME:-}
+if [[ -z $deadline && $(scontrol show job -o "$SLURM_JOB_ID" 2>/dev/null) =~ EndTime=([0-9T:-]+) ]]; then
+    deadline=$(date --date="${BASH_REMATCH[1]}" +%s 2>/dev/null)
+fi
+[[ -n $deadline ]] && export DTF_DEADLINE=$deadline
+export DTF_ATTEMPT=$attempt
+say "start $restart on $SLURM_JOB_NODELIST, newest checkpoint: step $(newest)"
+module load cuda
+checked "$?" 'module load cuda'
+source 'my venv/bin/activate'
+checked "$?" 'source '"'"'my venv/bin/activate'"'"''
+step_code=143
+if [[ -z $told ]]; then
+    srun --kill-on-bad-exit=0 --wait=0 --export=ALL --distribution=block --cpus-per-task=6 bash "$folder/task.sh" &
+    step=$!
+    heard=1
+    while [[ -n $heard ]]; do # a signal ends the wait, not the step
+        heard=
+        wait "$step"
+        step_code=$?
+    done
+    ((step_code >= 0)) || step_code=143 # bash lost it: the step ended by the signal that interrupted the wait
+fi
+
+judge
+reason=$(head -c 400 "$attempt/reason.$decisive" 2>/dev/null | tr -s '\n' ' ')
+case $verdict in
+done) finish finished 0 "newest checkpoint: step $(newest)" ;;
+failed) finish failed "$exit_code" "${reason:-a process of the run ended with $exit_code}" ;;
+esac
+if [[ -e $folder/cancel ]]; then
+    say "cancelled: $verdict, newest checkpoint: step $(newest)"
+    note cancelled "$exit_code" cancelled
+    scancel "$id"
+    sleep 60
+    exit "$exit_code"
+fi
+# Slurm ends the whole job: at its time limit, or else by scancel, or since it requeues the job by itself
+if [[ -n $told && $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%r 2>/dev/null) != *TimeLimit* ]]; then
+    say "ended from outside: $verdict, newest checkpoint: step $(newest)"
+    exit "$exit_code"
+fi
+if [[ $verdict == lost ]] && ! may_go_on; then
+    finish failed "$exit_code" "lost again and again without a new checkpoint; ${reason:-srun ended with $step_code}"
+fi
+say "$verdict, exit code $exit_code, newest checkpoint: step $(newest); starts again"
+show "$verdict, starts again from step $(newest). $reason"
+scontrol requeue "$id" || say "scontrol requeue failed, unless Slurm has requeued the job by itself"
+sleep 60 # a script that ends here would make the job COMPLETED or FAILED
+exit "$exit_code"

@@ -1,0 +1,216 @@
+"""launcher=slurm and Slurm's commands, which are stand-ins: what is asked, how answers are read, what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dtf.cluster.platform import JobState, State
+from dtf.cluster.slurm import _fields, _for_sbatch, combined
+from dtf.config.compose import compose
+from dtf.core.errors import ConfigError, PeerError
+from tests.cluster.test_slurm_script import REQUEST, slurm
+
+RUNNING = (
+    "JobId=1 JobName=shapes-8a4bb8 UserId=root(0) Priority=4294901759 Account=(null) JobState=RUNNING Reason=None "
+    "Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 ExitCode=0:0 StartTime=2026-11-26T19:48:24 Partition=low "
+    "NodeList=n[1-2] TRES=cpu=4,node=2,billing=4 Comment=stopped, starts again from step 110. dtf: "
+    "error[E_PREEMPTED] rank=0 step=110: asked to stop WorkDir=/tmp Power= "
+)
+
+
+def changed(**fields: str) -> dict[str, str]:
+    return {**_fields(RUNNING), **fields}
+
+
+def test_a_line_of_scontrol_is_read_with_its_spaces() -> None:
+    fields = _fields(RUNNING)
+    assert fields["NodeList"] == "n[1-2]" and fields["Power"] == ""
+    assert fields["Comment"] == (
+        "stopped, starts again from step 110. dtf: error[E_PREEMPTED] rank=0 step=110: asked to stop"
+    )
+
+
+@pytest.mark.parametrize(
+    "fields, state, detail",
+    [
+        (
+            {},
+            State.running,
+            "RUNNING; on n[1-2]; 2 restart(s); stopped, starts again from step 110. dtf: error[E_PREEMPTED] rank=0 "
+            "step=110: asked to stop",
+        ),
+        (
+            {
+                "JobState": "PENDING",
+                "Reason": "Resources",
+                "Restarts": "0",
+                "NodeList": "(null)",
+                "Comment": "dtf 5b0d",
+            },
+            State.queued,
+            "PENDING Resources",
+        ),
+        (
+            {"JobState": "PENDING", "Reason": "BeginTime", "NodeList": "", "Comment": ""},
+            State.requeued,
+            "PENDING BeginTime; 2 restart(s)",
+        ),
+        (
+            {"JobState": "FAILED", "Reason": "NonZeroExitCode", "ExitCode": "65:0", "Comment": "no data"},
+            State.failed,
+            "FAILED NonZeroExitCode; on n[1-2]; exit code 65; 2 restart(s); no data",
+        ),
+        ({"JobState": "COMPLETED", "Restarts": "0", "Comment": ""}, State.finished, "COMPLETED; on n[1-2]"),
+        ({"JobState": "CANCELLED", "Restarts": "0", "Comment": ""}, State.cancelled, "CANCELLED; on n[1-2]"),
+        ({"JobState": "ODD", "Restarts": "0", "Comment": ""}, State.unknown, "ODD; on n[1-2]"),
+    ],
+)
+def test_states(fields: dict[str, str], state: State, detail: str) -> None:
+    assert combined([changed(**fields)]) == JobState(state, detail)
+
+
+def test_an_array_is_counted_and_lives_while_one_of_it_does() -> None:
+    tasks = [
+        changed(ArrayTaskId=str(at), JobState=state) for at, state in enumerate(["COMPLETED", "FAILED", "RUNNING"])
+    ]
+    assert combined(tasks) == JobState(State.running, "1 COMPLETED, 1 FAILED, 1 RUNNING")
+    assert combined(tasks[:2]).state is State.failed
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of stand-ins that comes first on the PATH. Each writes what it was called with to `calls`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def stand_in(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f'#!/bin/bash\necho "{name} $*" >>{folder.parent}/calls\n{text}\n')
+    path.chmod(0o755)
+
+
+def request_in(folder: Path):
+
+    request = replace(REQUEST, folder=folder / "run", run_dir=str(folder / "run"))
+    request.job_folder.mkdir(parents=True)
+    files = {}
+    for name, text in slurm(nodes=2).render(request).items():
+        files[name] = request.job_folder / name
+        files[name].write_text(text)
+    return request, files
+
+
+def test_a_submission_and_one_whose_answer_was_lost(commands: Path, tmp_path: Path) -> None:
+    request, files = request_in(tmp_path)
+    stand_in(commands, "sbatch", "echo '41;cluster'")
+    handle = slurm(nodes=2).submit(request, files)
+    assert handle == {"job": "41", "folder": str(request.job_folder), "trials": "0"}
+    stand_in(commands, "sbatch", "echo 'Socket timed out on send/recv operation' >&2; exit 1")
+    stand_in(commands, "squeue", f"echo '40 dtf other'; echo '42 dtf {REQUEST.digest[:16]}'")
+    assert slurm(nodes=2).submit(request, files)["job"] == "42"
+    assert (tmp_path / "calls").read_text().splitlines()[-1] == (
+        "squeue --noheader --me --name=shapes-8a4bb8 --format=%A %k"
+    )
+    stand_in(commands, "squeue", "true")
+    with pytest.raises(PeerError, match="sbatch ended with 1: Socket timed out"):
+        slurm(nodes=2).submit(request, files)
+
+
+def test_without_slurm_its_commands_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, files = request_in(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="sbatch is not on the PATH"):
+        slurm(nodes=2).submit(request, files)
+
+
+def test_variables_do_not_override_the_script(tmp_path: Path) -> None:
+    text = slurm(partition="gpu", memory="1G").render(REQUEST)["job.sh"]
+    kept = {"PATH": "/bin", "SLURM_CONF": "/c", "SBATCH_RESERVATION": "mine"}
+    overriding = {
+        "SBATCH_PARTITION": "x", "SBATCH_MEM_PER_NODE": "1", "SBATCH_NO_REQUEUE": "1", "SBATCH_EXPORT": "NONE",
+        "SBATCH_OPEN_MODE": "truncate", "SLURM_JOB_ID": "7", "SLURM_MEM_PER_NODE": "1", "SLURM_NTASKS": "3",
+    }  # fmt: skip
+    assert _for_sbatch({**kept, **overriding}, text) == kept
+
+
+def test_a_job_that_slurm_has_forgotten_is_known_by_its_own_note(commands: Path, tmp_path: Path) -> None:
+    stand_in(commands, "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    handle = {"job": "41", "folder": str(tmp_path), "trials": "0"}
+    assert slurm().state(handle).state is State.unknown
+    (tmp_path / "ended").write_text("failed 65 41 no data here\n")
+    assert slurm().state(handle) == JobState(State.failed, "no data here; exit code 65")
+    (tmp_path / "ended").write_text("failed 65 40 of an earlier job\n")
+    assert slurm().state(handle).state is State.unknown
+    (tmp_path / "ended").unlink()
+    (tmp_path / "ended.0").write_text("finished 0 41_0 step 9\n")
+    assert slurm().state({**handle, "trials": "3"}) == JobState(
+        State.finished, "step 9; exit code 0; 2 without a noted end"
+    )
+    stand_in(commands, "scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(PeerError, match="Unable to contact slurm controller"):
+        slurm().state(handle)
+
+
+def test_cancelling_asks_the_run_to_save_first(commands: Path, tmp_path: Path) -> None:
+    stand_in(
+        commands, "scancel", "echo 'scancel: error: Kill job error on job id 41: Invalid job id specified' >&2; exit 1"
+    )
+    slurm().cancel({"job": "41", "folder": str(tmp_path), "trials": "0"})  # it has ended
+    assert (tmp_path / "calls").read_text().splitlines() == ["scancel --state=PENDING 41", "scancel --signal=TERM 41"]
+    assert (tmp_path / "cancel").exists()
+
+
+def test_logs_of_an_array_say_whose_they_are(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    for name, text in {"41_10": "b\n", "41_2": "a\nunfinished", "40_1": "of another job\n"}.items():
+        (tmp_path / "job" / f"slurm-{name}.log").write_text(text)
+    handle = {"job": "41", "folder": str(tmp_path / "job"), "trials": "11"}
+    assert list(slurm().logs(handle, tmp_path, follow=False)) == ["2: a", "2: unfinished", "10: b"]
+
+
+def test_a_sweep_over_roles_on_several_nodes_is_no_array() -> None:
+    request = replace(REQUEST, roles={"server": 1, "trainer": 2}, trials=("a", "b"))
+    with pytest.raises(ConfigError, match="no array of heterogeneous jobs"):
+        slurm(nodes=2).render(request)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (['launcher.extra=["reservation=x"]'], "launcher.extra: 'reservation=x' is no option of sbatch"),
+        (
+            ['launcher.role_extra.server=["--partition=cpu"]'],
+            "role_extra.server: strategy=ddp on launcher.nodes=1 has no",
+        ),
+        (["launcher.hours=0.001"], "launcher.hours=0.001 is less than launcher.grace_s=25"),
+        (["launcher.srun=[container]"], "launcher.srun: 'container' is no option of srun"),
+        (["launcher.export=''"], "launcher.export"),
+    ],
+)
+def test_what_no_job_could_run_with_is_refused(elsewhere: Path, words: list[str], said: str) -> None:
+    composed = compose(["launcher=slurm", *words])
+    with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
+        composed.settings.launcher.check(composed.settings.strategy)
+
+
+def test_a_dry_submission_prints_the_script_and_imports_no_torch(elsewhere: Path) -> None:
+    code = (
+        "import sys; from dtf.cli.main import main; "
+        "code = main(['launcher=slurm', 'launcher.nodes=2', 'launcher.dry_run=true', 'train.steps=2']); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "# job.sh\n#!/bin/bash\n#SBATCH --job-name=resnet-shapes-" in done.stdout
+    assert not list(elsewhere.iterdir())

@@ -1,0 +1,236 @@
+"""Jobs on a real Slurm that are preempted, signalled, timed out, drained and left without a node at random moments.
+
+python -m tests.support.slurm_campaign FOLDER [--seed=1] [--only=ddp,fsdp,pserver,sweep] [--events=20]
+
+Each run must end by itself, lose no step where it had notice, go back to its newest checkpoint where it had none, and
+end with the bits of the same run without Slurm. What happened is written to FOLDER/events.jsonl, a line for each event.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from dtf.checkpoint.storage import checkpoints, step_of
+from tests.support.slurmbox import FINAL, SlurmBox, slurmbox
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "recipe=resnet_shapes", "step.batch_size=32", "step.micro_batch_rows=16", "train.eval_rows=64", "train.log_every=1",
+    "checkpoint.every_steps=25", "seed=5", "launcher.threads=1", "launcher.devices=cpu",
+]  # fmt: skip
+MODES = {
+    "ddp": ["strategy=ddp", "train.steps=600"],
+    "fsdp": ["strategy=fsdp", "train.steps=450"],
+    "pserver": ["strategy=pserver", "strategy.servers=2", "train.steps=400"],
+}
+PATIENCE_S = 120.0
+
+
+@dataclass
+class Event:
+    """One disturbance. `seen`: the last step that was printed before it, `saved`: the newest checkpoint after it."""
+
+    mode: str
+    kind: str
+    after_s: float
+    notice: bool
+    seen: int = 0
+    saved: int = 0
+    resumed: int | None = None
+    wrong: str = ""
+
+
+@dataclass
+class Campaign:
+    box: SlurmBox
+    folder: Path
+    rng: random.Random
+    events: list[Event] = field(default_factory=list)
+
+    def dtf(self, *words: str, login: bool = True) -> str:
+        """What a dtf command prints, on the login node or without Slurm."""
+        command = [sys.executable, "-m", "dtf", *words]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            self.box.command(*command) if login else command,
+            cwd=self.folder, env=environment, capture_output=True, text=True, timeout=400,
+        )  # fmt: skip
+        if done.returncode:
+            raise AssertionError(f"{' '.join(words)}: {done.returncode}: {done.stderr or done.stdout}")
+        return done.stdout
+
+    def submit(self, run: Path, *words: str) -> str:
+        """Submit a run; returns the number of its job."""
+        self.dtf("launcher=slurm", "launcher.doctor=false", f"run.dir={run}", *SMALL, *words)
+        return str(json.loads((run / "job" / "job.json").read_text())["handle"]["job"])
+
+    # ------------------------------------------------------------ events
+
+    def preempt(self, job: str) -> None:
+        with self.box.preempted(len(self.box.nodes)):
+            self._left(job)
+
+    def signal(self, job: str) -> None:
+        self.box.call("scancel", "--signal=TERM", job)
+        self._left(job)
+
+    def time_out(self, job: str) -> None:
+        """With the notice that launcher.grace_s asks for: Slurm gives it up to a minute early."""
+        self.box.call("scontrol", "update", f"JobId={job}", "EndTime=now+20")
+        self._left(job)
+        self.box.call("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
+
+    def drain(self, job: str) -> None:
+        """As before maintenance: nothing new starts there, and what runs is asked to leave."""
+        node = self.rng.choice(list(self.box.nodes))
+        self.box.drain(node)
+        self.signal(job)
+        self.box.resume(node)
+
+    def lose_node(self, job: str) -> None:
+        """Power fails; a health check tells Slurm."""
+        node = self.rng.choice(self._used(job))
+        self.box.kill_node(node)
+        self.box.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=power")
+        self._left(job)
+        self.box.start_node(node)
+
+    def kill_supervisor(self, job: str) -> None:
+        """The process that watches ranks is killed, as for want of memory."""
+        for pid in self.box.processes("--bundle=", node=self.rng.choice(self._used(job)))[:1]:
+            os.kill(pid, 9)
+        self._left(job)
+
+    def _used(self, job: str) -> list[str]:
+        text = self.box.call("squeue", "-h", "-j", job, "-o", "%N").split()
+        names = self.box.call("scontrol", "show", "hostnames", ",".join(text)).split()
+        return names or list(self.box.nodes)
+
+    def _left(self, job: str) -> None:
+        """Wait until the job waits again, or has ended. With notice of a preemption it is COMPLETING for a while."""
+        self.box.wait_state(job, "PENDING", *(state for state in FINAL if state != "PREEMPTED"), patience_s=PATIENCE_S)
+
+    # ------------------------------------------------------------ a run
+
+    def disturb(self, mode: str, run: Path, job: str, number: int) -> None:
+        """Let `number` events happen to a run, each at a random moment after its job has started again."""
+        kinds: list[tuple[Callable[[str], None], bool]] = [
+            (self.preempt, True), (self.signal, True), (self.time_out, True), (self.drain, True),
+            (self.lose_node, False), (self.kill_supervisor, False),
+        ]  # fmt: skip
+        order = [kinds[at % len(kinds)] for at in range(number)]
+        self.rng.shuffle(order)
+        for act, notice in order:
+            if not self._started(job):
+                break
+            event = Event(
+                mode, act.__name__, round(self.rng.choice([0.0, 1.5, 3.0, 9.0]) + self.rng.random() * 3, 2), notice
+            )
+            time.sleep(event.after_s)  # the moment is what is varied; nothing is waited for
+            before = newest(run)
+            act(job)
+            event.seen, event.saved = max(seen(run, job), before), newest(run)
+            if notice and event.saved < event.seen:
+                event.wrong = "a step was lost"
+            if event.saved < before:
+                event.wrong = "a checkpoint was lost"
+            self.note(event)
+
+    def note(self, event: Event) -> None:
+        self.events.append(event)
+        with (self.folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(event)) + "\n")
+        print(f"{len(self.events):3} {event}", flush=True)
+
+    def _started(self, job: str) -> bool:
+        """Whether the job runs again; False when it has ended."""
+
+        def running() -> str:
+            record = self.box.job(job)
+            self.box.release(record)
+            return record["JobState"] if record["JobState"] not in ("PENDING", "COMPLETING", "REQUEUED") else ""
+
+        return self.box.wait(running, f"job {job} runs", PATIENCE_S) == "RUNNING"
+
+    def finish(self, mode: str, run: Path, job: str) -> None:
+        """Wait for the end, and compare with the same run that nothing happened to."""
+        state = self.box.wait_end(job, 400.0)
+        if state != "COMPLETED":
+            raise AssertionError(
+                f"{mode}: job {job} ended as {state}: {self.dtf('job=status', f'job.run_folder={run}')}"
+            )
+        plain = self.folder / f"{mode}-undisturbed"
+        differs = unlike(run, plain)
+        print(f"{mode}: {'UNLIKE: ' + differs if differs else 'the same bits'}", flush=True)
+        if differs:
+            raise AssertionError(f"{mode}: {differs}")
+
+    def one(self, mode: str, events: int) -> None:
+        run, plain = self.folder / mode, self.folder / f"{mode}-undisturbed"
+        words = MODES[mode]
+        self.dtf("launcher=local", "launcher.processes=2", f"run.dir={plain}", *SMALL, *words, login=False)
+        where = ["launcher.nodes=2", "launcher.processes=1"]
+        if mode == "pserver":
+            where.append("launcher.allow_insecure=true")
+        job = self.submit(run, *words, *where)
+        self.disturb(mode, run, job, events)
+        self.finish(mode, run, job)
+
+
+def newest(run: Path) -> int:
+    """The step of the newest checkpoint, 0 without one."""
+    return max((step_of(path.name) or 0 for path in checkpoints(run / "checkpoints")), default=0)
+
+
+def seen(run: Path, job: str) -> int:
+    """The last step that the job's newest start has printed."""
+    text = (run / "job" / f"slurm-{job}.log").read_text()
+    last = text.rpartition(": start ")[2]
+    return max((int(step) for step in re.findall(r"^(?:started |ended )?step=(\d+)/", last, re.MULTILINE)), default=0)
+
+
+def unlike(run: Path, other: Path) -> str:
+    """In what the newest checkpoints of two runs differ; empty where they have the same tensors, bit for bit."""
+    from dtf.checkpoint.boxes import StoredCheckpoint
+    from tests.support.checkpoints import same_bits
+
+    step = newest(other)
+    if newest(run) != step:
+        return f"steps {newest(run)} and {step}"
+    ones, others = (StoredCheckpoint(folder / "checkpoints" / f"step_{step:06d}") for folder in (run, other))
+    if set(ones.names()) != set(others.names()):
+        return f"names {set(ones.names()) ^ set(others.names())}"
+    different = [name for name in ones.names() if not same_bits(ones.read(name), others.read(name))]
+    return f"tensors {different[:4]}" if different else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="ddp,fsdp,pserver")
+    parser.add_argument("--events", type=int, default=20)
+    options = parser.parse_args()
+    folder = options.folder.absolute()
+    folder.mkdir(parents=True)
+    with slurmbox(folder / "slurm", nodes=3, grace_s=60) as box:
+        campaign = Campaign(box, folder, random.Random(options.seed))
+        for mode in options.only.split(","):
+            campaign.one(mode, options.events)
+    wrong = [event for event in campaign.events if event.wrong]
+    print(f"{len(campaign.events)} events, {len(wrong)} wrong")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
