@@ -129,8 +129,10 @@ if [[ -e $folder/cancel ]]; then
     sleep 60
     exit "$exit_code"
 fi
-# Slurm ends the whole job: at its time limit, or else by scancel, or since it requeues the job by itself
-if [[ -n $told && $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%r 2>/dev/null) != *TimeLimit* ]]; then
+# Slurm ends the whole job. At its time limit, and where a cluster cancels what it preempts, it starts again all the same;
+# after scancel, or where Slurm requeues it by itself, that is not for this script to decide
+ended=' Reason=TimeLimit | PreemptTime=[0-9]'
+if [[ -n $told && ! $(scontrol show job -o "$SLURM_JOB_ID" 2>/dev/null) =~ $ended ]]; then
     say "ended from outside: $verdict, newest checkpoint: step $(newest)"
     exit "$exit_code"
 fi

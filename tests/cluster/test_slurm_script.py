@@ -125,10 +125,10 @@ class Machine:
 
     folder: Path
 
-    def run(self, *codes: str, srun: int = 0, tell: bool = False, reason: str = "None", **variables: str) -> int:
+    def run(self, *codes: str, srun: int = 0, tell: bool = False, shown: str = "", **variables: str) -> int:
         """The exit code of the script, when its tasks end with these codes; "" for one that leaves none.
 
-        `tell`: the script is sent SIGTERM while its step runs. `reason`: what squeue says of the job.
+        `tell`: the script is sent SIGTERM while its step runs. `shown`: what scontrol says of the job.
         """
         job = self.folder / "run" / "job"
         job.mkdir(parents=True, exist_ok=True)
@@ -141,9 +141,8 @@ class Machine:
         notes = "".join(f'echo {code} >"$DTF_ATTEMPT/code.{at}"\n' for at, code in enumerate(codes) if code)
         told = "kill -TERM $PPID\n" if tell else ""
         self.stand_in("srun", f'{notes}echo "boom" >"$DTF_ATTEMPT/reason.1"\n{told}exit {srun}')
-        self.stand_in("squeue", f"echo {reason}")
         for name in ("scontrol", "scancel", "sleep"):
-            self.stand_in(name, f'echo "{name} $*" >>{self.folder}/calls')
+            self.stand_in(name, f'echo "{name} $*" >>{self.folder}/calls\necho "{shown}"')
         path = f"{self.folder}/bin:{os.environ['PATH']}"
         environment = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", **variables}
         return subprocess.run(["bash", job / JOB], env=environment, capture_output=True, timeout=60).returncode
@@ -224,11 +223,22 @@ def test_losses_without_a_new_checkpoint_end_the_job(machine: Machine) -> None:
     assert "lost again and again" in (machine.folder / "run" / "job" / "ended").read_text()
 
 
-def test_a_job_that_is_ended_from_outside_stays_ended(machine: Machine) -> None:
-    assert machine.run("75", tell=True) == 75
+COMPLETING = "JobId=7 JobState=COMPLETING Reason=None PreemptTime=None Comment= "
+
+
+@pytest.mark.parametrize(
+    "shown, again",
+    [
+        (COMPLETING, False),  # scancel; or Slurm requeues it by itself
+        (COMPLETING.replace("Reason=None", "Reason=TimeLimit"), True),
+        (COMPLETING.replace("PreemptTime=None", "PreemptTime=2026-11-26T20:05:53"), True),  # PreemptMode=CANCEL
+    ],
+)
+def test_a_job_that_is_ended_from_outside(machine: Machine, shown: str, again: bool) -> None:
+    assert machine.run("75", tell=True, shown=shown) == 75
+    assert machine.requeued == again
+    assert machine.run("1", tell=True, shown=shown) == 1  # whatever ends it, a mistake stays one
     assert not machine.requeued
-    machine.run("75", tell=True, reason="TimeLimit")
-    assert machine.requeued
 
 
 def test_a_job_that_is_cancelled_saves_and_does_not_come_back(machine: Machine) -> None:

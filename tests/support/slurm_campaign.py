@@ -1,6 +1,6 @@
 """Jobs on a real Slurm that are preempted, signalled, timed out, drained and left without a node at random moments.
 
-python -m tests.support.slurm_campaign FOLDER [--seed=1] [--only=ddp,fsdp,pserver,sweep] [--events=20]
+python -m tests.support.slurm_campaign FOLDER [--seed=1] [--only=ddp,fsdp,pserver,sweep] [--events=15]
 
 Each run must end by itself, lose no step where it had notice, go back to its newest checkpoint where it had none, and
 end with the bits of the same run without Slurm. What happened is written to FOLDER/events.jsonl, a line for each event.
@@ -28,11 +28,14 @@ SMALL = [
     "recipe=resnet_shapes", "step.batch_size=32", "step.micro_batch_rows=16", "train.eval_rows=64", "train.log_every=1",
     "checkpoint.every_steps=25", "seed=5", "launcher.threads=1", "launcher.devices=cpu",
 ]  # fmt: skip
+LONGER = ["step.batch_size=128", "step.micro_batch_rows=64"]
 MODES = {
-    "ddp": ["strategy=ddp", "train.steps=600"],
-    "fsdp": ["strategy=fsdp", "train.steps=450"],
-    "pserver": ["strategy=pserver", "strategy.servers=2", "train.steps=400"],
+    "ddp": ["strategy=ddp", "train.steps=400", *LONGER],
+    "fsdp": ["strategy=fsdp", "train.steps=400", *LONGER],
+    "pserver": ["strategy=pserver", "strategy.servers=2", "train.steps=300", *LONGER],
 }
+TRIALS = [f"lr.peak={rate}" for rate in (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)]
+WITHOUT_NOTICE = {"lose_node", "kill_supervisor"}
 PATIENCE_S = 120.0
 
 
@@ -88,7 +91,8 @@ class Campaign:
         """With the notice that launcher.grace_s asks for: Slurm gives it up to a minute early."""
         self.box.call("scontrol", "update", f"JobId={job}", "EndTime=now+20")
         self._left(job)
-        self.box.call("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
+        if self.box.state(job) == "PENDING":
+            self.box.call("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
 
     def drain(self, job: str) -> None:
         """As before maintenance: nothing new starts there, and what runs is asked to leave."""
@@ -117,30 +121,28 @@ class Campaign:
         return names or list(self.box.nodes)
 
     def _left(self, job: str) -> None:
-        """Wait until the job waits again, or has ended. With notice of a preemption it is COMPLETING for a while."""
-        self.box.wait_state(job, "PENDING", *(state for state in FINAL if state != "PREEMPTED"), patience_s=PATIENCE_S)
+        """Wait until the job waits again, or has ended. With notice of a preemption it is COMPLETING for a while.
+
+        Of an array: until all tasks that run now have.
+        """
+        running = [record["JobId"] for record in self.box.jobs(job) if record["JobState"] not in ("PENDING", *FINAL)]
+        gone = ("PENDING", *(state for state in FINAL if state != "PREEMPTED"))
+        for number in running or [job]:
+            self.box.wait_state(number, *gone, patience_s=PATIENCE_S)
 
     # ------------------------------------------------------------ a run
 
-    def disturb(self, mode: str, run: Path, job: str, number: int) -> None:
-        """Let `number` events happen to a run, each at a random moment after its job has started again."""
-        kinds: list[tuple[Callable[[str], None], bool]] = [
-            (self.preempt, True), (self.signal, True), (self.time_out, True), (self.drain, True),
-            (self.lose_node, False), (self.kill_supervisor, False),
-        ]  # fmt: skip
-        order = [kinds[at % len(kinds)] for at in range(number)]
-        self.rng.shuffle(order)
-        for act, notice in order:
-            if not self._started(job):
-                break
-            event = Event(
-                mode, act.__name__, round(self.rng.choice([0.0, 1.5, 3.0, 9.0]) + self.rng.random() * 3, 2), notice
-            )
+    def disturb(self, mode: str, run: Path, job: str, acts: list[Callable[[str], None]]) -> None:
+        """Let each happen to a run, at a random moment after its job has started again, and take it from the list."""
+        while acts and self._started(job):
+            after_s = self.rng.choice([0.0, 1.5, 3.0, 9.0]) + self.rng.random() * 3
+            act = acts.pop()
+            event = Event(mode, act.__name__, round(after_s, 2), act.__name__ not in WITHOUT_NOTICE)
             time.sleep(event.after_s)  # the moment is what is varied; nothing is waited for
             before = newest(run)
             act(job)
             event.seen, event.saved = max(seen(run, job), before), newest(run)
-            if notice and event.saved < event.seen:
+            if event.notice and event.saved < event.seen:
                 event.wrong = "a step was lost"
             if event.saved < before:
                 event.wrong = "a checkpoint was lost"
@@ -176,15 +178,83 @@ class Campaign:
             raise AssertionError(f"{mode}: {differs}")
 
     def one(self, mode: str, events: int) -> None:
-        run, plain = self.folder / mode, self.folder / f"{mode}-undisturbed"
-        words = MODES[mode]
+        """Runs of one mode, one after the other, until so many events have happened."""
+        plain, words = self.folder / f"{mode}-undisturbed", MODES[mode]
         self.dtf("launcher=local", "launcher.processes=2", f"run.dir={plain}", *SMALL, *words, login=False)
-        where = ["launcher.nodes=2", "launcher.processes=1"]
-        if mode == "pserver":
-            where.append("launcher.allow_insecure=true")
-        job = self.submit(run, *words, *where)
-        self.disturb(mode, run, job, events)
-        self.finish(mode, run, job)
+        where = ["launcher.nodes=2", "launcher.processes=1", "launcher.allow_insecure=true"]
+        kinds = [self.preempt, self.lose_node, self.signal, self.drain, self.kill_supervisor, self.time_out]
+        acts = [kinds[at % len(kinds)] for at in range(events)]
+        self.rng.shuffle(acts)
+        number = 0
+        while acts:
+            number += 1
+            run = self.folder / f"{mode}{number}"
+            job = self.submit(run, *words, *where)
+            self.disturb(mode, run, job, acts)
+            self.finish(mode, run, job)
+
+    # ------------------------------------------------------------ a sweep
+
+    def sweep(self, events: int) -> None:
+        """Eight trials as one array, of which four run at once; what happens, happens to all that run."""
+        folder = self.folder / "sweep"
+        for trial in TRIALS:
+            plain = self.folder / "sweep-undisturbed" / trial
+            self.dtf("launcher=local", *_trial(trial), f"run.dir={plain}", login=False)
+        self.dtf_python(f"from tests.support.slurm_campaign import submit_sweep; submit_sweep({str(folder)!r})")
+        job = str(json.loads((folder / "job" / "job.json").read_text())["handle"]["job"])
+        kinds = [self.lose_node, self.signal, self.preempt]
+        for at in range(events):
+            self.box.wait(lambda: self._running(job), "tasks that run", PATIENCE_S)
+            after_s = self.rng.random() * 8
+            time.sleep(after_s)
+            if not self._running(job):
+                break
+            before = {trial: newest(folder / trial) for trial in TRIALS}
+            act = kinds[at % len(kinds)]
+            act(job)
+            event = Event("sweep", act.__name__, round(after_s, 2), act != self.lose_node)
+            lost = [trial for trial in TRIALS if newest(folder / trial) < before[trial]]
+            event.wrong = f"checkpoints of {lost} were lost" if lost else ""
+            self.note(event)
+        self.box.wait(lambda: not self._running(job, waiting=True), "the end of the array", 400.0)
+        states = [record["JobState"] for record in self.box.jobs(job)]
+        differ = {
+            trial: text
+            for trial in TRIALS
+            if (text := unlike(folder / trial, self.folder / "sweep-undisturbed" / trial))
+        }
+        print(f"sweep: {states}, {differ or 'the same bits in all trials'}", flush=True)
+        if differ or set(states) != {"COMPLETED"}:
+            raise AssertionError(f"sweep: {states}, {differ}")
+
+    def _running(self, array: str, waiting: bool = False) -> list[str]:
+        """The tasks that run, after those that were requeued were let start again; with `waiting` all that live."""
+        records = self.box.jobs(array)
+        for record in records:
+            self.box.release(record)
+        live = ("RUNNING", "PENDING", "COMPLETING", "REQUEUED") if waiting else ("RUNNING",)
+        return [record["JobId"] for record in records if record["JobState"] in live]
+
+    def dtf_python(self, code: str) -> None:
+        """Run code on the login node."""
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = self.box.command(sys.executable, "-c", code)
+        subprocess.run(command, cwd=self.folder, env=environment, check=True, timeout=60)
+
+
+def _trial(trial: str) -> list[str]:
+    return [*SMALL, trial, "train.steps=150", "launcher.processes=1"]
+
+
+def submit_sweep(folder: str) -> None:
+    """All trials as one job."""
+    from dtf.cluster.submit import hand_in, request_of
+    from dtf.config.compose import compose
+
+    composed = [compose([*_trial(trial), "launcher=slurm", "launcher.grace_s=20"]) for trial in TRIALS]
+    platform = composed[0].settings.launcher
+    hand_in(platform, request_of(platform, composed, Path(folder), folder, "sweep", TRIALS, 4))
 
 
 def newest(run: Path) -> int:
@@ -218,15 +288,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="ddp,fsdp,pserver")
-    parser.add_argument("--events", type=int, default=20)
+    parser.add_argument("--only", default="ddp,fsdp,pserver,sweep")
+    parser.add_argument("--events", type=int, default=15)
     options = parser.parse_args()
     folder = options.folder.absolute()
     folder.mkdir(parents=True)
     with slurmbox(folder / "slurm", nodes=3, grace_s=60) as box:
         campaign = Campaign(box, folder, random.Random(options.seed))
         for mode in options.only.split(","):
-            campaign.one(mode, options.events)
+            if mode == "sweep":
+                campaign.sweep(options.events)
+            else:
+                campaign.one(mode, options.events)
     wrong = [event for event in campaign.events if event.wrong]
     print(f"{len(campaign.events)} events, {len(wrong)} wrong")
     return int(bool(wrong))

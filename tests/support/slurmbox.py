@@ -116,18 +116,18 @@ class SlurmBox:
 
     # ------------------------------------------------------------ jobs
 
+    def jobs(self, number: str) -> list[dict[str, str]]:
+        """What Slurm says of a job; of each task of an array, and each component of a heterogeneous job."""
+        lines = self.call("scontrol", "show", "job", "-o", number).splitlines()
+        return [dict(word.split("=", 1) for word in line.split(" ") if "=" in word) for line in lines if line.strip()]
+
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm says of a job, or of the first of an array or a heterogeneous job."""
-        text = self.call("scontrol", "show", "job", "-o", number).splitlines()[0]
-        return dict(word.split("=", 1) for word in text.split(" ") if "=" in word)
+        """The one of this number; the first of an array or a heterogeneous job."""
+        records = self.jobs(number)
+        return next((record for record in records if record["JobId"] == number), records[0])
 
     def state(self, number: str) -> str:
         return self.job(number)["JobState"]
-
-    def tasks(self, array: str) -> dict[str, str]:
-        """Job id -> state, of each task of an array that has started once, and of what waits as one."""
-        lines = self.call("squeue", "-h", "-r", "-t", "all", "-j", array, "-o", "%i %T").splitlines()
-        return dict(line.split() for line in lines)
 
     def wait(self, found: Callable[[], T], what: str, patience_s: float = PATIENCE_S) -> T:
         """The first value of `found()` that is true. Looks every twentieth of a second."""
