@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _PATIENCE_S = 60.0
 """For an answer of Slurm's commands."""
 _FOLLOW_S = 0.5
+_EARLY_S = 60
+"""By how much Slurm may send the signal of --signal too early, says its manual."""
 _LIVE = {
     "PENDING": State.queued,
     "REQUEUED": State.requeued,
@@ -99,11 +101,6 @@ class Slurm(Platform):
                     raise ConfigError(f"launcher.{key}: {word!r} is no option of {command}, which begin with --")
         if not self.export or "\n" in self.export:
             raise ConfigError(f"launcher.export={self.export!r} must be ALL, NONE or names of variables")
-        if self.hours is not None and self.hours * 3600 <= self.grace_s:
-            raise ConfigError(
-                f"launcher.hours={self.hours:g} is less than launcher.grace_s={self.grace_s:g}, the time to save; give "
-                "more hours"
-            )
 
     # ------------------------------------------------------------ the script
 
@@ -112,6 +109,13 @@ class Slurm(Platform):
             raise ConfigError(
                 f"Slurm takes no array of heterogeneous jobs, and roles on launcher.nodes={request.nodes} need one; "
                 "use launcher.nodes=1 for each trial, or sweep.prune"
+            )
+        limit_s = math.inf if self.hours is None else self.hours * 3600
+        if limit_s <= request.grace_s + _EARLY_S:
+            raise ConfigError(
+                f"launcher.hours={self.hours:g}: of {limit_s:.0f} s the run needs {request.grace_s:.0f} to save "
+                f"(launcher.grace_s, or three times its longest save), and Slurm may say so {_EARLY_S} s too early; "
+                "give more hours"
             )
         script = self._script(request)
         return {JOB: script.job(), TASK: script.task()}

@@ -178,6 +178,11 @@ def test_logs_of_an_array_say_whose_they_are(tmp_path: Path) -> None:
     assert list(slurm().logs(handle, tmp_path, follow=False)) == ["2: a", "2: unfinished", "10: b"]
 
 
+def test_a_time_limit_that_leaves_no_time_to_train_is_refused() -> None:
+    with pytest.raises(ConfigError, match="launcher.hours=0.02: of 72 s the run needs 25 to save"):
+        slurm(hours=0.02).render(REQUEST)
+
+
 def test_a_sweep_over_roles_on_several_nodes_is_no_array() -> None:
     request = replace(REQUEST, roles={"server": 1, "trainer": 2}, trials=("a", "b"))
     with pytest.raises(ConfigError, match="no array of heterogeneous jobs"):
@@ -192,7 +197,6 @@ def test_a_sweep_over_roles_on_several_nodes_is_no_array() -> None:
             ['launcher.role_extra.server=["--partition=cpu"]'],
             "role_extra.server: strategy=ddp on launcher.nodes=1 has no",
         ),
-        (["launcher.hours=0.001"], "launcher.hours=0.001 is less than launcher.grace_s=25"),
         (["launcher.srun=[container]"], "launcher.srun: 'container' is no option of srun"),
         (["launcher.export=''"], "launcher.export"),
     ],

@@ -249,11 +249,13 @@ def _trial(trial: str) -> list[str]:
 
 def submit_sweep(folder: str) -> None:
     """All trials as one job."""
+    from dtf.cluster.platform import Platform
     from dtf.cluster.submit import hand_in, request_of
     from dtf.config.compose import compose
 
     composed = [compose([*_trial(trial), "launcher=slurm", "launcher.grace_s=20"]) for trial in TRIALS]
     platform = composed[0].settings.launcher
+    assert isinstance(platform, Platform)
     hand_in(platform, request_of(platform, composed, Path(folder), folder, "sweep", TRIALS, 4))
 
 
