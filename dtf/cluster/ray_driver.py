@@ -178,8 +178,8 @@ class Driver:
         """End the job; its run saves first."""
         self._tell(cancelled=True)
 
-    def job_id(self) -> str:
-        """Which submission this is."""
+    def ready(self) -> str:
+        """Which submission this is; answers once it is at work."""
         return self._job["id"]
 
     @property
@@ -205,7 +205,7 @@ class Driver:
         run = self._state["runs"].get(name) or {"state": "queued", "attempt": 0, "newest": "", "stalled": 0, "detail": ""}
         while run["state"] not in ("finished", "failed", "cancelled"):
             run["attempt"] += 1
-            attempt = Attempt(self, self._job, number, name, run["attempt"])
+            attempt = Attempt(self, self._job, number, run["attempt"])
             self._keep(name, run, state="queued" if run["attempt"] == 1 else "requeued")
             code = attempt.run(lambda detail, state="": self._keep(name, run, detail=detail, state=state or run["state"]))
             newest = newest_checkpoint(run_dir)
@@ -270,9 +270,9 @@ def _counted(runs: dict[str, dict[str, Any]], size: int) -> str:
 class Attempt:
     """One placement of a run, from a placement group to the exit codes of its processes."""
 
-    def __init__(self, driver: Driver, job: dict[str, Any], number: int, name: str, attempt: int) -> None:
+    def __init__(self, driver: Driver, job: dict[str, Any], number: int, attempt: int) -> None:
         self._driver, self._job, self._number, self._attempt = driver, job, number, attempt
-        self._label = f"{name}-" if name else ""
+        self._label = f"trial-{number}-" if job["trials"] else ""
         self._folder = Path(job["job_folder"])
         self._stopped_at = 0.0
         self.cause = ""
