@@ -32,7 +32,10 @@ NAMESPACE = "dtf"
 _ALWAYS, _WHILE_PROGRESS = (75, 143), (69, 71, 74)
 """Exit codes after which a run is placed again; the second kind only while new checkpoints come."""
 _ENDS_WITHOUT_PROGRESS = 3
+_ENDS_KEPT = 10
 _POLL_S = 1.0
+_FAREWELL_S = 10.0
+"""In which all processes of a run end by themselves once one has."""
 _MARGIN_S = 30.0
 """What a supervisor may take beyond the time for a save, before it is killed."""
 _PORTS = range(20_000, 30_000)
@@ -79,7 +82,8 @@ def goes_on(code: int | None, before: str, newest: str, stalled: int) -> tuple[b
 def newest_checkpoint(run_dir: str) -> str:
     """The name of the newest one; empty where there is none."""
     with contextlib.suppress(OSError):
-        return max((name for name in os.listdir(f"{run_dir}/checkpoints") if re.fullmatch(r"step_\d+", name)), default="")
+        names = os.listdir(f"{run_dir}/checkpoints")
+        return max((name for name in names if re.fullmatch(r"step_\d+", name)), default="")
     return ""
 
 
@@ -148,8 +152,9 @@ class NodeActor:
 
 
 def _free_port(address: str) -> int:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in random.SystemRandom().sample(_PORTS, 100):
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe, contextlib.suppress(OSError):
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
             probe.bind((address, port))
             return port
     raise OSError(f"no free port on {address} among 100 of {_PORTS.start} to {_PORTS.stop}")
@@ -202,17 +207,19 @@ class Driver:
 
     def _follow(self, number: int, name: str, run_dir: str) -> None:
         """One run to its end."""
-        run = self._state["runs"].get(name) or {"state": "queued", "attempt": 0, "newest": "", "stalled": 0, "detail": ""}
+        fresh = {"state": "queued", "attempt": 0, "newest": "", "stalled": 0, "detail": "", "ends": []}
+        run = self._state["runs"].get(name) or fresh
         while run["state"] not in ("finished", "failed", "cancelled"):
             run["attempt"] += 1
             attempt = Attempt(self, self._job, number, run["attempt"])
             self._keep(name, run, state="queued" if run["attempt"] == 1 else "requeued")
-            code = attempt.run(lambda detail, state="": self._keep(name, run, detail=detail, state=state or run["state"]))
+            code = attempt.run(lambda **values: self._keep(name, run, **values))
             newest = newest_checkpoint(run_dir)
             again, run["stalled"] = goes_on(code, run["newest"], newest, run["stalled"])
             run["newest"] = newest
             end = "lost a node or an actor" if code is None else f"exit code {code}"
-            detail = f"{end}{attempt.cause and f' ({attempt.cause})'}; {run['attempt']} placement(s)"
+            run["ends"] = [*run["ends"], f"{end}{attempt.cause and f': {attempt.cause}'}"][-_ENDS_KEPT:]
+            detail = f"{run['ends'][-1]}; {run['attempt']} placement(s)"
             if code == 0:
                 self._keep(name, run, state="finished", detail=detail)
             elif again and self.cancelled:
@@ -251,7 +258,7 @@ def _joint(states: list[str], cancelled: bool) -> str:
     """Of a job whose runs have all ended."""
     if "failed" in states:
         return "failed"
-    return "cancelled" if "cancelled" in states or not states and cancelled else "finished"
+    return "cancelled" if "cancelled" in states or (not states and cancelled) else "finished"
 
 
 def _live(states: list[str]) -> str:
@@ -274,17 +281,18 @@ class Attempt:
         self._driver, self._job, self._number, self._attempt = driver, job, number, attempt
         self._label = f"trial-{number}-" if job["trials"] else ""
         self._folder = Path(job["job_folder"])
-        self._stopped_at = 0.0
+        self._alone_since = 0.0
         self.cause = ""
 
     def run(self, see: Any) -> int | None:
-        """Returns the one exit code, None where a process was lost. `see(detail, state)` hears how it goes."""
+        """Returns the one exit code, None where a process was lost. `see(detail=, state=)` hears how it goes."""
         bundles = [process["resources"] for process in self._job["processes"]]
-        group = placement_group(bundles, strategy=self._job["spread"], name=f"{self._job['id']}-{self._label}{self._attempt}")
+        name = f"{self._job['name']}-{self._label}{self._attempt}"
+        group = placement_group(bundles, strategy=self._job["spread"], name=name)
         actors: list[Any] = []
         try:
             while not group.wait(_POLL_S):
-                see(f"waits for {len(bundles)} x {bundles[0]}")
+                see(detail=f"waits for {len(bundles)} x {bundles[0]}")
                 if self._driver.cancelled:
                     self.cause = "cancelled"
                     return 75
@@ -294,7 +302,7 @@ class Attempt:
                 self.cause = "cancelled"
                 return 75
             where = ", ".join(dict.fromkeys(f"{place['address']} ({place['host']})" for place in places))
-            see(f"on {where}", "running")
+            see(detail=f"on {where}", state="running")
             return self._follow(actors, places)
         except ray.exceptions.RayError as error:
             self.cause = self.cause or f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
@@ -353,7 +361,7 @@ class Attempt:
                     codes[index] = ray.get(reference)
                 if codes[index] is None:
                     self.cause = self.cause or f"lost the process on {places[index]['address']}"
-            why = self._why_stop(nodes, deadline, codes, running)
+            why = self._why_stop(nodes, deadline, codes, set(running.values()))
             if why and not stopped_at:
                 self.cause, stopped_at = self.cause or why, time.monotonic()
                 for index in running.values():
@@ -364,7 +372,7 @@ class Attempt:
         self.cause = _reason(reasons, codes, code) or self.cause
         return code
 
-    def _why_stop(self, nodes: set[str], deadline: float | None, codes: list[int | None], running: dict[Any, int]) -> str:
+    def _why_stop(self, nodes: set[str], deadline: float | None, codes: list[int | None], running: set[int]) -> str:
         """Why all processes should leave now; empty while they should go on."""
         if self._driver.cancelled:
             return "cancelled"
@@ -373,11 +381,15 @@ class Attempt:
             return f"Ray drains the node {', '.join(sorted(node[:8] for node in drained))}"
         if deadline and time.time() > deadline:
             return f"launcher.hours={self._job['hours']:g} are over"
-        ended = [code for index, code in enumerate(codes) if index not in running.values()]
-        failed = any(code != 0 for code in ended) or len(ended) >= self._job["deciding"] and not any(
-            index in running.values() for index in range(self._job["deciding"])
-        )
-        return "another process of the run has ended" if failed and running else ""
+        ended = set(range(len(codes))) - running
+        if any(codes[index] is None for index in ended):
+            return self.cause
+        failed = any(codes[index] != 0 for index in ended) or ended >= set(range(self._job["deciding"]))
+        if not failed or not running:
+            return ""
+        self._alone_since = self._alone_since or time.monotonic()
+        waited = time.monotonic() - self._alone_since > _FAREWELL_S
+        return "another process of the run has ended" if waited else ""
 
     def _command(self) -> list[str]:
         return [*self._job["command"], *([f"--trial={self._number}"] if self._job["trials"] else [])]
@@ -404,8 +416,9 @@ class Attempt:
         process = self._job["processes"][index]
         name = f"{process['role']}-{process['id']}" if process["role"] else f"node-{index}"
         path = self._folder / f"{self._label}{name}.log"
+        where = f"{place['host']} ({place['address']}, node {place['node'][:8]})"
         with open(path, "a") as file:
-            file.write(f"== placement {self._attempt}, on {place['host']} ({place['address']}, node {place['node'][:8]})\n")
+            file.write(f"== placement {self._attempt}, on {where}\n")
         (self._folder / f"{self._label}reason-{index}.txt").unlink(missing_ok=True)
         return str(path)
 

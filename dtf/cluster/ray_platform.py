@@ -46,7 +46,9 @@ class Ray(Platform):
         super().check(strategy)
         _resources(self.extra)
         if not self.address.strip():
-            raise KeyProblem("launcher.address", "launcher.address='' names no cluster; give auto, or HOST:PORT of its head")
+            raise KeyProblem(
+                "launcher.address", "launcher.address='' names no cluster; give auto, or HOST:PORT of its head"
+            )
 
     def render(self, request: JobRequest) -> dict[str, str]:
         """One file: what the driver gets."""
@@ -111,7 +113,7 @@ class Ray(Platform):
         try:
             ray.get(driver.ready.remote(), timeout=_SECONDS)
         except ray.exceptions.RayError as error:
-            raise PeerError(f"Ray at launcher.address={self.address} did not start the job's driver: {error}") from error
+            raise PeerError(f"launcher.address={self.address}: Ray did not start the job's driver: {error}") from error
         finally:
             ray.shutdown()
         return {"job": request.name, "actor": actor, "address": self.address, "folder": str(request.job_folder)}
@@ -157,9 +159,11 @@ class Ray(Platform):
 
 
 def connect(address: str) -> Any:
-    """The module `ray`, connected to a cluster. ConfigError where it is not installed, PeerError where nobody answers."""
+    """The module `ray`, connected to a cluster. ConfigError where it is not there, PeerError where nobody answers."""
     if find_spec("ray") is None:
-        raise ConfigError("launcher=ray asks a cluster by ray, which is not installed: python -m pip install 'dtf[ray]'")
+        raise ConfigError(
+            "launcher=ray needs the package ray, which is not installed: python -m pip install 'dtf[ray]'"
+        )
     import ray
 
     try:
@@ -186,7 +190,8 @@ def _resources(extra: list[str]) -> dict[str, float]:
         if not pair:
             raise KeyProblem(
                 "launcher.extra",
-                f"launcher.extra={show(text)} is no resource of Ray; give NAME=AMOUNT, as in launcher.extra=[CPU=16,spot=1]",
+                f"launcher.extra={show(text)} is no resource of Ray; give NAME=AMOUNT, as in "
+                "launcher.extra=['CPU=16','spot=1']",
             )
         resources[pair[1]] = float(pair[2])
     return resources
