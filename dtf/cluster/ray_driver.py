@@ -1,7 +1,6 @@
-"""What runs inside a Ray cluster: the driver of a job, and what it puts on each node.
+"""The driver of a job in a Ray cluster: places it on nodes, follows it, and places it again where its end says so.
 
-Ray carries these classes to its workers by value, so that the Python of its nodes needs no dtf. Therefore nothing of
-dtf is imported here: what trains is the command line of the job, a process of its own on each node.
+Carried by value, as `ray_placement.py` is.
 """
 
 from __future__ import annotations
@@ -9,12 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import zipfile
@@ -23,58 +17,27 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dtf.cluster.ray_placement import ALWAYS, WHILE_PROGRESS, Placement
 
 STATE_FILE = "ray-state.json"
 """In the job's folder: what the driver last knew. Written whole, by the driver alone."""
-NAMESPACE = "dtf"
-_ALWAYS, _WHILE_PROGRESS = (75, 143), (69, 71, 74)
-"""Exit codes after which a run is placed again; the second kind only while new checkpoints come."""
 _ENDS_WITHOUT_PROGRESS = 3
 _ENDS_KEPT = 10
-_POLL_S = 1.0
-_FAREWELL_S = 10.0
-"""In which all processes of a run end by themselves once one has."""
-_MARGIN_S = 30.0
-"""What a supervisor may take beyond the time for a save, before it is killed."""
-_PORTS = range(20_000, 30_000)
-"""Below those that Linux gives out by itself, and above those of Ray's workers."""
-_DIES_WITH_PARENT = """import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]): sys.exit(143)
-os.execvp(sys.argv[2], sys.argv[2:])"""
+_BUSY, _BUSY_S = 73, 20.0
+"""The folder has a live run: one of a lost node that does not know yet that it is lost. Wait before the next try."""
 
 
-# ---------------------------------------------------------------- what an end means
-
-
-def verdict(codes: list[int | None], deciding: int) -> int | None:
-    """The one exit code of an attempt from those of its processes; None where one was lost without any.
-
-    `deciding`: so many from the first on decide whether the run is finished, as servers do for their trainers.
-    """
-    if all(code == 0 for code in codes[:deciding]):
-        return 0
-    ended = [None if code == 137 else code for code in codes]  # killed from outside, as by the kernel for its memory
-    known = [code for code in ended if code]
-    final = [code for code in known if code not in (*_ALWAYS, *_WHILE_PROGRESS)]
-    if final:
-        return final[0]
-    if None in ended:
-        return None
-    return next((code for code in known if code in _WHILE_PROGRESS), known[0])
-
-
-def goes_on(code: int | None, before: str, newest: str, stalled: int) -> tuple[bool, int]:
+def goes_on(code: int | None, attempt: int, progress: bool, stalled: int) -> tuple[bool, int]:
     """Whether a run is placed again after this end, and how many such ends there were without a new checkpoint.
 
-    `before`, `newest`: names of the newest checkpoints when this was last asked, and now.
+    `code`: None for a lost process. `attempt`: of the placement, from 1. `progress`: whether there is a new checkpoint
+    since the last end. `stalled`: what this returned then.
     """
-    if code in _ALWAYS:
-        return True, 0 if newest != before else stalled
-    if code is None or code in _WHILE_PROGRESS:
-        stalled = 1 if newest != before else stalled + 1
+    if code in ALWAYS:
+        return True, 0 if progress else stalled
+    if code is None or code in WHILE_PROGRESS or (code == _BUSY and attempt > 1):
+        stalled = 0 if progress else stalled + 1
         return stalled < _ENDS_WITHOUT_PROGRESS, stalled
     return False, stalled
 
@@ -85,82 +48,6 @@ def newest_checkpoint(run_dir: str) -> str:
         names = os.listdir(f"{run_dir}/checkpoints")
         return max((name for name in names if re.fullmatch(r"step_\d+", name)), default="")
     return ""
-
-
-# ---------------------------------------------------------------- on each node
-
-
-class NodeActor:
-    """The job's process on one node. It dies with this actor, and its ranks die with it."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stopped, self._lock = False, threading.Lock()
-
-    def place(self) -> dict[str, Any]:
-        """Where this is, and a port that is free here."""
-        address = ray.util.get_node_ip_address()
-        return {
-            "node": ray.get_runtime_context().get_node_id(),
-            "address": address,
-            "host": socket.gethostname(),
-            "port": _free_port(address),
-        }
-
-    def run(self, command: list[str], environment: dict[str, str], log: str, needs: str) -> int:
-        """Run the command to its end; returns its exit code, or 128 + the number of the signal that ended it.
-
-        `needs`: a file that must be there, or the reason is written. What is printed goes to the file `log`, and to
-        Ray's own log of this actor.
-        """
-        if not os.path.exists(needs):
-            where = f"{socket.gethostname()} does not see {needs}; put run.dir on storage that all nodes share"
-            print(where, flush=True)
-            return 2
-        kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray sets it
-        with self._lock:
-            if self._stopped:
-                return 143
-            process = self._process = subprocess.Popen(
-                [sys.executable, "-c", _DIES_WITH_PARENT, str(os.getpid()), *command],
-                env={**kept, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        assert process.stdout is not None
-        with open(log, "ab", buffering=0) as file:
-            for line in process.stdout:
-                with contextlib.suppress(OSError):  # a full disk ends no run
-                    file.write(line)
-                sys.stdout.buffer.write(line)
-                sys.stdout.flush()
-        code = process.wait()
-        return code if code >= 0 else 128 - code
-
-    def stop(self, grace_s: float) -> None:
-        """Tell the process to save and leave; it is killed when it is still there after `grace_s` seconds."""
-        with self._lock:
-            self._stopped = True
-            process = self._process
-        if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            timer = threading.Timer(grace_s, process.kill)
-            timer.daemon = True
-            timer.start()
-
-
-def _free_port(address: str) -> int:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    for port in random.SystemRandom().sample(_PORTS, 100):
-        with socket.socket(family) as probe, contextlib.suppress(OSError):
-            probe.bind((address, port))
-            return port
-    raise OSError(f"no free port on {address} among 100 of {_PORTS.start} to {_PORTS.stop}")
-
-
-# ---------------------------------------------------------------- the driver
 
 
 class Driver:
@@ -211,14 +98,14 @@ class Driver:
         run = self._state["runs"].get(name) or fresh
         while run["state"] not in ("finished", "failed", "cancelled"):
             run["attempt"] += 1
-            attempt = Attempt(self, self._job, number, run["attempt"])
+            placement = Placement(self._job, number, run["attempt"], lambda: self.cancelled)
             self._keep(name, run, state="queued" if run["attempt"] == 1 else "requeued")
-            code = attempt.run(lambda **values: self._keep(name, run, **values))
+            code = placement.run(lambda **values: self._keep(name, run, **values))
             newest = newest_checkpoint(run_dir)
-            again, run["stalled"] = goes_on(code, run["newest"], newest, run["stalled"])
+            again, run["stalled"] = goes_on(code, run["attempt"], newest != run["newest"], run["stalled"])
             run["newest"] = newest
             end = "lost a node or an actor" if code is None else f"exit code {code}"
-            run["ends"] = [*run["ends"], f"{end}{attempt.cause and f': {attempt.cause}'}"][-_ENDS_KEPT:]
+            run["ends"] = [*run["ends"], f"{end}{placement.cause and f': {placement.cause}'}"][-_ENDS_KEPT:]
             detail = f"{run['ends'][-1]}; {run['attempt']} placement(s)"
             if code == 0:
                 self._keep(name, run, state="finished", detail=detail)
@@ -226,7 +113,7 @@ class Driver:
                 self._keep(name, run, state="cancelled", detail=detail)
             elif again:
                 self._keep(name, run, state="requeued", detail=detail)
-                self._wait(min(60, 2 ** min(run["stalled"], 6)) if run["stalled"] else 0)
+                self._wait(_BUSY_S if code == _BUSY else 2 ** run["stalled"] if run["stalled"] else 0)
             else:
                 limit = f", and no new checkpoint in {run['stalled']} such ends" if run["stalled"] > 1 else ""
                 self._keep(name, run, state="failed", detail=f"{detail}{limit}")
@@ -249,9 +136,10 @@ class Driver:
                 runs = self._state["runs"]
                 self._state["detail"] = run[1]["detail"] if not run[0] else _counted(runs, len(self._job["trials"]))
                 self._state["state"] = _live([each["state"] for each in runs.values()])
-            new = self._folder / f".{STATE_FILE}.new"
-            new.write_text(json.dumps(self._state, indent=2) + "\n")
-            os.replace(new, self._folder / STATE_FILE)
+            with contextlib.suppress(OSError):  # a full disk ends no run
+                new = self._folder / f".{STATE_FILE}.new"
+                new.write_text(json.dumps(self._state, indent=2) + "\n")
+                os.replace(new, self._folder / STATE_FILE)
 
 
 def _joint(states: list[str], cancelled: bool) -> str:
@@ -272,165 +160,3 @@ def _live(states: list[str]) -> str:
 def _counted(runs: dict[str, dict[str, Any]], size: int) -> str:
     states = [run["state"] for run in runs.values()]
     return ", ".join([f"{size} trials", *(f"{states.count(state)} {state}" for state in dict.fromkeys(states))])
-
-
-class Attempt:
-    """One placement of a run, from a placement group to the exit codes of its processes."""
-
-    def __init__(self, driver: Driver, job: dict[str, Any], number: int, attempt: int) -> None:
-        self._driver, self._job, self._number, self._attempt = driver, job, number, attempt
-        self._label = f"trial-{number}-" if job["trials"] else ""
-        self._folder = Path(job["job_folder"])
-        self._alone_since = 0.0
-        self.cause = ""
-
-    def run(self, see: Any) -> int | None:
-        """Returns the one exit code, None where a process was lost. `see(detail=, state=)` hears how it goes."""
-        bundles = [process["resources"] for process in self._job["processes"]]
-        name = f"{self._job['name']}-{self._label}{self._attempt}"
-        group = placement_group(bundles, strategy=self._job["spread"], name=name)
-        actors: list[Any] = []
-        try:
-            while not group.wait(_POLL_S):
-                see(detail=f"waits for {len(bundles)} x {bundles[0]}")
-                if self._driver.cancelled:
-                    self.cause = "cancelled"
-                    return 75
-            actors = [self._actor(group, index, resources) for index, resources in enumerate(bundles)]
-            places = self._places(actors)
-            if not places:
-                self.cause = "cancelled"
-                return 75
-            where = ", ".join(dict.fromkeys(f"{place['address']} ({place['host']})" for place in places))
-            see(detail=f"on {where}", state="running")
-            return self._follow(actors, places)
-        except ray.exceptions.RayError as error:
-            self.cause = self.cause or f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-            return None
-        finally:
-            for actor in actors:
-                ray.kill(actor)
-            remove_placement_group(group)
-
-    def _actor(self, group: Any, index: int, resources: dict[str, float]) -> Any:
-        cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
-        others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU", "memory")}
-        return (
-            ray.remote(NodeActor)
-            .options(
-                num_cpus=cpus,
-                num_gpus=gpus,
-                memory=resources.get("memory") or None,
-                resources=others,
-                max_concurrency=4,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-            )
-            .remote()
-        )
-
-    def _places(self, actors: list[Any]) -> list[dict[str, Any]]:
-        """Where the actors are; empty when the job was cancelled before they were anywhere."""
-        asked = [actor.place.remote() for actor in actors]
-        while len(ray.wait(asked, num_returns=len(asked), timeout=_POLL_S)[0]) < len(asked):
-            if self._driver.cancelled:
-                return []
-        return ray.get(asked)
-
-    def _follow(self, actors: list[Any], places: list[dict[str, Any]]) -> int | None:
-        """Until all processes have ended: one that ends otherwise than well takes the others with it."""
-        grace_s = self._job["grace_s"] + _MARGIN_S
-        hours = self._job["hours"]
-        deadline = time.time() + 3600 * hours if hours else None
-        reasons = [self._folder / f"{self._label}reason-{index}.txt" for index in range(len(actors))]
-        running = {
-            actor.run.remote(
-                self._command(),
-                {**self._environment(index, places, deadline), "DTF_REASON_FILE": str(reasons[index])},
-                self._log(index, places[index]),
-                self._job["bundle"],
-            ): index
-            for index, actor in enumerate(actors)
-        }
-        codes: list[int | None] = [None] * len(actors)
-        nodes, stopped_at = {place["node"] for place in places}, 0.0
-        while running:
-            ended, _ = ray.wait(list(running), num_returns=1, timeout=_POLL_S)
-            for reference in ended:
-                index = running.pop(reference)
-                with contextlib.suppress(ray.exceptions.RayError):  # the actor or its node is gone
-                    codes[index] = ray.get(reference)
-                if codes[index] is None:
-                    self.cause = self.cause or f"lost the process on {places[index]['address']}"
-            why = self._why_stop(nodes, deadline, codes, set(running.values()))
-            if why and not stopped_at:
-                self.cause, stopped_at = self.cause or why, time.monotonic()
-                for index in running.values():
-                    actors[index].stop.remote(grace_s)
-            if stopped_at and time.monotonic() > stopped_at + grace_s + _MARGIN_S:
-                break  # not even the actors answer
-        code = verdict(codes, self._job["deciding"])
-        self.cause = _reason(reasons, codes, code) or self.cause
-        return code
-
-    def _why_stop(self, nodes: set[str], deadline: float | None, codes: list[int | None], running: set[int]) -> str:
-        """Why all processes should leave now; empty while they should go on."""
-        if self._driver.cancelled:
-            return "cancelled"
-        drained = nodes & set(ray._private.state.state.get_draining_nodes())
-        if drained:
-            return f"Ray drains the node {', '.join(sorted(node[:8] for node in drained))}"
-        if deadline and time.time() > deadline:
-            return f"launcher.hours={self._job['hours']:g} are over"
-        ended = set(range(len(codes))) - running
-        if any(codes[index] is None for index in ended):
-            return self.cause
-        failed = any(codes[index] != 0 for index in ended) or ended >= set(range(self._job["deciding"]))
-        if not failed or not running:
-            return ""
-        self._alone_since = self._alone_since or time.monotonic()
-        waited = time.monotonic() - self._alone_since > _FAREWELL_S
-        return "another process of the run has ended" if waited else ""
-
-    def _command(self) -> list[str]:
-        return [*self._job["command"], *([f"--trial={self._number}"] if self._job["trials"] else [])]
-
-    def _environment(self, index: int, places: list[dict[str, Any]], deadline: float | None) -> dict[str, str]:
-        """What the process knows of the job: see `dtf.cluster.allocation`."""
-        at = [_endpoint(place["address"], place["port"]) for place in places]
-        process = self._job["processes"][index]
-        environment = {"DTF_RESTARTS": str(self._attempt - 1)}
-        if deadline:
-            environment["DTF_DEADLINE"] = f"{deadline:.0f}"
-        if process["role"]:
-            endpoints = at[: self._job["deciding"]]
-            return {
-                **environment,
-                "DTF_ROLE": process["role"],
-                "DTF_ID": str(process["id"]),
-                "DTF_ENDPOINTS": ",".join(endpoints),
-            }
-        return {**environment, "DTF_NODES": str(len(places)), "DTF_NODE": str(index), "DTF_ADDRESS": at[0]}
-
-    def _log(self, index: int, place: dict[str, Any]) -> str:
-        """The file for what the process prints, with a line about this placement."""
-        process = self._job["processes"][index]
-        name = f"{process['role']}-{process['id']}" if process["role"] else f"node-{index}"
-        path = self._folder / f"{self._label}{name}.log"
-        where = f"{place['host']} ({place['address']}, node {place['node'][:8]})"
-        with open(path, "a") as file:
-            file.write(f"== placement {self._attempt}, on {where}\n")
-        (self._folder / f"{self._label}reason-{index}.txt").unlink(missing_ok=True)
-        return str(path)
-
-
-def _reason(files: list[Path], codes: list[int | None], code: int | None) -> str:
-    """What the process said that decided."""
-    for file, own in zip(files, codes, strict=True):
-        if own == code and code not in (0, *_ALWAYS):
-            with contextlib.suppress(OSError):
-                return file.read_text().strip()
-    return ""
-
-
-def _endpoint(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
 
 _JOB_FILE, _STATE_FILE = "ray.json", "ray-state.json"
-_SECONDS = 30
+_NAMESPACE, _SECONDS = "dtf", 30
 _RESOURCE = re.compile(r"([A-Za-z_][A-Za-z0-9_:./-]*)=([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)")
 
 
@@ -93,14 +93,15 @@ class Ray(Platform):
         job = json.loads(files[_JOB_FILE].read_text())
         actor = f"dtf-{hashlib.sha256(str(request.job_folder).encode()).hexdigest()[:12]}"  # a folder has one job
         ray = connect(self.address)
-        from dtf.cluster import ray_driver
+        from dtf.cluster import ray_driver, ray_placement
 
-        ray.cloudpickle.register_pickle_by_value(ray_driver)
+        for module in (ray_driver, ray_placement):
+            ray.cloudpickle.register_pickle_by_value(module)
         driver = (
             ray.remote(ray_driver.Driver)
             .options(
                 name=actor,
-                namespace=ray_driver.NAMESPACE,
+                namespace=_NAMESPACE,
                 lifetime="detached",
                 get_if_exists=True,
                 max_restarts=-1,
@@ -167,7 +168,9 @@ def connect(address: str) -> Any:
     import ray
 
     try:
-        ray.init(address=address, namespace="dtf", log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        ray.init(
+            address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR", configure_logging=False
+        )
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise PeerError(f"launcher.address={address}: no Ray cluster answers: {str(error).splitlines()[0]}") from error
     return ray
