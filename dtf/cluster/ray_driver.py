@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import threading
 import time
 import zipfile
@@ -18,36 +17,14 @@ from typing import Any
 
 import ray
 
-from dtf.cluster.ray_placement import ALWAYS, WHILE_PROGRESS, Placement
+from dtf.cluster.ray_ends import BUSY, counted, goes_on, joint, live, newest_checkpoint
+from dtf.cluster.ray_placement import Placement
 
 STATE_FILE = "ray-state.json"
 """In the job's folder: what the driver last knew. Written whole, by the driver alone."""
-_ENDS_WITHOUT_PROGRESS = 3
 _ENDS_KEPT = 10
-_BUSY, _BUSY_S = 73, 20.0
-"""The folder has a live run: one of a lost node that does not know yet that it is lost. Wait before the next try."""
-
-
-def goes_on(code: int | None, attempt: int, progress: bool, stalled: int) -> tuple[bool, int]:
-    """Whether a run is placed again after this end, and how many such ends there were without a new checkpoint.
-
-    `code`: None for a lost process. `attempt`: of the placement, from 1. `progress`: whether there is a new checkpoint
-    since the last end. `stalled`: what this returned then.
-    """
-    if code in ALWAYS:
-        return True, 0 if progress else stalled
-    if code is None or code in WHILE_PROGRESS or (code == _BUSY and attempt > 1):
-        stalled = 0 if progress else stalled + 1
-        return stalled < _ENDS_WITHOUT_PROGRESS, stalled
-    return False, stalled
-
-
-def newest_checkpoint(run_dir: str) -> str:
-    """The name of the newest one; empty where there is none."""
-    with contextlib.suppress(OSError):
-        names = os.listdir(f"{run_dir}/checkpoints")
-        return max((name for name in names if re.fullmatch(r"step_\d+", name)), default="")
-    return ""
+_BUSY_S = 20.0
+"""A lost node may not know yet that it is lost: its run has the folder for as long."""
 
 
 class Driver:
@@ -85,7 +62,7 @@ class Driver:
                 run_dirs = [run["run_dir"] for run in json.loads(archive.read("bundle.json"))["runs"]]
             with ThreadPoolExecutor(self._job["parallel"] or len(runs)) as pool:
                 list(pool.map(self._follow, range(len(runs)), runs, run_dirs))
-            self._tell(state=_joint([run["state"] for run in self._state["runs"].values()], self.cancelled))
+            self._tell(state=joint([run["state"] for run in self._state["runs"].values()], self.cancelled))
         except BaseException as error:
             self._tell(state="failed", detail=f"the driver on Ray's head node: {type(error).__name__}: {error}")
             raise
@@ -113,7 +90,7 @@ class Driver:
                 self._keep(name, run, state="cancelled", detail=detail)
             elif again:
                 self._keep(name, run, state="requeued", detail=detail)
-                self._wait(_BUSY_S if code == _BUSY else 2 ** run["stalled"] if run["stalled"] else 0)
+                self._wait(_BUSY_S if code == BUSY else 2 ** run["stalled"] if run["stalled"] else 0)
             else:
                 limit = f", and no new checkpoint in {run['stalled']} such ends" if run["stalled"] > 1 else ""
                 self._keep(name, run, state="failed", detail=f"{detail}{limit}")
@@ -134,29 +111,9 @@ class Driver:
             if run:
                 self._state["runs"][run[0]] = run[1]
                 runs = self._state["runs"]
-                self._state["detail"] = run[1]["detail"] if not run[0] else _counted(runs, len(self._job["trials"]))
-                self._state["state"] = _live([each["state"] for each in runs.values()])
+                self._state["detail"] = run[1]["detail"] if not run[0] else counted(runs, len(self._job["trials"]))
+                self._state["state"] = live([each["state"] for each in runs.values()])
             with contextlib.suppress(OSError):  # a full disk ends no run
                 new = self._folder / f".{STATE_FILE}.new"
                 new.write_text(json.dumps(self._state, indent=2) + "\n")
                 os.replace(new, self._folder / STATE_FILE)
-
-
-def _joint(states: list[str], cancelled: bool) -> str:
-    """Of a job whose runs have all ended."""
-    if "failed" in states:
-        return "failed"
-    return "cancelled" if "cancelled" in states or (not states and cancelled) else "finished"
-
-
-def _live(states: list[str]) -> str:
-    """Of a job whose driver is at work."""
-    for state in ("running", "requeued"):
-        if state in states:
-            return state
-    return "queued" if "queued" in states else "running"
-
-
-def _counted(runs: dict[str, dict[str, Any]], size: int) -> str:
-    states = [run["state"] for run in runs.values()]
-    return ", ".join([f"{size} trials", *(f"{states.count(state)} {state}" for state in dict.fromkeys(states))])

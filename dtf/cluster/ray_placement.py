@@ -1,7 +1,7 @@
 """What a job is on the nodes of a Ray cluster: an actor for each of its processes, placed together, until they end.
 
-Ray carries these classes to its workers by value, so that the Python of its nodes needs no dtf. Therefore nothing of
-dtf is imported here: what trains is the command line of the job, a process of its own under each actor.
+Ray carries these classes to its workers by value, so that the Python of its nodes needs no dtf: nothing is imported
+here but what travels too. What trains is the command line of the job, a process of its own under each actor.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-ALWAYS, WHILE_PROGRESS = (75, 143), (69, 71, 74)
-"""Exit codes after which a run is placed again; the second kind only while new checkpoints come."""
+from dtf.cluster.ray_ends import ALWAYS, verdict
+
 _POLL_S = 1.0
 _FAREWELL_S = 10.0
 """In which all processes of a run end by themselves once one has."""
@@ -106,23 +106,6 @@ def _free_port(address: str) -> int:
             probe.bind((address, port))
             return port
     raise OSError(f"no free port on {address} among 100 of {_PORTS.start} to {_PORTS.stop}")
-
-
-def verdict(codes: list[int | None], deciding: int) -> int | None:
-    """The one exit code of an attempt from those of its processes; None where one was lost without any.
-
-    `deciding`: so many from the first on decide whether the run is finished, as servers do for their trainers.
-    """
-    if all(code == 0 for code in codes[:deciding]):
-        return 0
-    ended = [None if code == 137 else code for code in codes]  # killed from outside, as by the kernel for its memory
-    known = [code for code in ended if code]
-    final = [code for code in known if code not in (*ALWAYS, *WHILE_PROGRESS)]
-    if final:
-        return final[0]
-    if None in ended:
-        return None
-    return next((code for code in known if code in WHILE_PROGRESS), known[0])
 
 
 class Placement:

@@ -93,9 +93,9 @@ class Ray(Platform):
         job = json.loads(files[_JOB_FILE].read_text())
         actor = f"dtf-{hashlib.sha256(str(request.job_folder).encode()).hexdigest()[:12]}"  # a folder has one job
         ray = connect(self.address)
-        from dtf.cluster import ray_driver, ray_placement
+        from dtf.cluster import ray_driver, ray_ends, ray_placement
 
-        for module in (ray_driver, ray_placement):
+        for module in (ray_driver, ray_placement, ray_ends):
             ray.cloudpickle.register_pickle_by_value(module)
         driver = (
             ray.remote(ray_driver.Driver)
