@@ -344,7 +344,7 @@ def _new_events(logs: Any, prefix: str, tokens: dict[str, str]) -> Iterator[str]
             return  # no job of this account has printed anything yet
         raise
     for name in sorted(stream["logStreamName"] for stream in streams):
-        label = f"{name.removeprefix(prefix).split('-1')[0]}: " if len(streams) > 1 else ""
+        label = f"{name.removeprefix(prefix).rpartition('-')[0]}: " if len(streams) > 1 else ""
         while True:
             token = {"nextToken": tokens[name]} if name in tokens else {}
             page = logs.get_log_events(logGroupName=_LOG_GROUP, logStreamName=name, startFromHead=True, **token)

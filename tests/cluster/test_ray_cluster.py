@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from tests.support.raybox import WAIT_S, RayBox, parent, supervisors, until
 
@@ -79,8 +79,7 @@ def tensors(folder: Path) -> dict[str, bytes]:
     """Name -> bytes, of all that the last checkpoint holds."""
     found = {}
     for path in sorted((folder / "checkpoints" / f"step_{STEPS:06}").glob("*.safetensors")):
-        with safe_open(path, "np") as file:
-            found |= {f"{path.name}:{name}": file.get_tensor(name).tobytes() for name in file}
+        found |= {f"{path.name}:{name}": tensor.tobytes() for name, tensor in load_file(path).items()}
     assert found
     return found
 
@@ -198,6 +197,13 @@ def test_what_would_only_repeat_itself_is_not_placed_again(box, tmp_path) -> Non
     state = job.ended()
     assert state["state"] == "failed" and state["runs"][""]["attempt"] == 1
     assert "exit code 79" in state["detail"] and "E_DIVERGED" in state["detail"], state
+
+
+def test_a_time_limit_ends_in_a_save_and_the_next_start_goes_on(box, tmp_path) -> None:
+    job = Submitted(box, tmp_path, ["launcher.hours=0.005", "train.steps=700"])
+    state = job.ended()
+    assert state["state"] == "finished" and state["runs"][""]["attempt"] > 1, (state, job.printed())
+    assert {end.split(":")[0] for end in state["runs"][""]["ends"][:-1]} == {"exit code 75"}, state
 
 
 def _read(path: Path) -> bytes:
