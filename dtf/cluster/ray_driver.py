@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import ray
+import ray  # pyright: ignore[reportMissingImports]
 
 from dtf.cluster.ray_ends import BUSY, counted, goes_on, joint, live, newest_checkpoint
 from dtf.cluster.ray_placement import Placement

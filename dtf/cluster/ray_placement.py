@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+import ray  # pyright: ignore[reportMissingImports]
+from ray.util.placement_group import placement_group, remove_placement_group  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
 from dtf.cluster.ray_ends import ALWAYS, verdict
 

@@ -165,7 +165,7 @@ def connect(address: str) -> Any:
         raise ConfigError(
             "launcher=ray needs the package ray, which is not installed: python -m pip install 'dtf[ray]'"
         )
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]
 
     try:
         ray.init(

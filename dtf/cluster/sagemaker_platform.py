@@ -305,7 +305,7 @@ def aws(region: str) -> Iterator[Callable[[str], Any]]:
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, NoRegionError, ParamValidationError
 
-    session = boto3.session.Session(region_name=region or None)
+    session = boto3.Session(region_name=region or None)
     try:
         yield session.client
     except NoRegionError as error:

@@ -14,7 +14,7 @@ from dtf.cluster.platform import JobState, State
 from dtf.cluster.sagemaker_platform import SageMaker, joint, state_of
 from dtf.core.errors import Exit
 
-REQUIRED = {
+REQUIRED: dict[str, Any] = {
     "image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/dtf:1",
     "role": "arn:aws:iam::123456789012:role/dtf",
     "instance": "ml.g5.xlarge",
@@ -137,7 +137,7 @@ def test_cancelling_stops_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         stop_training_job={},
     )
     boto3 = pytest.importorskip("boto3")
-    monkeypatch.setattr(boto3.session.Session, "client", lambda self, name: client)
+    monkeypatch.setattr(boto3.Session, "client", lambda self, name: client)
     SageMaker(**REQUIRED).cancel({"jobs": "a-0,a-1,a-2", "region": "eu-west-1"})
     assert [words for name, words in client.calls if name == "stop_training_job"] == [{"TrainingJobName": "a-0"}]
 

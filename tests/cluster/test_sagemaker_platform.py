@@ -25,7 +25,7 @@ BASE = [
     "launcher.store=s3://mine/dtf",
     "train.steps=2",
 ]
-REQUIRED = {"image": IMAGE, "role": ROLE, "instance": "ml.g5.xlarge", "store": "s3://mine/dtf"}
+REQUIRED: dict[str, Any] = {"image": IMAGE, "role": ROLE, "instance": "ml.g5.xlarge", "store": "s3://mine/dtf"}
 VPC: dict[str, Any] = {"subnets": ["subnet-1"], "security_groups": ["sg-1"]}
 SHARED = {**VPC, "file_system": "lustre:fs-0123456789abcdef0:/x/dtf"}
 SERVERS = 2
@@ -194,14 +194,16 @@ def shapes() -> dict[str, Any]:
     return json.loads(gzip.decompress(path.read_bytes()))["shapes"]
 
 
+_KINDS: dict[str, type] = {"structure": dict, "map": dict, "list": list, "string": str, "boolean": bool, "integer": int}
+
+
 def wrong(shapes: dict[str, Any], name: str, value: Any, where: str = "") -> Iterator[str]:
     """What is against the model: unknown and missing fields, types, patterns, lengths, names of choices."""
     shape = shapes[name]
-    kinds = {"structure": dict, "map": dict, "list": list, "string": str, "integer": int, "boolean": bool, "long": int}
-    if type(value) is not kinds[shape["type"]]:
+    if type(value) is not _KINDS[shape["type"]]:
         yield f"{where}: {value!r} is no {shape['type']}"
         return
-    size = value if isinstance(value, int) else len(value)
+    size: int = value if shape["type"] in ("integer", "boolean") else len(value)
     if not shape.get("min", size) <= size <= shape.get("max", size):
         yield f"{where}: {value!r} is too long or too short"
     if "enum" in shape and value not in shape["enum"]:
