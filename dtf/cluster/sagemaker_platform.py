@@ -5,6 +5,7 @@ boto3 is imported when something is asked of AWS, and not before. What a contain
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import time
@@ -229,7 +230,7 @@ class SageMaker(Platform):
         bucket, _, prefix = self.store.removeprefix("s3://").rstrip("/").partition("/")
         key = "/".join(filter(None, [prefix, request.name, "bundle", "bundle.zip"]))
         with aws(self.region) as client:
-            client("s3").put_object(Bucket=bucket, Key=key, Body=request.content)
+            client("s3").upload_fileobj(io.BytesIO(request.content), bucket, key)
             sagemaker = client("sagemaker")
             for job in jobs:
                 _create(sagemaker, job)

@@ -30,7 +30,7 @@ RUN = [
     "train.log_every=5",
     "train.eval_every=80",
     "checkpoint.every_steps=10",
-    "observer=[jsonl]",
+    "observer=[console,jsonl]",
     "launcher.devices=cpu",
     "launcher.threads=1",
 ]
