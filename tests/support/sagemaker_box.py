@@ -23,7 +23,7 @@ import pytest
 from tests.support.namespaces import ROOT, _namespace
 
 _MOUNTS = (
-    'mount -t tmpfs none /opt && mkdir /opt/ml && mount --bind "$1" /opt/ml && mount --bind "$2" /etc/hosts && '
+    'mount -t tmpfs none /opt && mkdir /opt/ml && mount --rbind "$1" /opt/ml && mount --bind "$2" /etc/hosts && '
     'shift 2 && exec "$@"'
 )
 
