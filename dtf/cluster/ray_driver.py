@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import threading
 import time
 import zipfile
@@ -41,15 +42,17 @@ class Driver:
             earlier = json.loads((self._folder / STATE_FILE).read_text())
             if earlier["id"] == job["id"]:
                 self._state = earlier
-        threading.Thread(target=self._drive, daemon=True).start()
+        self._unseen = "" if os.path.exists(job["bundle"]) else f"{socket.gethostname()} does not see {job['bundle']}"
+        if not self._unseen:
+            threading.Thread(target=self._drive, daemon=True).start()
 
     def cancel(self) -> None:
         """End the job; its run saves first."""
         self._tell(cancelled=True)
 
-    def ready(self) -> str:
-        """Which submission this is; answers once it is at work."""
-        return self._job["id"]
+    def ready(self) -> tuple[str, str]:
+        """Which submission this is, and why it cannot begin; answers once it is at work."""
+        return self._job["id"], self._unseen
 
     @property
     def cancelled(self) -> bool:

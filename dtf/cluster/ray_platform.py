@@ -19,7 +19,7 @@ from dtf.api.registry import option, register
 from dtf.api.schema import KeyProblem, show
 from dtf.cluster.followed_logs import followed
 from dtf.cluster.platform import JobRequest, JobState, Platform, State
-from dtf.core.errors import ConfigError, PeerError
+from dtf.core.errors import BusyError, ConfigError, PeerError
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
@@ -93,31 +93,16 @@ class Ray(Platform):
         job = json.loads(files[_JOB_FILE].read_text())
         actor = f"dtf-{hashlib.sha256(str(request.job_folder).encode()).hexdigest()[:12]}"  # a folder has one job
         ray = connect(self.address)
-        from dtf.cluster import ray_driver, ray_ends, ray_placement
-
-        for module in (ray_driver, ray_placement, ray_ends):
-            ray.cloudpickle.register_pickle_by_value(module)
-        driver = (
-            ray.remote(ray_driver.Driver)
-            .options(
-                name=actor,
-                namespace=_NAMESPACE,
-                lifetime="detached",
-                get_if_exists=True,
-                max_restarts=-1,
-                max_concurrency=4,
-                num_cpus=0,
-                resources={"node:__internal_head__": 0.001},  # it lives as long as the cluster, and is never drained
-            )
-            .remote(job)
-        )
         try:
-            ray.get(driver.ready.remote(), timeout=_SECONDS)
+            unseen = _start_driver(ray, actor, job)
         except ray.exceptions.RayError as error:
             raise PeerError(f"launcher.address={self.address}: Ray did not start the job's driver: {error}") from error
         finally:
             ray.shutdown()
-        return {"job": request.name, "actor": actor, "address": self.address, "folder": str(request.job_folder)}
+        if unseen:
+            raise ConfigError(f"Ray's head node {unseen}; put run.dir on storage that all nodes of the cluster share")
+        where = {"address": self.address, "folder": str(request.job_folder)}
+        return {"job": request.name, "id": job["id"], "actor": actor, **where}
 
     def state(self, handle: dict[str, str]) -> JobState:
         known = _known(handle)
@@ -176,11 +161,45 @@ def connect(address: str) -> Any:
     return ray
 
 
+def _start_driver(ray: Any, actor: str, job: dict[str, Any]) -> str:
+    """Start the driver, once. Returns why it cannot begin. BusyError while another job of the folder has its name."""
+    from dtf.cluster import ray_driver, ray_ends, ray_placement
+
+    for module in (ray_driver, ray_placement, ray_ends):
+        ray.cloudpickle.register_pickle_by_value(module)
+    options = {
+        "name": actor,
+        "namespace": _NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "max_concurrency": 4,
+        "num_cpus": 0,
+        "resources": {"node:__internal_head__": 0.001},  # it lives as long as the cluster, and is never drained
+    }
+    deadline = time.monotonic() + _SECONDS
+    while True:
+        driver = ray.remote(ray_driver.Driver).options(**options).remote(job)
+        try:
+            id, unseen = ray.get(driver.ready.remote(), timeout=_SECONDS)
+        except ray.exceptions.RayActorError:  # that of an earlier job, which was about to end
+            id, unseen = "", ""
+            if time.monotonic() > deadline:
+                raise
+        if id == job["id"]:
+            if unseen:
+                ray.kill(driver)
+            return unseen
+        if id and time.monotonic() > deadline:
+            raise BusyError(f"{job['job_folder']} has a job on this cluster, the actor {actor}; end that first")
+        time.sleep(0.2)
+
+
 def _known(handle: dict[str, str]) -> JobState | None:
-    """What the driver wrote last; None where it has not."""
+    """What the driver of this job wrote last; None where it has not."""
     try:
         state = json.loads(Path(handle["folder"], _STATE_FILE).read_text())
-        return JobState(State(state["state"]), state["detail"])
+        return JobState(State(state["state"]), state["detail"]) if state["id"] == handle["id"] else None
     except (OSError, ValueError, KeyError):
         return None
 

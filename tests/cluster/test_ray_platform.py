@@ -149,11 +149,12 @@ def test_the_newest_checkpoint(tmp_path: Path) -> None:
 
 
 def test_what_the_driver_wrote_last_needs_no_cluster(tmp_path: Path) -> None:
-    handle = {"job": "shapes-1", "actor": "dtf-1", "address": "nowhere:1", "folder": str(tmp_path)}
+    handle = {"job": "shapes-1", "id": "1", "actor": "dtf-1", "address": "nowhere:1", "folder": str(tmp_path)}
     for state in (State.finished, State.failed, State.cancelled):
-        (tmp_path / "ray-state.json").write_text(json.dumps({"state": state.value, "detail": "exit code 0"}))
+        (tmp_path / "ray-state.json").write_text(json.dumps({"id": "1", "state": state.value, "detail": "exit code 0"}))
         assert Ray().state(handle) == JobState(state, "exit code 0")
         Ray().cancel(handle)
+    assert ray_platform._known({**handle, "id": "2"}) is None, "of an earlier job in this folder"
 
 
 def test_lines_of_files_that_grow(tmp_path: Path) -> None:
