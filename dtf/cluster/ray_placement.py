@@ -45,26 +45,22 @@ class NodeActor:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped, self._lock = False, threading.Lock()
 
-    def place(self) -> dict[str, Any]:
-        """Where this is, and a port that is free here."""
+    def place(self, needs: str) -> dict[str, Any]:
+        """Where this is, a port that is free here, and whether the file `needs` is seen."""
         address = ray.util.get_node_ip_address()
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "address": address,
             "host": socket.gethostname(),
             "port": _free_port(address),
+            "sees": os.path.exists(needs),
         }
 
-    def run(self, command: list[str], environment: dict[str, str], log: str, needs: str) -> int:
+    def run(self, command: list[str], environment: dict[str, str], log: str) -> int:
         """Run the command to its end; returns its exit code, or 128 + the number of the signal that ended it.
 
-        `needs`: a file that must be there, or the reason is written. What is printed goes to the file `log`, and to
-        Ray's own log of this actor.
+        What is printed goes to the file `log`, and to Ray's own log of this actor.
         """
-        if not os.path.exists(needs):
-            where = f"{socket.gethostname()} does not see {needs}; put run.dir on storage that all nodes share"
-            print(where, flush=True)
-            return 2
         kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray sets it
         with self._lock:
             if self._stopped:
@@ -135,8 +131,12 @@ class Placement:
             if not places:
                 self.cause = "cancelled"
                 return 75
-            where = ", ".join(dict.fromkeys(f"{place['address']} ({place['host']})" for place in places))
-            see(detail=f"on {where}", state="running")
+            blind = [_shown(place) for place in places if not place["sees"]]
+            if blind:
+                shared = "put run.dir on storage that all nodes of the cluster share"
+                self.cause = f"{', '.join(blind)} does not see {self._job['bundle']}; {shared}"
+                return 2
+            see(detail=f"on {', '.join(dict.fromkeys(map(_shown, places)))}", state="running")
             return self._follow(actors, places)
         except ray.exceptions.RayError as error:
             self.cause = self.cause or f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
@@ -164,7 +164,7 @@ class Placement:
 
     def _places(self, actors: list[Any]) -> list[dict[str, Any]]:
         """Where the actors are; empty when the job was cancelled before they were anywhere."""
-        asked = [actor.place.remote() for actor in actors]
+        asked = [actor.place.remote(self._job["bundle"]) for actor in actors]
         while len(ray.wait(asked, num_returns=len(asked), timeout=_POLL_S)[0]) < len(asked):
             if self._cancelled():
                 return []
@@ -181,7 +181,6 @@ class Placement:
                 self._command(),
                 {**self._environment(index, places, deadline), "DTF_REASON_FILE": str(reasons[index])},
                 self._log(index, places[index]),
-                self._job["bundle"],
             ): index
             for index, actor in enumerate(actors)
         }
@@ -264,6 +263,10 @@ def _reason(files: list[Path], codes: list[int | None], code: int | None) -> str
             with contextlib.suppress(OSError):
                 return file.read_text().strip()
     return ""
+
+
+def _shown(place: dict[str, Any]) -> str:
+    return f"{place['address']} ({place['host']})"
 
 
 def _endpoint(address: str, port: int) -> str:

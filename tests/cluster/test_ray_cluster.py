@@ -146,6 +146,18 @@ def test_a_drained_node_is_left_with_a_save(box, tmp_path, strategy, undisturbed
     box.add()
 
 
+def test_a_node_that_is_told_to_stop_drains_first(box, tmp_path, undisturbed) -> None:
+    """As in a pod that is evicted."""
+    job = Submitted(box, tmp_path, [])
+    job.at_step(50)
+    gone = job.addresses()[-1]
+    box.nodes[gone].send_signal(signal.SIGTERM)
+    box.add()
+    finished_alike(job, undisturbed, [], 2)
+    assert job.state["runs"][""]["ends"][0].startswith("exit code 75: Ray drains the node"), job.state
+    assert box.nodes.pop(gone).wait(WAIT_S) is not None
+
+
 def test_a_killed_actor_takes_its_processes_with_it_and_the_run_goes_on(box, tmp_path, strategy, undisturbed) -> None:
     job = Submitted(box, tmp_path, strategy)
     job.at_step(50)
@@ -197,6 +209,17 @@ def test_what_would_only_repeat_itself_is_not_placed_again(box, tmp_path) -> Non
     state = job.ended()
     assert state["state"] == "failed" and state["runs"][""]["attempt"] == 1
     assert "exit code 79" in state["detail"] and "E_DIVERGED" in state["detail"], state
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_a_node_that_does_not_see_the_run_folder_is_named(box, tmp_path) -> None:
+    address = box.add(hidden=tmp_path)
+    try:
+        state = Submitted(box, tmp_path, ["launcher.nodes=4"]).ended()
+    finally:
+        box.kill(address)
+    assert state["state"] == "failed" and state["runs"][""]["attempt"] == 1
+    assert f"exit code 2: {address}" in state["detail"] and "does not see" in state["detail"], state
 
 
 def test_a_time_limit_ends_in_a_save_and_the_next_start_goes_on(box, tmp_path) -> None:

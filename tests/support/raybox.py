@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 WAIT_S = 150
@@ -35,20 +35,21 @@ class RayBox:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_health_check_period_ms": "300",  # a dead node is missed after a second and a half
             "RAY_health_check_timeout_ms": "1000",
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "60",
         }
         log = self._start("head", "--head", "--port=0", "--num-cpus=0", "--include-dashboard=false")
         text = log.read_text()
         self.address = text.split("--address='")[1].split("'")[0]
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def _start(self, name: str, *words: str) -> Path:
+    def _start(self, name: str, *words: str, within: Sequence[str] = ()) -> Path:
         log = self._folder / f"{name}.log"
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--object-store-memory=80000000"]
         if name == "head":
             words = (*words, f"--temp-dir={self._folder}")
         with log.open("wb") as file:
             self._last = subprocess.Popen(
-                [*command, *words], env=self.environment, stdout=file, stderr=file, start_new_session=True
+                [*within, *command, *words], env=self.environment, stdout=file, stderr=file, start_new_session=True
             )
         if name == "head":
             self._head = self._last
@@ -60,11 +61,13 @@ class RayBox:
         until(started, f"{name} does not start")
         return log
 
-    def add(self) -> str:
-        """Start a node of two cores; returns its address."""
+    def add(self, hidden: Path | None = None) -> str:
+        """Start a node of two cores, that sees an empty folder in the place of `hidden`; returns its address."""
         self._count += 1
         address = f"127.0.0.{self._count}"
-        self._start(address, f"--address={self.address}", f"--node-ip-address={address}", "--num-cpus=2")
+        words = f"--address={self.address}", f"--node-ip-address={address}", "--num-cpus=2"
+        mounted = "unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {hidden} && exec "$@"', "sh"
+        self._start(address, *words, within=mounted if hidden else ())
         self.nodes[address] = self._last
         return address
 
