@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf.api.launcher import failures_told
-from dtf.cluster.allocation import Allocation, allocation_of
+from dtf.cluster.allocation import Allocation
+from dtf.cluster.allocation_of import allocation_of
 from dtf.cluster.bundle import Bundle, BundledRun, Unpacked, unpacked
 from dtf.config.compose import Composed, Composer
 from dtf.config.python_overrides import as_texts

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtf.cluster.allocation import Allocation, allocation_of
+from dtf.cluster.allocation import Allocation
+from dtf.cluster.allocation_of import allocation_of
 from dtf.cluster.node_lists import node_names, per_node
 from dtf.core.errors import ConfigError
 

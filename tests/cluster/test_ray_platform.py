@@ -1,0 +1,169 @@
+"""launcher=ray without Ray: what is submitted, what ends mean, what is refused, what is known from the job's folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dtf.cli.main import main
+from dtf.cluster import ray_platform
+from dtf.cluster.followed_logs import followed
+from dtf.cluster.platform import JobRequest, JobState, State
+from dtf.cluster.ray_ends import goes_on, newest_checkpoint, verdict
+from dtf.cluster.ray_platform import Ray
+from dtf.cluster.submit import request_of
+from dtf.config.compose import compose
+from dtf.core.errors import ConfigError, Exit
+
+PSERVER = ["strategy=pserver", "strategy.servers=2", "launcher.allow_insecure=true"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., dict]:
+    """The driver's job of a command line; `made` holds its platform and its request."""
+
+    def render(*words: str, trials: tuple[str, ...] = ()) -> dict:
+        composed = compose(["launcher=ray", "train.steps=2", *words])
+        platform = composed.settings.launcher
+        assert isinstance(platform, Ray)
+        platform.check(composed.settings.strategy)
+        request = request_of(platform, [composed] * max(1, len(trials)), tmp_path, str(tmp_path), "shapes-1", trials, 2)
+        (name, text), *others = platform.render(request).items()
+        assert name == "ray.json" and not others and platform.render(request) == {name: text}
+        return {**json.loads(text), "request": request}
+
+    return render
+
+
+def test_the_whole_job_of_two_nodes(job: Callable[..., dict], tmp_path: Path) -> None:
+    made = job("launcher.nodes=2", "launcher.gpus=4", "launcher.threads=2", "launcher.extra=['spot=1']")
+    request: JobRequest = made.pop("request")
+    assert made == {
+        "id": request.digest[:16],
+        "name": "shapes-1",
+        "job_folder": f"{tmp_path}/job",
+        "bundle": f"{tmp_path}/job/bundle.zip",
+        "command": [
+            sys.executable,
+            *("-m", "dtf"),
+            f"--bundle={tmp_path}/job/bundle.zip",
+            f"--digest={request.digest}",
+        ],
+        "processes": [
+            {"role": "", "id": node, "resources": {"CPU": 8.0, "GPU": 4.0, "spot": 1.0}} for node in range(2)
+        ],
+        "spread": "STRICT_SPREAD",
+        "deciding": 2,
+        "hours": None,
+        "grace_s": 25.0,
+        "trials": [],
+        "parallel": 2,
+    }
+
+
+def test_processes_of_roles_are_placed_one_by_one_and_servers_decide(job: Callable[..., dict]) -> None:
+    made = job(*PSERVER, "launcher.nodes=2", "launcher.processes=2", "launcher.gpus=2", "launcher.hours=1.5")
+    assert [(one["role"], one["id"]) for one in made["processes"]] == [
+        *(("server", number) for number in range(2)),
+        *(("trainer", number) for number in range(4)),
+    ]
+    assert [one["resources"] for one in made["processes"]] == [{"CPU": 1.0}] * 2 + [{"CPU": 1.0, "GPU": 1.0}] * 4
+    assert (made["spread"], made["deciding"], made["hours"]) == ("SPREAD", 2, 1.5)
+    on_one = job(*PSERVER, "launcher.python=/opt/python")
+    assert [one["role"] for one in on_one["processes"]] == [""] and on_one["command"][0] == "/opt/python"
+
+
+def test_trials_are_runs_of_one_job(job: Callable[..., dict]) -> None:
+    made = job(trials=("lr.peak=0.1", "lr.peak=0.2", "lr.peak=0.3"))
+    assert (made["trials"], made["parallel"]) == (["lr.peak=0.1", "lr.peak=0.2", "lr.peak=0.3"], 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["launcher.extra=['spot']"], "launcher.extra=spot is no resource of Ray"),
+        (["launcher.extra=['spot=-1']"], "launcher.extra=spot=-1 is no resource of Ray"),
+        (["launcher.address=' '"], "launcher.address='' names no cluster"),
+    ],
+)
+def test_what_ray_could_not_take_is_refused(job: Callable[..., dict], words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        job(*words)
+
+
+def test_a_missing_ray_is_named_with_what_installs_it(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray_platform, "find_spec", lambda name: None)
+    assert main(["launcher=ray", "train.steps=2"]) == Exit.CONFIG
+    assert "python -m pip install 'dtf[ray]'" in capsys.readouterr().err
+
+
+LOST = None
+
+
+@pytest.mark.parametrize(
+    ("codes", "deciding", "expected"),
+    [
+        ([0, 0], 2, 0),
+        ([0, 0, 75, 1, LOST], 2, 0),  # what trainers say once their servers have finished
+        ([0, LOST], 2, LOST),
+        ([69, LOST], 2, LOST),
+        ([75, 137], 2, LOST),
+        ([75, 75], 2, 75),
+        ([143, 75], 2, 143),
+        ([75, 69], 2, 69),
+        ([75, 2], 2, 2),
+        ([LOST, 79], 2, 79),
+        ([75, 75, 0], 2, 75),
+    ],
+)
+def test_one_code_of_all_processes(codes: list[int | None], deciding: int, expected: int | None) -> None:
+    assert verdict(codes, deciding) == expected
+
+
+def test_which_ends_are_placed_again() -> None:
+    """Asked to stop: always. Failures that may pass, and losses: while there are new checkpoints. All else: never."""
+    for code in (75, 143):
+        assert goes_on(code, 9, False, 2) == (True, 2) and goes_on(code, 9, True, 2) == (True, 0)
+    for code in (69, 71, 74, None):
+        assert goes_on(code, 1, False, 0) == (True, 1)
+        assert goes_on(code, 2, False, 1) == (True, 2)
+        assert goes_on(code, 3, False, 2) == (False, 3)
+        assert goes_on(code, 3, True, 2) == (True, 0)
+    for code in (1, 2, 65, 77, 79, 80, 93, 139):
+        assert goes_on(code, 5, True, 0) == (False, 0)
+    assert goes_on(73, 1, True, 0) == (False, 0), "another run has the folder"
+    assert goes_on(73, 2, False, 0) == (True, 1), "the job's own, on a node that is lost"
+
+
+def test_the_newest_checkpoint(tmp_path: Path) -> None:
+    assert newest_checkpoint(str(tmp_path)) == ""
+    for name in ("step_000009", "step_000010", "step_000011.new", ".step_000012"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert newest_checkpoint(str(tmp_path)) == "step_000010"
+
+
+def test_what_the_driver_wrote_last_needs_no_cluster(tmp_path: Path) -> None:
+    handle = {"job": "shapes-1", "id": "1", "actor": "dtf-1", "address": "nowhere:1", "folder": str(tmp_path)}
+    for state in (State.finished, State.failed, State.cancelled):
+        (tmp_path / "ray-state.json").write_text(json.dumps({"id": "1", "state": state.value, "detail": "exit code 0"}))
+        assert Ray().state(handle) == JobState(state, "exit code 0")
+        Ray().cancel(handle)
+    assert ray_platform._known({**handle, "id": "2"}) is None, "of an earlier job in this folder"
+
+
+def test_lines_of_files_that_grow(tmp_path: Path) -> None:
+    one, two = tmp_path / "node-0.log", tmp_path / "node-1.log"
+    one.write_text("a\nb")
+    lives = iter([True, True, False])
+    lines = followed(lambda: sorted(tmp_path.glob("*.log")), lambda: next(lives))
+    assert next(lines) == "a"
+    with one.open("a") as file:
+        file.write("c\n")
+    two.write_text("d\nlast")
+    assert list(lines) == ["bc", "==> node-1.log <==", "d", "last"]
