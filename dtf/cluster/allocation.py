@@ -17,6 +17,10 @@ NODES, NODE, ADDRESS = "DTF_NODES", "DTF_NODE", "DTF_ADDRESS"
 """How many nodes the job has, which of them this is, from 0, and HOST:PORT where they meet, on node 0."""
 RESTARTS, REASON_FILE = "DTF_RESTARTS", "DTF_REASON_FILE"
 """How often the scheduler has started the job again; the file whose text it shows as the reason of a failure."""
+MEET_TIMEOUT, COUNTS_ENDS = "DTF_MEET_TIMEOUT_S", "DTF_COUNTS_ENDS"
+"""How long the job's other processes may take to come, where they do not start together; and whether nothing outside
+counts how often it ended without progress, see `ends.py`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,8 @@ class Allocation:
     deadline: float | None = None
     """When the scheduler ends the job, in seconds since 1970."""
     reason_file: str = ""
+    meet_timeout_s: int = 600
+    counts_ends: bool = False
 
 
 def allocation_of(environment: Mapping[str, str]) -> Allocation:
@@ -74,6 +80,8 @@ def from_manifest(environment: Mapping[str, str]) -> Allocation | None:
         restarts=number(environment, RESTARTS, 0),
         deadline=until if until < math.inf else None,
         reason_file=environment.get(REASON_FILE, ""),
+        meet_timeout_s=number(environment, MEET_TIMEOUT, Allocation.meet_timeout_s),
+        counts_ends=bool(number(environment, COUNTS_ENDS, 0)),
     )
 
 

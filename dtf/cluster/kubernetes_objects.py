@@ -38,6 +38,8 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _JOBSET_RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 _STEP_LABEL = "trainer.kubeflow.org/trainjob-ancestor-step"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_MEET_TIMEOUT_S = 86_400
+"""A pod may wait so long for a node that has room for it."""
 _SHUTDOWN_S = 5
 """Seconds of the grace period for what follows the save."""
 
@@ -50,6 +52,8 @@ class Group:
     pods: int
     env: dict[str, str]
     gpus: int
+    counts: bool = True
+    """Whether its first pod makes the run folder, and counts there how the run ends."""
 
 
 def objects_of(options: Kubernetes, request: JobRequest) -> list[dict[str, Any]]:
@@ -220,7 +224,13 @@ class _Objects:
         first = next(iter(request.roles))
         endpoints = ",".join(f"{self._host(name, first, number)}:{PORT}" for number in range(request.roles[first]))
         return [
-            Group(role, pods, {"DTF_ROLE": role, "DTF_ENDPOINTS": endpoints}, int(bool(options.gpus)) * (role != first))
+            Group(
+                role,
+                pods,
+                {"DTF_ROLE": role, "DTF_ENDPOINTS": endpoints},
+                gpus=1 if options.gpus and role != first else 0,
+                counts=role == first,
+            )
             for role, pods in request.roles.items()
         ]
 
@@ -259,6 +269,10 @@ class _Objects:
             fields["DTF_RESTARTS"] = _JOBSET_RESTARTS
         env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in group.env.items()]
         env += [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
+        if group.counts:
+            env.append({"name": "DTF_COUNTS_ENDS", "value": "1"})
+        if self.request.separate or self.request.nodes > 1:  # pods come one by one
+            env.append({"name": "DTF_MEET_TIMEOUT_S", "value": str(_MEET_TIMEOUT_S)})
         env += [{"name": "DTF_REASON_FILE", "value": REASON_FILE}, {"name": "PYTHONUNBUFFERED", "value": "1"}]
         resources = self._resources(group)
         return {
