@@ -109,8 +109,8 @@ class Kubernetes(Platform):
             )
         if self.runtime and self.hours:
             raise ConfigError(
-                f"launcher.hours={self.hours:g} cannot be set in the pods of launcher.runtime={self.runtime}; leave one "
-                "of them out, or use budget.hours"
+                f"launcher.hours={self.hours:g} cannot be set in the pods of launcher.runtime={self.runtime}; leave "
+                "one of them out, or use budget.hours"
             )
 
     def default_run_dir(self, name: str, id: str) -> str:
@@ -174,7 +174,9 @@ class Kubernetes(Platform):
 
     def logs(self, handle: dict[str, str], folder: Path, follow: bool) -> Iterator[str]:
         cluster = self._cluster(handle)
-        return cluster.logs(f"{INSTANCE}={handle['job']}", (lambda: self.state(handle).state.is_live) if follow else None)
+        return cluster.logs(
+            f"{INSTANCE}={handle['job']}", (lambda: self.state(handle).state.is_live) if follow else None
+        )
 
     def _cluster(self, handle: dict[str, str] | None = None) -> Cluster:
         from dtf.cluster.kubernetes_cluster import Cluster

@@ -236,7 +236,9 @@ class _Objects:
 
     def _host(self, name: str, group: str, number: int) -> str:
         """The name of a pod on the cluster's network."""
-        return f"{name}-{number}.{self.name}" if self.options.kind.value == "job" else f"{name}-{group}-0-{number}.{name}"
+        return (
+            f"{name}-{number}.{self.name}" if self.options.kind.value == "job" else f"{name}-{group}-0-{number}.{name}"
+        )
 
     def _pods(self, group: Group, trial: int | None, restarts: bool = False) -> dict[str, Any]:
         """The template of a group's pods. `restarts`: below a JobSet, which counts how often it started all anew."""

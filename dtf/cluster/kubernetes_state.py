@@ -65,7 +65,9 @@ def _waits(pod: dict[str, Any]) -> str:
     if status.get("phase") != "Pending":
         return ""
     waiting = [one.get("state", {}).get("waiting", {}) for one in status.get("containerStatuses", [])]
-    blocked = [one for one in status.get("conditions", []) if one["type"] == "PodScheduled" and one["status"] == "False"]
+    blocked = [
+        one for one in status.get("conditions", []) if one["type"] == "PodScheduled" and one["status"] == "False"
+    ]
     causes = [_condition(one) for one in [*blocked, *waiting] if one.get("reason")]
     return f"{pod['metadata']['name']} waits: {causes[0]}" if causes else ""
 

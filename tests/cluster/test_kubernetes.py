@@ -52,7 +52,8 @@ def test_objects_are_valid_in_three_versions_of_kubernetes(case: str, kind: str)
             checked = [value]
         else:
             checked = [
-                {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job} for job in jobs_in(value)
+                {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job}
+                for job in jobs_in(value)
             ]
         for one in checked:
             for version in VERSIONS:
@@ -199,7 +200,9 @@ def test_the_bundle_is_a_secret_that_pods_see_and_that_must_fit() -> None:
     assert base64.b64decode(secret["data"]["bundle.zip"]) == content and secret["immutable"]
     pod = jobs_in(job)[0]["template"]["spec"]
     assert pod["volumes"][0]["secret"]["secretName"] == secret["metadata"]["name"]
-    assert f"--bundle={pod['containers'][0]['volumeMounts'][0]['mountPath']}/bundle.zip" in pod["containers"][0]["command"]
+    assert (
+        f"--bundle={pod['containers'][0]['volumeMounts'][0]['mountPath']}/bundle.zip" in pod["containers"][0]["command"]
+    )
     with pytest.raises(ConfigError, match="1.0 MiB.*install the plugins in launcher.image=dtf|launcher.image=dtf"):
         platform().render(request(content=content + b"x"))
 
@@ -277,7 +280,9 @@ def test_what_cannot_be_right_is_refused_by_name(options: dict[str, Any], text: 
 def test_a_job_of_one_role_a_folder_elsewhere_and_an_unknown_kind_are_refused() -> None:
     with pytest.raises(ConfigError, match="run.dir=/home/me must be below launcher.mount=/runs"):
         platform().render(request(run_dir="/home/me"))
-    with pytest.raises(ConfigError, match="kind=Deployment is not among what is submitted; known are Pod, Secret, JobSet"):
+    with pytest.raises(
+        ConfigError, match="kind=Deployment is not among what is submitted; known are Pod, Secret, JobSet"
+    ):
         platform(extra=["{kind: Deployment}"]).render(request())
     with pytest.raises(ConfigError, match="launcher.kind=job has pods of one role"):
         platform("job", nodes=2)._check_kind(roles=2)

@@ -145,4 +145,7 @@ def test_a_job_that_is_evicted_again_and_again_ends_with_the_same_bits(
     same_tensors(run_dir(folder), alone, steps)
     ends = Counter(_exit_code(pod) for pod in [*box.store.deleted, *box.pods()] if pod["kind"] == "Pod")
     saved = sum("saved" in box.kubelet.text(pod) for pod in box.store.deleted if pod["kind"] == "Pod")
+    for pod in box.store.deleted:
+        if pod["kind"] == "Pod" and _exit_code(pod) not in (0, 75, 143):
+            print(pod["metadata"]["name"], box.kubelet.text(pod))
     print(f"{evictions} evictions; exit codes of pods {dict(ends)}; {saved} of the evicted said what they had saved")

@@ -1,4 +1,4 @@
-"""A Kubernetes cluster for tests: an API server over HTTP, with controllers and a kubelet that starts pods as processes.
+"""A Kubernetes cluster for tests: an API server over HTTP, controllers, and a kubelet that starts pods as processes.
 
 It does what the documents of Kubernetes, JobSet and Kubeflow Trainer say of the fields that dtf sets: Jobs with pod
 failure policies, JobSets with failure and success policies and dependsOn, TrainJobs, eviction with notice and grace.

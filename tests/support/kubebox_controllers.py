@@ -72,7 +72,8 @@ def _count(store: Store, job: Object, pod: Object) -> None:
         code = _exit_code(pod)
         name = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
         text = f"Container node for pod {name} failed with exit code {code} matching FailJob rule at index {number}"
-        return _fail(store, job, "PodFailurePolicy", text)
+        _fail(store, job, "PodFailurePolicy", text)
+        return
     if action == "FailIndex":
         status.setdefault("lost", []).append(index)
         return
@@ -149,8 +150,12 @@ def _jobset(store: Store, jobset: Object) -> None:
     if failed:
         _apply_failure_policy(store, jobset, jobs, failed)
         return
-    targets = spec.get("successPolicy", {}).get("targetReplicatedJobs") or [one["name"] for one in spec["replicatedJobs"]]
-    done = {job["metadata"]["labels"]["jobset.sigs.k8s.io/replicatedjob-name"] for job in jobs if condition(job, "Complete")}
+    targets = spec.get("successPolicy", {}).get("targetReplicatedJobs") or [
+        one["name"] for one in spec["replicatedJobs"]
+    ]
+    done = {
+        job["metadata"]["labels"]["jobset.sigs.k8s.io/replicatedjob-name"] for job in jobs if condition(job, "Complete")
+    }
     if set(targets) <= done:
         set_condition(jobset, "Completed", "AllJobsCompleted", "jobset completed successfully")
         _end_jobs(store, jobs)

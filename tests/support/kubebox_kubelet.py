@@ -138,8 +138,8 @@ class Kubelet:
         return re.sub(r"[a-z0-9-]+-[0-9]+\.[a-z][a-z0-9-]+(?=:29500)", lambda name: self._address(name[0]), text)
 
     def _address(self, name: str) -> str:
-        number = self._addresses.setdefault(name, f"127.{64 + (self._net >> 8)}.{self._net & 255}.{len(self._addresses) + 1}")
-        return number
+        number = len(self._addresses) + 1
+        return self._addresses.setdefault(name, f"127.{64 + (self._net >> 8)}.{self._net & 255}.{number}")
 
     def kill(self, pod: Object) -> None:
         """Without notice, all processes at once."""
