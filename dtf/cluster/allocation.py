@@ -19,6 +19,10 @@ RESTARTS, REASON_FILE = "DTF_RESTARTS", "DTF_REASON_FILE"
 """How often the scheduler has started the job again; the file whose text it shows as the reason of a failure."""
 ROLES = "DTF_ROLES"
 """Where the scheduler has a group of hosts or tasks for each role: the roles in order, with commas between."""
+MEET_TIMEOUT, COUNTS_ENDS = "DTF_MEET_TIMEOUT_S", "DTF_COUNTS_ENDS"
+"""How long the job's other processes may take to come, where they do not start together; and whether nothing outside
+counts how often it ended without progress, see `ends.py`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,8 @@ class Allocation:
     deadline: float | None = None
     """When the scheduler ends the job, in seconds since 1970."""
     reason_file: str = ""
+    meet_timeout_s: int = 600
+    counts_ends: bool = False
 
 
 def from_manifest(environment: Mapping[str, str]) -> Allocation | None:
@@ -63,6 +69,8 @@ def from_manifest(environment: Mapping[str, str]) -> Allocation | None:
         restarts=number(environment, RESTARTS, 0),
         deadline=until(environment),
         reason_file=environment.get(REASON_FILE, ""),
+        meet_timeout_s=number(environment, MEET_TIMEOUT, Allocation.meet_timeout_s),
+        counts_ends=bool(number(environment, COUNTS_ENDS, 0)),
     )
 
 

@@ -9,7 +9,7 @@ import io
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,9 @@ from dtf.api.launcher import failures_told
 from dtf.cluster.allocation import Allocation
 from dtf.cluster.allocation_of import allocation_of
 from dtf.cluster.bundle import Bundle, BundledRun, Unpacked, unpacked
+from dtf.cluster.ends import count_end
+from dtf.cluster.names import wait_for_names
+from dtf.cluster.platform import JOB_FOLDER
 from dtf.config.compose import Composed, Composer
 from dtf.config.python_overrides import as_texts
 from dtf.core.errors import ConfigError, DtfError, error_line
@@ -36,6 +39,8 @@ _PASSED_ON = [field.name for field in fields(RankOptions) if field.name != "proc
 _SEPARATE = ("tls", "allow_insecure")
 _OF_THIS_MACHINE = ("launcher", "run.dir")
 """Keys whose values follow from where the bundle runs."""
+_EXAMINED = "examined"
+"""In the folder of the submission: job=doctor found nothing wrong."""
 
 
 def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[str]) -> int:
@@ -53,11 +58,13 @@ def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[s
         prestart([f"launcher={launcher}", f"job={composed.config['job']['name']}"])
         if bundle.token:
             os.environ[TOKEN] = bundle.token
-        if launcher == "static" and run.config["launcher"]["doctor"] and not allocation.restarts:
-            code = _examine(composed)
-            if code:
-                return code
-        return composed.job.run(composed)
+        wait_for_names([*filter(None, (allocation.address,)), *allocation.endpoints], allocation.meet_timeout_s)
+        with _ends(allocation, Path(run.run_dir)) as ends:
+            if launcher == "static" and run.config["launcher"]["doctor"] and not allocation.restarts:
+                code = _examine(composed, Path(run.run_dir), allocation)
+                if code:
+                    return ends(code)
+            return ends(composed.job.run(composed))
 
 
 def _choose(bundle: Bundle, trial: int | None) -> BundledRun:
@@ -124,6 +131,7 @@ def _options(node: Mapping[str, Any], allocation: Allocation) -> list[str]:
             "role": allocation.role,
             "id": allocation.number,
             "endpoints": list(allocation.endpoints),
+            "timeout_s": allocation.meet_timeout_s,
             **{name: node[name] for name in _SEPARATE},
         }
     elif allocation.nodes > 1:
@@ -132,6 +140,7 @@ def _options(node: Mapping[str, Any], allocation: Allocation) -> list[str]:
             "nodes": allocation.nodes,
             "node_rank": allocation.node,
             "address": allocation.address,
+            "meet_timeout_s": allocation.meet_timeout_s,
         }
     else:
         place = {"processes": per_node}
@@ -149,11 +158,34 @@ def _is_local(key: str) -> bool:
     return any(f"{key}.".startswith(f"{name}.") for name in _OF_THIS_MACHINE)
 
 
-def _examine(composed: Composed) -> int:
-    """`job=doctor` over the nodes of this job. Collective. Returns the exit code.
-
-    ConfigError with the verdict on a node that sees what is wrong.
+@contextlib.contextmanager
+def _ends(allocation: Allocation, run_dir: Path) -> Iterator[Callable[[int], int]]:
+    """A context that counts how the run ends where nothing outside does. It gives a function that takes an exit code
+    and returns it. NoProgressError where the run makes no progress.
     """
+    counts = allocation.counts_ends and not allocation.node and not allocation.number
+
+    def ends(code: int) -> int:
+        if counts:
+            count_end(code, run_dir)
+        return code
+
+    try:
+        yield ends
+    except DtfError as error:
+        ends(error.exit)
+        raise
+
+
+def _examine(composed: Composed, run_dir: Path, allocation: Allocation) -> int:
+    """`job=doctor` over the nodes of this job, before its run begins. Collective. Returns the exit code.
+
+    ConfigError with the verdict on a node that sees what is wrong. A node that comes later, in the place of one that was
+    lost, must not wait for others to examine.
+    """
+    done = run_dir / JOB_FOLDER / _EXAMINED
+    if done.exists() or (run_dir / "run.json").exists():
+        return 0
     printed = io.StringIO()
     examining = composed.recompose(["job=doctor"])
     with contextlib.redirect_stdout(printed):
@@ -162,6 +194,10 @@ def _examine(composed: Composed) -> int:
     wrong = [line.removeprefix("wrong: ") for line in printed.getvalue().splitlines() if line.startswith("wrong: ")]
     if wrong:
         raise ConfigError(f"job=doctor, before the run began: {'; '.join(wrong)}")
+    if not code and not allocation.node:
+        with contextlib.suppress(OSError):  # whoever makes the run folder says what is wrong
+            done.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            done.touch()
     return code
 
 

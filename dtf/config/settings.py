@@ -65,7 +65,7 @@ _PARTS = {
     "pserver": "strategy",
     "observers": "console events jsonl mlflow_observer profile prometheus resources tensorboard wandb_observer",
     "launch": "env inline local manual static torchrun",
-    "cluster": "ray_platform sagemaker_platform slurm",
+    "cluster": "kubernetes ray_platform sagemaker_platform slurm",
     "jobs": "cancel chaos.job checkpoint describe diff doctor evaluate export logs predict relay report status train "
     "tune verify",
 }

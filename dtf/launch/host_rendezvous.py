@@ -30,6 +30,7 @@ from dtf.core.errors import LONGEST, ConfigError, DtfError, Exit, PeerError, Pre
 from dtf.core.text import plain_text
 from dtf.core.types import Failed
 from dtf.host import network
+from dtf.host.signals import Stop
 from dtf.launch.exit_cause import GroupResult, combine_hosts
 from dtf.launch.host_connection import HELLO_S, Connection, equal, proof
 
@@ -66,6 +67,8 @@ class HostRendezvous:
         self._selector = selectors.DefaultSelector()
         self._beaten = 0.0
         self._listener: socket.socket | None = None
+        self.stop: Stop | None = None  # of this host: a run that one host is asked to stop, stops on all
+        self._told_stop = False
 
     def close(self) -> None:
         for connection in [*self._connections.values(), *self._newcomers]:
@@ -199,7 +202,7 @@ class HostRendezvous:
 
         Collective over the hosts. Raises the error that node 0 sends; PeerError when it does not answer in time.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, known = time.monotonic() + timeout_s, False
         note_at = time.monotonic() + _PATIENCE_S
         while not self._inbox:
             try:
@@ -207,12 +210,13 @@ class HostRendezvous:
                     self.wait_briefly()
                 else:
                     self._introduce(task, deadline)
-            except socket.gaierror as error:
-                raise ConfigError(
-                    f"launcher.address={self._where}: this host knows no address of that name: {error.strerror}; see "
-                    "job=doctor"
-                ) from error
             except _MALFORMED as error:
+                if isinstance(error, socket.gaierror) and not known:
+                    raise ConfigError(
+                        f"launcher.address={self._where}: this host knows no address of that name: {error.strerror}; "
+                        "see job=doctor"
+                    ) from error
+                known = True  # a name that was known comes back with its host
                 if time.monotonic() > deadline:
                     raise PeerError(
                         f"host 0 did not answer at launcher.address={self._where} within {timeout_s:g} s: {error}; "
@@ -341,6 +345,9 @@ class HostRendezvous:
     def tick(self) -> None:
         """Handle what has arrived, drop hosts that are silent, and send a sign of life."""
         self.receive()
+        if self.stop and self.stop.count and not self._told_stop:
+            self._told_stop = True
+            self.broadcast({"stop": True})
         now = time.monotonic()
         for connection in list(self._connections.values()):
             if now - connection.received_at > self._silence_s:
@@ -360,6 +367,9 @@ class HostRendezvous:
             self._end(node, GroupResult.from_json(message["ended"]))
         elif "abort" in message:
             self.failed = Failed(**message["abort"])
+        elif "stop" in message:
+            if self.stop and not self.stop.count:
+                self.stop.ask()
         elif message:
             self._inbox.append(message)
 

@@ -114,6 +114,7 @@ class Static(SupervisedLauncher):
 
     def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
         with Stop() as stop:
+            self._hosts.stop = stop
             try:
                 result = self._follow(run, see, entry, stop) if self.node_rank else self._lead(run, see, entry, stop)
             finally:

@@ -1,0 +1,151 @@
+"""Runs on a Kubernetes cluster of this machine (`tests/support/kubebox.py`): evicted again and again they end as they
+would have undisturbed; their state, their logs and their end are what the cluster shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.kubebox import KubeBox, Object, condition, is_over, kubebox
+
+pytest.importorskip("kubernetes", reason="asks a cluster by the package kubernetes")
+
+ROOT = Path(__file__).parents[2]
+PATH = {"PYTHONPATH": str(ROOT)}
+SMALL = [
+    "recipe.data.train_rows=512",
+    "recipe.data.eval_rows=16",
+    "step.batch_size=16",
+    "step.micro_batch_rows=8",
+    "train.log_every=100",
+    "checkpoint.every_steps=100",
+    "launcher.devices=cpu",
+    "launcher.threads=1",
+    "observer=[jsonl]",
+]
+KINDS = {"jobset": "JobSet", "trainjob": "TrainJob", "job": "Job"}
+WAIT_S = 240.0
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[KubeBox]:
+    with kubebox(tmp_path / "box", PATH) as made:
+        yield made
+
+
+def dtf(box: KubeBox, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **PATH, "KUBECONFIG": str(box.kubeconfig)}
+    return subprocess.run(
+        [sys.executable, "-m", "dtf", *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def submit(box: KubeBox, tmp_path: Path, kind: str, *words: str) -> tuple[Path, str]:
+    """Submit a run; returns its folder on this side and the name of its job."""
+    claim = tmp_path / "claim"
+    claim.mkdir(exist_ok=True)
+    options = [f"launcher.kind={kind}", "launcher.image=dtf", "launcher.claim=runs", f"launcher.mount={claim}"]
+    done = dtf(box, tmp_path, "launcher=kubernetes", *options, *SMALL, *words)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "outputs").glob("*/*")
+    return folder, json.loads((folder / "job" / "job.json").read_text())["handle"]["names"]
+
+
+def run_dir(folder: Path) -> Path:
+    return Path(json.loads((folder / "job" / "job.json").read_text())["run_dir"])
+
+
+def over(box: KubeBox, kind: str, name: str) -> Object | None:
+    """The condition with which the job has ended."""
+    job = box.find(KINDS[kind], name)
+    assert job is not None
+    known = (condition(job, text) for text in ("Complete", "Completed", "Failed"))
+    return next((one for one in known if one), None)
+
+
+def wait_for_end(box: KubeBox, kind: str, name: str) -> Object:
+    deadline = time.monotonic() + WAIT_S
+    while not (end := over(box, kind, name)):
+        assert time.monotonic() < deadline, told(box)
+        time.sleep(0.1)
+    return end
+
+
+def _exit_code(pod: Object) -> int:
+    return pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"]
+
+
+def told(box: KubeBox) -> str:
+    """What all pods said, for a test that fails."""
+    pods = [*box.store.deleted, *box.pods()]
+    return "\n".join(
+        f"== {pod['metadata']['name']} {pod['status'].get('containerStatuses')}\n{box.kubelet.text(pod)[-3000:]}"
+        for pod in pods
+        if pod["kind"] == "Pod"
+    )
+
+
+def disturb(box: KubeBox, kind: str, name: str, times: int, chance: random.Random) -> int:
+    """Evict pods at random moments, their starts among them, as long as the job goes on; returns how often."""
+    evictions = 0
+    while evictions < times and not over(box, kind, name):
+        time.sleep(chance.uniform(0.0, 14.0))  # a moment, not a wait for something
+        live = [pod["metadata"]["name"] for pod in box.pods() if not is_over(pod)]
+        evictions += bool(live) and box.evict(chance.choice(live))
+    return evictions
+
+
+def same_tensors(one: Path, other: Path, step: int) -> None:
+    """Bit for bit, all that the last checkpoint holds."""
+    names = sorted(path.name for path in (one / "checkpoints" / f"step_{step:06}").glob("*.safetensors"))
+    assert names
+    for name in names:
+        ours, theirs = (load_file(folder / "checkpoints" / f"step_{step:06}" / name) for folder in (one, other))
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            assert ours[key].numpy().tobytes() == theirs[key].numpy().tobytes(), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "strategy", "nodes", "steps", "words"),
+    [
+        ("jobset", "ddp", 2, 1000, []),
+        ("jobset", "fsdp", 2, 1000, ["launcher.doctor=false"]),
+        ("job", "ddp", 1, 5000, []),
+        ("trainjob", "fsdp", 1, 2500, []),
+    ],
+)
+def test_a_job_that_is_evicted_again_and_again_ends_with_the_same_bits(
+    box: KubeBox, tmp_path: Path, kind: str, strategy: str, nodes: int, steps: int, words: list[str]
+) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    task = [f"strategy={strategy}", f"train.steps={steps}"]
+    spread = [f"launcher.nodes={nodes}", f"launcher.processes={2 // nodes}"]
+    folder, name = submit(box, tmp_path, kind, *task, *spread, *words)
+    evictions = disturb(box, kind, name, 8, random.Random(seed))
+    end = wait_for_end(box, kind, name)
+    assert end["type"] in ("Complete", "Completed"), f"{end}\n{told(box)}"
+    assert evictions == 8, "the job ended before all of its evictions; give it more steps"
+    alone = tmp_path / "alone"
+    command = [sys.executable, "-m", "dtf", *SMALL, *task, "launcher.processes=2", f"run.dir={alone}"]
+    subprocess.run(command, env={**os.environ, **PATH}, check=True, capture_output=True, timeout=200)
+    same_tensors(run_dir(folder), alone, steps)
+    ends = Counter(_exit_code(pod) for pod in [*box.store.deleted, *box.pods()] if pod["kind"] == "Pod")
+    saved = sum("saved" in box.kubelet.text(pod) for pod in box.store.deleted if pod["kind"] == "Pod")
+    for pod in box.store.deleted:
+        if pod["kind"] == "Pod" and _exit_code(pod) not in (0, 75, 143):
+            print(pod["metadata"]["name"], box.kubelet.text(pod))
+    print(f"{evictions} evictions; exit codes of pods {dict(ends)}; {saved} of the evicted said what they had saved")
