@@ -22,6 +22,7 @@ from dtf.api.launcher import LONGEST_S, WORK, Launcher, check_environment, check
 from dtf.api.registry import option, register
 from dtf.core.consistency import differences, error_from_json, error_to_json, refusal, shared_keys
 from dtf.core.errors import ConfigError, DtfError, Exit, PeerError
+from dtf.core.own_code import CODE, own_code
 from dtf.core.types import Event, Failed, Place
 from dtf.host import devices, network
 from dtf.host.deadline import deadline
@@ -129,6 +130,7 @@ class Env(Launcher):
         task = {
             "config": shared_keys(config),
             "versions": versions(),
+            CODE: own_code(),
             "world size": self._environment.size,
             "devices": self.devices_kind(),
         }
