@@ -172,9 +172,8 @@ def _refuse_stop(rank: Rank) -> None:
 
 def prepare_task(joined: JoinedRank) -> TaskInputs:
     """Open the data and the weights, check that all ranks have the same, and describe the task. Collective."""
-    rank, world = joined.rank, joined.world
-    settings, kind = rank.settings, rank.place.device.partition(":")[0]
-    recipe = settings.recipe
+    rank, world, settings = joined.rank, joined.world, joined.rank.settings
+    recipe, kind = settings.recipe, rank.place.device.partition(":")[0]
     rows = settings.step.batch_size, settings.seed, kind == "cuda", settings.train.eval_rows
     prepare_once(recipe, rank.run_id, rank.place.attempt)
     splits = Splits(recipe, settings.sampler, *rows)
