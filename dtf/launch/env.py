@@ -29,6 +29,7 @@ from dtf.host.deadline import deadline
 from dtf.host.devices import MOST_THREADS
 from dtf.host.signals import asked_to_stop
 from dtf.launch.cluster_env import rank_environment
+from dtf.launch.forkserver import die_with
 
 _MARGIN_S = 10.0
 """How much longer the others wait for rank 0, which knows who is missing, so that it gives up first."""
@@ -101,6 +102,8 @@ class Env(Launcher):
         ConfigError names the rank that differs and in what.
         """
         self._environment = rank_environment(os.environ)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # an agent that is killed leaves its ranks behind, which would train on
+            die_with(os.getppid())
         address = self._environment.address, self._environment.port
         os.environ |= network.socket_variables(self.interface, address, os.environ) | self.env
         timer = threading.Timer(_PATIENCE_S, self._say_who_is_awaited)
