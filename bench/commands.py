@@ -7,7 +7,7 @@ import re
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -62,15 +62,15 @@ def script(launcher: str, processes: int, steps: int, *more: str) -> list[str]:
 class Command(Process):
     """A command under way."""
 
-    def __init__(self, command: list[str], folder: Path) -> None:
-        variables = {
+    def __init__(self, command: list[str], folder: Path, variables: Mapping[str, str | None] | None = None) -> None:
+        given = {
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": None,  # dtf's launcher chooses
             "PYTHONDONTWRITEBYTECODE": None,  # modules are compiled once, as those of an installation
         }
         keeper.keep()  # not in what is timed
         self.began = time.perf_counter()
-        super().__init__(command, variables, folder)
+        super().__init__(command, given | dict(variables or {}), folder)
 
     def steps(self, patience_s: float = PATIENCE_S) -> Iterator[Seen]:
         """As they are printed, until the caller has seen enough. Absent where the command ends, or is silent for so
@@ -111,9 +111,9 @@ class Command(Process):
 
 
 @contextmanager
-def started(command: list[str], folder: Path) -> Iterator[Command]:
-    """The command; at the end all that it has started is gone."""
-    one = Command(command, folder)
+def started(command: list[str], folder: Path, variables: Mapping[str, str | None] | None = None) -> Iterator[Command]:
+    """The command; at the end all that it has started is gone. `variables`: see `Process`."""
+    one = Command(command, folder, variables)
     try:
         yield one
     finally:

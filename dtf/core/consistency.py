@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from dtf.core.errors import ConfigError, DtfError, PeerError
+from dtf.core.own_code import CODE
 from dtf.core.redaction import redact, stars_and_digest
 
 _LOCAL = ("launcher", "root")
@@ -54,10 +55,11 @@ def digest(config: dict[str, Any]) -> str:
 
 def differences(expected: Any, actual: Any, first: str, key: str = "") -> Iterator[str]:
     """`key=actual, <first> has expected` for every leaf in which two trees of JSON differ. `first`: the name of the
-    rank that has `expected`. Secrets are compared and not shown.
+    rank that has `expected`. Secrets are compared and not shown. Of `own_code`, files that both have are compared.
     """
     if isinstance(expected, dict) and isinstance(actual, dict):
-        for name in sorted(expected.keys() | actual.keys()):
+        names = expected.keys() & actual.keys() if key == CODE else expected.keys() | actual.keys()
+        for name in sorted(names):
             inner = f"{key}.{name}" if key else name
             yield from differences(expected.get(name), actual.get(name), first, inner)
     elif expected != actual:

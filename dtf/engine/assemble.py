@@ -23,6 +23,7 @@ from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer
 from dtf.core.consistency import check_consistent, config_facts
 from dtf.core.errors import ConfigError, DataError, Preempted
+from dtf.core.own_code import CODE, own_code
 from dtf.core.types import Event, Note, Saved, Started
 from dtf.core.version import __version__
 from dtf.data.answers import refuse_varying
@@ -171,9 +172,8 @@ def _refuse_stop(rank: Rank) -> None:
 
 def prepare_task(joined: JoinedRank) -> TaskInputs:
     """Open the data and the weights, check that all ranks have the same, and describe the task. Collective."""
-    rank, world = joined.rank, joined.world
-    settings, kind = rank.settings, rank.place.device.partition(":")[0]
-    recipe = settings.recipe
+    rank, world, settings = joined.rank, joined.world, joined.rank.settings
+    recipe, kind = settings.recipe, rank.place.device.partition(":")[0]
     rows = settings.step.batch_size, settings.seed, kind == "cuda", settings.train.eval_rows
     prepare_once(recipe, rank.run_id, rank.place.attempt)
     splits = Splits(recipe, settings.sampler, *rows)
@@ -185,6 +185,7 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
     epochs = splits.cut()
     check_first_rows(splits, rank.config["recipe"]["name"], world)
     model, turns = _build(joined)
+    _compare_code(joined, facts)
     parameters = dict(model.named_parameters())
     refuse_untrainable(recipe, model, turns is None or turns.holds)
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
@@ -229,6 +230,14 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         mixed_rows(model, splits.train),
         blocks_row(model, layout_of(recipe, model)) if _uses_blocks(rank) else {},
     )
+
+
+def _compare_code(joined: JoinedRank, facts: dict[str, Any]) -> None:
+    """Now that it is loaded, where ranks are not forks of one process. Collective."""
+    place = joined.rank.place
+    if place.local_size < place.size or place.manual:
+        facts[CODE] = own_code()
+        check_consistent(joined.world, {CODE: facts[CODE]})
 
 
 def _uses_blocks(rank: Rank) -> bool:

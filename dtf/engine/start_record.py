@@ -11,10 +11,8 @@ import hashlib
 import json
 import os
 import platform
-import re
 import stat
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,6 +30,7 @@ from dtf.checkpoint.resolve_path import run_folder_of
 from dtf.core.author_line import DTF
 from dtf.core.consistency import keys_of_all_commands
 from dtf.core.main_module import is_interactive
+from dtf.core.own_code import is_own
 from dtf.core.version import __version__
 from dtf.host.user_cache import user_cache
 from dtf.model.attributes import digests
@@ -47,7 +46,6 @@ _GROUPS = ("recipe", "strategy", "precision", "step", "sparse", "plugins")
 """What of the config decides the outcome."""
 _KNOWN = sys.stdlib_module_names | {"torch", "dtf"}
 """Packages whose version stands for their files."""
-_PACKAGES = re.compile("site-packages|dist-packages")
 
 
 @dataclass(frozen=True)
@@ -158,8 +156,7 @@ def _code(recipe: Recipe, model: nn.Module) -> dict[str, str] | None:
         and name.partition(".")[0] not in _KNOWN
         and not path.startswith(DTF)
     }
-    roots = tuple(f"{sysconfig.get_path(key)}{os.sep}" for key in ("stdlib", "platstdlib"))
-    theirs = {name for name, path in files.items() if not path.startswith(roots) and not _PACKAGES.search(path)}
+    theirs = {name for name, path in files.items() if is_own(path)}
     used = {source for name in theirs for source in _used_by(name)}
     used |= {source.partition(".")[0] for source in used}
     packages = {name.partition(".")[0] for name in own}

@@ -22,12 +22,14 @@ from dtf.api.launcher import LONGEST_S, WORK, Launcher, check_environment, check
 from dtf.api.registry import option, register
 from dtf.core.consistency import differences, error_from_json, error_to_json, refusal, shared_keys
 from dtf.core.errors import ConfigError, DtfError, Exit, PeerError
+from dtf.core.own_code import CODE, own_code
 from dtf.core.types import Event, Failed, Place
 from dtf.host import devices, network
 from dtf.host.deadline import deadline
 from dtf.host.devices import MOST_THREADS
 from dtf.host.signals import asked_to_stop
 from dtf.launch.cluster_env import rank_environment
+from dtf.launch.forkserver import die_with
 
 _MARGIN_S = 10.0
 """How much longer the others wait for rank 0, which knows who is missing, so that it gives up first."""
@@ -100,6 +102,8 @@ class Env(Launcher):
         ConfigError names the rank that differs and in what.
         """
         self._environment = rank_environment(os.environ)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # an agent that is killed leaves its ranks behind, which would train on
+            die_with(os.getppid())
         address = self._environment.address, self._environment.port
         os.environ |= network.socket_variables(self.interface, address, os.environ) | self.env
         timer = threading.Timer(_PATIENCE_S, self._say_who_is_awaited)
@@ -129,6 +133,7 @@ class Env(Launcher):
         task = {
             "config": shared_keys(config),
             "versions": versions(),
+            CODE: own_code(),
             "world size": self._environment.size,
             "devices": self.devices_kind(),
         }

@@ -6,7 +6,8 @@ TCP connection to node 0. Messages are JSON, an object a line:
     node 0    {nonce}
     host      {nonce, node, host, task: digest, proof}
     node 0    {proof, differs}; or {exit, message} to a host that is turned away
-    host      {task}, when its digest differs: node 0 then names the keys in {exit, message}
+    host      {task}, when its digest differs: node 0 then names the keys in {exit, message}; or says {}, where one
+              side has loaded files of code that the other has not
     node 0    the answer, once all hosts are here
 
 From then on either side reports what happens, and sends {} as a sign of life. A process that connects learns nothing
@@ -154,9 +155,11 @@ class HostRendezvous:
                 return
         else:
             wrong = list(differences(self._task, message["task"], "host 0"))
-            keys = ", ".join(text.partition("=")[0] for text in wrong)
-            short = f"host {connection.name} differs from host 0 in {keys}; host 0 says how"
-            self._turn_away(connection, str(refusal(f"host {connection.name}", "host 0", "; ".join(wrong))), short)
+            if wrong:
+                keys = ", ".join(text.partition("=")[0] for text in wrong)
+                short = f"host {connection.name} differs from host 0 in {keys}; host 0 says how"
+                self._turn_away(connection, str(refusal(f"host {connection.name}", "host 0", "; ".join(wrong))), short)
+            connection.send({})
         node, before = connection.node, self._connections.get(connection.node)
         if before and before.name == connection.name:  # started again, and host 0 has not noticed yet that it was gone
             with contextlib.suppress(OSError):

@@ -15,6 +15,7 @@ from dtf.api.launcher import LONGEST_S, WORK, report
 from dtf.api.registry import option, register
 from dtf.core.consistency import shared_keys
 from dtf.core.errors import ConfigError, DtfError, Preempted
+from dtf.core.own_code import CODE, own_code
 from dtf.core.types import Event, Failed
 from dtf.host import network
 from dtf.host.signals import Stop
@@ -83,7 +84,7 @@ class Static(SupervisedLauncher):
         host, port = network.endpoint(self.address, "launcher.address")
         ranks = self.count() // self.nodes
         world = {"launcher.nodes": self.nodes, "launcher.processes": ranks, "devices": self.devices_kind()}
-        task = {"config": shared_keys(config), "versions": versions(), **world}
+        task = {"config": shared_keys(config), "versions": versions(), CODE: own_code(), **world}
         self._hosts = HostRendezvous(
             self.node_rank, self.nodes, ranks, (host, port), self.hang_timeout_s, _say, os.environ.get("DTF_TOKEN", "")
         )

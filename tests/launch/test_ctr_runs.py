@@ -16,6 +16,14 @@ SMALL = (
     "recipe.data.eval_rows=2000",
     "step.batch_size=500",
 )
+TRAIN = (
+    *SMALL,
+    "sparse=sgd",
+    "sparse.weight_decay=0.1",
+    "sparse.lr_factor=1",
+    "launcher.processes=2",
+    "observer=[jsonl,console]",
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,38 +31,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trained") / "run"
 
 
+@pytest.fixture
+def trained(folder: Path, run_dtf: Any) -> Path:
+    """The folder of the run, which is made where no test before has."""
+    if not folder.exists():
+        assert run_dtf(*TRAIN, folder=folder).code == 0
+    return folder
+
+
 def test_trains(folder: Path, run_dtf: Any) -> None:
-    result = run_dtf(
-        *SMALL,
-        "sparse=sgd",
-        "sparse.weight_decay=0.1",
-        "sparse.lr_factor=1",
-        "launcher.processes=2",
-        "observer=[jsonl,console]",
-        folder=folder,
-    )
+    result = run_dtf(*TRAIN, folder=folder)
     assert result.code == 0, result.err
     assert "up to 3,000 rows of 16 numbers" in result.out + result.err
     assert "best_possible" in result.out + result.err
 
 
-def test_evaluates_under_another_strategy_to_the_same_numbers(folder: Path, run_dtf: Any, tmp_path: Path) -> None:
+def test_evaluates_under_another_strategy_to_the_same_numbers(trained: Path, run_dtf: Any, tmp_path: Path) -> None:
     """The command line says nothing of sgd: only rows are read, as they are after their lazy decay, not how they
     learnt.
     """
     result = run_dtf(
-        "job=evaluate", f"job.model={folder}", "strategy=fsdp", "launcher.processes=2", folder=tmp_path / "e"
+        "job=evaluate", f"job.model={trained}", "strategy=fsdp", "launcher.processes=2", folder=tmp_path / "e"
     )
     assert result.code == 0, result.err
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if line["split"] == "eval"][-1]
     found = json.loads((tmp_path / "e" / "evaluation.json").read_text())["metrics"]
     assert found == pytest.approx({name: last[name] for name in found}, rel=1e-6)
 
 
 @pytest.mark.slow
-def test_the_exported_program_takes_ids(folder: Path, run_dtf: Any, tmp_path: Path) -> None:
-    result = run_dtf("job=export", f"job.model={folder}", folder=tmp_path / "x")
+def test_the_exported_program_takes_ids(trained: Path, run_dtf: Any, tmp_path: Path) -> None:
+    result = run_dtf("job=export", f"job.model={trained}", folder=tmp_path / "x")
     assert result.code == 0, result.err
     program = torch.export.load(tmp_path / "x" / "model.pt2").module()
     inputs = {"ids": torch.full((3, 26), -1), "dense": torch.zeros(3, 13)}
@@ -65,12 +73,12 @@ def test_the_exported_program_takes_ids(folder: Path, run_dtf: Any, tmp_path: Pa
     )
 
 
-def test_weights_without_tables_are_refused(folder: Path, run_dtf: Any, tmp_path: Path) -> None:
+def test_weights_without_tables_are_refused(trained: Path, run_dtf: Any, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     from dtf.model.pretrained import open_weights
 
-    weights = open_weights(str(folder), "job.model")
+    weights = open_weights(str(trained), "job.model")
     save_file({name: weights.read(name) for name in weights.shapes}, tmp_path / "tower.safetensors")
     result = run_dtf("job=evaluate", f"job.model={tmp_path / 'tower.safetensors'}", *SMALL, folder=tmp_path / "e")
     assert result.code == 2

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dtf.core.consistency import config_facts, describe_differences, digest, shared_keys
+from dtf.core.consistency import digest
 from dtf.core.errors import BusyError, ConfigError, Exit, PeerError, Preempted
 from dtf.core.types import Failed
 from dtf.launch import host_connection, host_rendezvous
@@ -84,6 +84,25 @@ def test_a_host_that_differs_is_named_to_all(meeting: Meeting) -> None:
         ConfigError, match=f"^host {socket.gethostname()} differs from host 0 in seed, versions.torch; host 0 says how$"
     ):
         other.result()
+
+
+def test_a_host_with_another_file_of_a_plugin_is_named_to_all(meeting: Meeting) -> None:
+    task = TASK | {"code": {"mine.py": "ab12", "mine/model.py": "cd34"}}
+    other = meeting.start(
+        meeting.host(1).join_as_follower, TASK | {"code": {"mine.py": "ab12", "mine/model.py": "ef56"}}, HANG_S
+    )
+    words = f'host {socket.gethostname()} differs from host 0: code.mine/model.py="ef56", host 0 has "cd34"; give all'
+    with pytest.raises(ConfigError) as caught:
+        meeting.host(0).join_as_leader(task, HANG_S, lambda: pytest.fail("nothing may be made"))
+    assert words in str(caught.value)
+    with pytest.raises(ConfigError, match="differs from host 0 in code.mine/model.py; host 0 says how$"):
+        other.result()
+
+
+def test_a_host_that_has_loaded_other_files_may_come(meeting: Meeting) -> None:
+    other = meeting.start(meeting.host(1).join_as_follower, TASK | {"code": {"a.py": "1", "b.py": "2"}}, HANG_S)
+    meeting.host(0).join_as_leader(TASK | {"code": {"a.py": "1", "c.py": "3"}}, HANG_S, lambda: ANSWER)
+    assert other.result() == ANSWER
 
 
 def test_a_node_rank_that_is_none_is_refused(meeting: Meeting) -> None:
@@ -368,26 +387,3 @@ def test_waiting_for_a_host_hears_a_stop(meeting: Meeting) -> None:
 def test_outcomes_travel() -> None:
     for result in (GroupResult(Exit.OK), GroupResult(Exit.PEER, LOST, external=True, consequence=True)):
         assert GroupResult.from_json(json.loads(json.dumps(result.to_json()))) == result
-
-
-def test_secrets_are_compared_and_not_shown() -> None:
-    """A tokenizer is no secret, and an empty text stands for no secret."""
-    keys = {"tokenizer": "bytes", "api_key": "hunter2", "keys": {"one": "hunter3"}, "token": ""}
-    first, other = ({"recipe": keys | more} for more in ({}, {"tokenizer": "words", "api_key": "x", "token": "y"}))
-    for facts in (config_facts, shared_keys):  # as trainers and servers compare them, and as hosts do
-        text = describe_differences({"server 0": {"config": facts(first)}, "trainer 3": {"config": facts(other)}})
-        named = 'api_key="***", server 0 has another; recipe.token="***", server 0 has ""; '
-        assert f'{named}recipe.tokenizer="words", server 0 has "bytes"' in text and "keys" not in text
-    assert "hunter" not in json.dumps(config_facts(first))
-    assert config_facts(first) == config_facts({**first, "launcher": {}})
-
-
-def test_a_mixture_names_who_differs() -> None:
-    same = {"versions": {"nccl": "2.27"}, "training data": "100 ab"}
-    assert describe_differences({"rank 0 on a": same, "rank 1 on b": same}) == ""
-    other = {"versions": {"nccl": "2.26"}, "training data": "90 cd"}
-    text = describe_differences({"rank 0 on a": same, "rank 1 on a": same, "rank 2 on b": other})
-    assert text.startswith(
-        'ranks differ: rank 2 on b: training data="90 cd", rank 0 on a has "100 ab"; versions.nccl="2.26", rank 0 on '
-        'a has "2.27"; give'
-    )

@@ -50,6 +50,19 @@ TORCHRUN = [
     "launcher.meet_timeout_s=120",
 ]
 
+RUN = ["step.batch_size=24", "train.steps=8", "launcher.devices=cpu", "launcher.threads=1"]
+PLUGIN = """
+from dtf.api.registry import register
+from tests.support.toy import Toy
+{}
+
+@register("recipe", "mine")
+class Mine(Toy):
+    def build_model(self):
+        import mine.width
+        return super().build_model()
+"""
+
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Host, Host]]:
@@ -193,6 +206,28 @@ def test_a_mixture_of_versions_is_refused(pair: tuple[Host, Host], tmp_path: Pat
         assert code == Exit.CONFIG
         assert f"host host-b differs from host 0{text}" in err
     assert not (tmp_path / "run").exists(), "nothing was written"
+
+
+@pytest.mark.parametrize("launcher", [STATIC, TORCHRUN], ids=["static", "torchrun"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_another_file_of_a_plugin_is_named(
+    launcher: list[str], at_once: bool, pair: tuple[Host, Host], tmp_path: Path
+) -> None:
+    """The versions are the same. Not `at_once`: ranks alone import it, for the model."""
+    processes = []
+    for node, host in enumerate(pair):
+        folder = tmp_path / host.name
+        (folder / "mine").mkdir(parents=True)
+        (folder / "mine" / "__init__.py").write_text(PLUGIN.format("import mine.width" if at_once else ""))
+        (folder / "mine" / "width.py").write_text(f"WIDTH = 4  # {node}\n")
+        place = [f"launcher.node_rank={node}"] if launcher is STATIC else []
+        words = [*RUN, *launcher, *place, "plugins=[mine]", "recipe=mine", f"run.dir={tmp_path / 'run'}"]
+        processes.append(host.dtf(*words, cwd=tmp_path, path=str(folder)))
+    found = ends(*processes)
+    assert [code for code, _ in found] == [Exit.CONFIG] * 2, found
+    assert "host-b" in found[0][1] and "code.mine/width.py=" in found[0][1], found
+    assert "code.mine/width.py" in found[1][1], found
+    assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
 def test_torchrun_trains_on_two_hosts(pair: tuple[Host, Host], alone: Path, tmp_path: Path) -> None:
