@@ -6,8 +6,7 @@ TCP connection to node 0. Messages are JSON, an object a line:
     node 0    {nonce}
     host      {nonce, node, host, task: digest, proof}
     node 0    {proof, differs}; or {exit, message} to a host that is turned away
-    host      {task}, when its digest differs: node 0 then names the keys in {exit, message}; or says {}, where one
-              side has loaded files of code that the other has not
+    host      {task}, when its digest differs: node 0 names the keys in {exit, message}, or answers {}
     node 0    the answer, once all hosts are here
 
 From then on either side reports what happens, and sends {} as a sign of life. A process that connects learns nothing
@@ -35,10 +34,9 @@ from dtf.host.signals import Stop
 from dtf.launch.exit_cause import GroupResult, combine_hosts
 from dtf.launch.host_connection import HELLO_S, Connection, equal, proof
 
-_BEAT_S = 1.0
+_BEAT_S, _RETRY_S = 1.0, 0.2
 _NEWCOMERS = 64
 """Connections that may be open at once without having introduced themselves."""
-_RETRY_S = 0.2
 _PATIENCE_S = 5.0
 """Seconds of waiting for a host before a note says so."""
 _MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -77,8 +75,6 @@ class HostRendezvous:
         if self._listener:
             self._listener.close()
         self._selector.close()
-
-    # ------------------------------------------------------------ meeting: node 0
 
     def join_as_leader(self, task: dict[str, Any], timeout_s: float, make: Callable[[], dict[str, Any]]) -> None:
         """Node 0: wait for all hosts, check that they have this task, and send them what `make` returns.
@@ -156,10 +152,10 @@ class HostRendezvous:
         else:
             wrong = list(differences(self._task, message["task"], "host 0"))
             if wrong:
-                keys = ", ".join(text.partition("=")[0] for text in wrong)
-                short = f"host {connection.name} differs from host 0 in {keys}; host 0 says how"
-                self._turn_away(connection, str(refusal(f"host {connection.name}", "host 0", "; ".join(wrong))), short)
-            connection.send({})
+                keys, name = ", ".join(text.partition("=")[0] for text in wrong), f"host {connection.name}"
+                short = f"{name} differs from host 0 in {keys}; host 0 says how"
+                self._turn_away(connection, str(refusal(name, "host 0", "; ".join(wrong))), short)
+            connection.send({})  # one side has loaded files of code that the other has not
         node, before = connection.node, self._connections.get(connection.node)
         if before and before.name == connection.name:  # started again, and host 0 has not noticed yet that it was gone
             with contextlib.suppress(OSError):
