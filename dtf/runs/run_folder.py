@@ -35,6 +35,7 @@ from dtf.core.run_record import LOCK
 from dtf.core.text import quoted
 from dtf.core.types import Ended, Event, Measured, Saved, Started
 from dtf.core.version import __version__
+from dtf.runs.objective_log import add, begin, carry
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
@@ -175,6 +176,7 @@ class Run:
                     f"the same {key.removesuffix('.name')}: a run goes on under the command that started it, "
                     "recipe=NAME included; its config.yaml says all of it"
                 )
+        carry(self._record, past[-1])
         self._record["earlier"] = past
         saved = self.folder / "config.yaml"
         if saved.exists():  # else the process was killed between writing run.json and this
@@ -183,7 +185,7 @@ class Run:
     def _begin(self, processes: int, devices: str) -> None:
         import yaml
 
-        earlier, trains = self._record.get("earlier"), self.config.get("job", {}).get("name", "train") == "train"
+        before, trains = self._record, self.config.get("job", {}).get("name", "train") == "train"
         self._record = {
             "id": self.id,
             "started": _now(),
@@ -201,8 +203,7 @@ class Run:
             self._record["world"]["roles"] = roles
         if trains:
             self._record["results"] = False
-        if earlier:
-            self._record["earlier"] = earlier
+        self._record |= before
         self._write()
         replace_text(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
 
@@ -213,15 +214,23 @@ class Run:
             self._update("has no start-up table")
 
     def see(self, event: Event) -> None:
-        """Write into run.json what an event of the ranks says of the run: the start-up table, and that there are
-        results.
+        """Write into run.json what an event of the ranks says of the run: the plan and the start-up table, that there
+        are results, the objective after each evaluation.
         """
         if isinstance(event, Started):
+            if "results" in self._record:
+                settings = self.settings
+                begin(self._record, settings.run.objective or settings.recipe.objective[0], event)
             self.ready(event.table)
-        result = isinstance(event, Measured | Saved) or (isinstance(event, Ended) and event.step > 0)
-        if result and self.leader and self._record.get("results") is False:
+        if isinstance(event, Ended):
+            self._record["step"] = event.step
+        evaluated = isinstance(event, Measured) and add(self._record, event)
+        first = self._record.get("results") is False and (
+            isinstance(event, Measured | Saved) or (isinstance(event, Ended) and event.step > 0)
+        )
+        if self.leader and (first or evaluated):
             self._record["results"] = True
-            self._update("does not say that there are results")
+            self._update("does not have the newest results")
 
     def _update(self, otherwise: str) -> None:
         """Write run.json anew. Where that fails the run goes on: its next save, if there is one, has to write too.
