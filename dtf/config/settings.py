@@ -109,6 +109,12 @@ class Settings(Root):
     launcher: Launcher
     observer: dict[str, Observer]
 
+    @property
+    def objective(self) -> tuple[str, str]:
+        """The evaluation metric of the run, and `max` or `min`."""
+        name = self.run.objective
+        return (name, self.recipe.direction(name)) if name else self.recipe.objective
+
     def check(self) -> None:
         """Raise KeyProblem for root keys that make no run."""
         _check_steps(self)

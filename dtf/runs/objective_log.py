@@ -17,10 +17,10 @@ _OBJECTIVE, _VALUES, _PLAN = "objective", "evaluations", "plan"
 
 
 def carry(record: dict[str, Any], earlier: dict[str, Any]) -> None:
-    """Move the evaluations of an earlier launch into the record of the one that goes on."""
-    for key in (_OBJECTIVE, _VALUES, _PLAN):
-        if key in earlier:
-            record[key] = earlier.pop(key)
+    """Move the evaluations of an earlier launch into the record of the one that goes on. What no run writes is lost."""
+    values = earlier.pop(_VALUES, {})
+    if isinstance(values, dict) and all(step.isdecimal() for step in values):
+        record |= {_OBJECTIVE: earlier.pop(_OBJECTIVE, ""), _VALUES: values}
 
 
 def begin(record: dict[str, Any], objective: str, event: Started) -> None:

@@ -219,8 +219,7 @@ class Run:
         """
         if isinstance(event, Started):
             if "results" in self._record:
-                settings = self.settings
-                begin(self._record, settings.run.objective or settings.recipe.objective[0], event)
+                begin(self._record, self.settings.objective[0], event)
             self.ready(event.table)
         if isinstance(event, Ended):
             self._record["step"] = event.step

@@ -44,7 +44,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def opened(wanted: dict[str, Any], again: str = "") -> Run:
-    settings = cast(Settings, SimpleNamespace(run=SimpleNamespace(**wanted["run"]), strategy=Ddp()))
+    settings = cast(Settings, SimpleNamespace(run=SimpleNamespace(**wanted["run"]), strategy=Ddp(), objective=("loss", "min")))
     return Run.open(wanted, settings, processes=2, devices="cpu", again=again)
 
 
