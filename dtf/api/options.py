@@ -64,9 +64,9 @@ class SweepOptions:
     )
     prune: Prune = option(
         default=Prune.none,
-        doc="which trials stop early, saved, at a rung: `none`; `asha`: all but the best of those that have come to it, "
-        "one in sweep.factor; `median`: those whose best value is worse than the median of what finished trials had on "
-        "average by then",
+        doc="which trials stop early, saved, at a rung: `none`; `asha`: all but the best, one in sweep.factor of those "
+        "that have come to it; `median`: those whose best value is worse than the median of what finished trials had "
+        "on average by then",
     )
     factor: int = option(
         default=3,

@@ -8,7 +8,6 @@ sweep that was killed continues with the same proposals, and why they were made 
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path

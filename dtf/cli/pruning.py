@@ -28,7 +28,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a trial has come. `values`: its objective after each evaluation, in order; NaN where it was not finite."""
+    """How far a trial has come. `values`: its objective after each evaluation, in order; NaN where not finite."""
 
     phase: Phase
     values: Sequence[float] = ()

@@ -76,6 +76,7 @@ class Found(NamedTuple):
     record: dict[str, Any]  # run.json
     until: int | None  # train.until of its last launch
     finished: bool
+    same_plan: bool  # whether it is as long as it was
 
     @property
     def best(self) -> tuple[str, float] | None:
@@ -114,7 +115,8 @@ def find(folder: Path, config: dict[str, Any]) -> Found | None:
             )
     whole = not changed or (changed == [_UNTIL] and cause in ("finished", "early_stop"))
     until = old.get(_UNTIL)
-    return Found(record, until if isinstance(until, int) else None, exit == Exit.OK and whole)
+    same_plan = not {"train.steps", "train.epochs"} & {*changed}
+    return Found(record, until if isinstance(until, int) else None, exit == Exit.OK and whole, same_plan)
 
 
 def seconds(home: Path, but: Path | None = None, needed: bool = False) -> float:

@@ -52,7 +52,9 @@ def evaluations(record: dict[str, Any]) -> dict[int, float]:
     version.
     """
     values = record.get(_VALUES) or {}
-    return {int(step): math.nan if (value := values[step]) is None else float(value) for step in sorted(values, key=int)}
+    return {
+        int(step): math.nan if (value := values[step]) is None else float(value) for step in sorted(values, key=int)
+    }
 
 
 def plan_of(record: dict[str, Any]) -> tuple[int, int] | None:
