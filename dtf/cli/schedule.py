@@ -174,24 +174,31 @@ class Schedule:
         return folder is not None and (folder / "run.json").exists()
 
     def _next(self, waiting: Iterator[tuple[int, list[str]]], source: Source, alone: bool) -> ScheduledTrial | None:
-        """The trial to run now: one that was cut, one that goes on from a rung, a new one. `alone`: nothing runs."""
+        """The trial to run now: one that was cut, one that goes on from a rung, a new one. `alone`: nothing runs.
+
+        Under `asha` trials that are known come before promotions: all come to the first rung in any case, and the best
+        are better known after that.
+        """
         while True:
             for trial in self.trials.values():
                 if trial.phase is Phase.cut:
                     return trial
-            self._prune()
-            if self._rungs and (chosen := next_of(self._rule, *self._place)) is not None:
+            new = next(waiting, None) if self._rule is Prune.asha else None
+            if new is None and (chosen := self._chosen()) is not None:
                 return self.trials[chosen]
-            new = next(waiting, None) or source.more(self.trials)
-            if new is not None:
-                self._admit(*new)
-                continue
-            best = champion(self._standings, self._rungs, self._maximise) if alone and self._rungs else None
-            return None if best is None else self.trials[best]
+            if new is None:
+                new = next(waiting, None) or source.more(self.trials)
+            if new is None:
+                best = champion(self._standings, self._rungs, self._maximise) if alone and self._rungs else None
+                return None if best is None else self.trials[best]
+            self._admit(*new)
 
-    @property
-    def _place(self) -> tuple[dict[int, Standing], list[int], int, bool]:
-        return self._standings, self._rungs, self._rules.options.factor, self._maximise
+    def _chosen(self) -> int | None:
+        """The trial that goes on from its rung; None: none does now."""
+        self._prune()
+        if not self._rungs:
+            return None
+        return next_of(self._rule, self._standings, self._rungs, self._rules.options.factor, self._maximise)
 
     def _prune(self) -> None:
         """Mark those that will not go on whatever happens."""
