@@ -39,13 +39,15 @@ SIDE_BY_SIDE = ("local", "inline")
 
 def share_of_cores(count: int) -> list[list[int]]:
     """The cores of each of `count` slots. ConfigError where there are too few."""
-    usable, parts = devices.cores(), devices.parted_cores(count)  # a quota may be smaller than what there is
+    usable, parts = devices.cores(), devices.parted_cores(count)
     if not parts or usable < count:
         raise ConfigError(
             f"sweep.parallel={count} needs a core for each trial, there {'is' if usable == 1 else 'are'} {usable}; use "
             f"sweep.parallel={usable}"
         )
-    return [part[: max(1, usable // count)] for part in parts]
+    if usable < sum(map(len, parts)):  # a quota: threads follow from the cores
+        parts = [part[: usable // count] for part in parts]
+    return parts
 
 
 def share_of_devices(launcher: Mapping[str, Any], slot: int, count: int) -> str:

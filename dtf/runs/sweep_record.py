@@ -44,6 +44,11 @@ class SweepRecord:
         replace_text(self._path, json.dumps(self._record, indent=2) + "\n")
 
 
+def is_sweep(home: Path) -> bool:
+    """Whether a folder is that of a sweep."""
+    return (home / FILE).is_file()
+
+
 def pruned(home: Path) -> dict[str, int]:
     """Name of a trial's folder -> the step at which it stopped for good. DataError for a file that no sweep writes."""
     try:

@@ -71,6 +71,8 @@ class Paper(Job):
             "identity": {},
             "results": True,
             "exit": code,
+            "step": max(values, default=0),
+            "world": {"processes": 1, "devices": "cpu"},
             "cause": cause,
             "best": self.best,
             "objective": self.best[0] if self.best else "",
