@@ -37,6 +37,14 @@ class Told(NamedTuple):
     evaluations: int | None = None
 
 
+def told_by(news: Sequence[Mapping[str, Any]]) -> dict[int, Told]:
+    """What was known of trials after all these news; null: nothing any more, as the trial has failed."""
+    told: dict[str, Any] = {}
+    for some in news:
+        told |= some
+    return {int(number): Told(**one) for number, one in told.items() if one is not None}
+
+
 class OptunaSearch:
     """A search over the overrides that hold several values. `direction` (`max`, `min`) is that of the objective;
     `folder` keeps the proposals.
@@ -70,7 +78,7 @@ class OptunaSearch:
                 "hydra/sweeper=optuna has nothing to choose; give a key several values: lr.peak=interval(0.01,1)"
             )
         self._path = folder / _FILE
-        self._proposals, self._after = self._read()
+        self._proposals, self._news = self._read()
 
     @property
     def given(self) -> list[list[str]]:
@@ -83,10 +91,13 @@ class OptunaSearch:
         """
         if len(self._proposals) >= self._options.n_trials:
             return None
-        known = dict(sorted(known.items()))
+        before, known = told_by(self._news), dict(sorted(known.items()))
         self._proposals.append(self._proposed(known))
-        self._after.append({str(number): told._asdict() for number, told in known.items()})
-        kept = {"space": self._described(), "proposals": self._proposals, "after": self._after}
+        changed = {
+            number: told for number in before.keys() | known.keys() if (told := known.get(number)) != before.get(number)
+        }
+        self._news.append({str(number): told and told._asdict() for number, told in sorted(changed.items())})
+        kept = {"space": self._described(), "proposals": self._proposals, "news": self._news}
         replace_text(self._path, json.dumps(kept, indent=2) + "\n")
         return self._overrides(self._proposals[-1])
 
@@ -156,13 +167,16 @@ class OptunaSearch:
         }
 
     def _read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The proposals, and what each was made after: earlier versions did not say that."""
+        """The proposals, and what was told before each that had not been told before: earlier versions did not say
+        that.
+        """
         if not self._path.exists():
             return [], []
         try:
             kept = json.loads(self._path.read_text())
             space, proposals = dict(kept["space"]), list(kept["proposals"])
-            after = list(kept.get("after", [{} for _ in proposals]))
+            news = list(kept.get("news", [{} for _ in proposals]))
+            told_by(news)
             same = space == self._described()
             for chosen in proposals if same else []:
                 self._optuna.trial.create_trial(params=chosen, distributions=self._space, value=0.0)  # as `run` will
@@ -172,4 +186,4 @@ class OptunaSearch:
             ) from error
         if not same:
             raise BusyError(f"{self._path} holds a search over other values; choose another run.dir")
-        return proposals, after
+        return proposals, news

@@ -29,7 +29,7 @@ from dtf.runs.budget import spent_s
 from dtf.runs.objective_log import evaluations, plan_of
 from dtf.runs.sweep_record import is_sweep, pruned
 
-_SILENT = ("run.dir", "run.name", "launcher.processes", "job.", "observer.", "checkpoint.", "plugins")
+_SILENT = ("run.dir", "train.until", "run.name", "launcher.processes", "job.", "observer.", "checkpoint.", "plugins")
 """Keys that do not describe a run in its name; `world` describes its processes."""
 _EXACT = 2**53  # whole numbers below it are exact as floats
 _PLAIN = ("recipe.name", "strategy.name", "precision.compute", "optimizer.name", "lr.name", "world")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dtf.cli.optuna_search import OptunaSearch, Told
+from dtf.cli.optuna_search import OptunaSearch, Told, told_by
 from dtf.config.hydra_sources import OptunaOptions
 from dtf.config.messages import parse
 from dtf.core.errors import BusyError, ConfigError
@@ -144,12 +144,12 @@ def test_proposals_beside_trials_that_run_differ_and_say_what_they_were_made_aft
             known[ended] = Told(loss, 2 if ended % 4 == 3 else None)
     assert len(set(rates)) == 12
     kept = json.loads((tmp_path / "proposals.json").read_text())
-    assert [len(after) for after in kept["after"]] == list(range(12))
-    assert kept["after"][8]["3"]["evaluations"] == 2 and kept["after"][8]["7"]["value"] is None
+    assert told_by(kept["news"][:9])[3].evaluations == 2 and told_by(kept["news"][:9])[7].value is None
+    assert all(len(news) <= 3 for news in kept["news"]), "what has not changed is not told again"
     for number in (5, 11):
         again = tmp_path / str(number)
         again.mkdir()
-        before = {key: kept[key][:number] for key in ("proposals", "after")} | {"space": kept["space"]}
+        before = {key: kept[key][:number] for key in ("proposals", "news")} | {"space": kept["space"]}
         (again / "proposals.json").write_text(json.dumps(before))
-        told = {int(other): Told(**one) for other, one in kept["after"][number].items()}
+        told = told_by(kept["news"][: number + 1])
         assert OptunaSearch(options, space, "min", again).propose(told) == [f"lr.peak={rates[number]}"]
