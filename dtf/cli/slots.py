@@ -81,6 +81,7 @@ class _Slot:
     process: subprocess.Popen[bytes]
     control: socket.socket
     order: TrialOrder | None = None
+    asked: int = 0  # to stop
     said: bytes = b""  # of the trial, not yet printed: half a line
     unlogged: bytes = b""  # printed, and not yet in the trial's folder
 
@@ -148,9 +149,7 @@ class SlotExecutor:
                     return end
 
     def stop(self) -> None:
-        for slot in filter(None, self._slots):
-            if slot.order is not None:
-                slot.process.send_signal(signal.SIGTERM)
+        self._ask(1)
 
     def close(self) -> None:
         for number, slot in enumerate(self._slots):
@@ -159,10 +158,16 @@ class SlotExecutor:
                 self._slots[number] = None
 
     def _pass_on(self) -> None:
-        """A second signal ends ranks that still save, as in a single run."""
         while self._passed_on < self._stop.count:
             self._passed_on += 1
-            self.stop()
+            self._ask(self._passed_on)
+
+    def _ask(self, times: int) -> None:
+        """Have each slot that runs a trial asked so often to stop. The second time ends ranks that still save."""
+        for slot in filter(None, self._slots):
+            if slot.order is not None and slot.asked < times:
+                slot.asked += 1
+                slot.process.send_signal(signal.SIGTERM)
 
     def _started(self, number: int, forks: bool) -> _Slot:
         """A new process, in a session of its own: signals of a terminal come by way of this one."""
