@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 
 from dtf.api.registry import option
@@ -41,6 +41,49 @@ class BudgetOptions:
     cost: float | None = option(
         default=None, above=0, doc="money that the run, or the sweep, may take; needs budget.cost_per_hour"
     )
+
+
+class Prune(Enum):
+    """Which trials of a sweep end before their plan."""
+
+    none = "none"
+    asha = "asha"
+    median = "median"
+
+
+@dataclass(kw_only=True)
+class SweepOptions:
+    """Config node `sweep`: how the trials of `-m` are run. One value for all of them; a single run has none."""
+
+    parallel: int = option(
+        default=1,
+        least=1,
+        most=1024,
+        doc="trials at once on this host, each with its share of the cores, or with GPUs of its own",
+        unit="trials",
+    )
+    prune: Prune = option(
+        default=Prune.none,
+        doc="which trials stop early, saved, at a rung: `none`; `asha`: all but the best, one in sweep.factor of those "
+        "that have come to it; `median`: those whose best value is worse than the median of what finished trials had "
+        "on average by then",
+    )
+    factor: int = option(
+        default=3,
+        least=2,
+        most=1024,
+        doc="rungs of sweep.prune lie after 1/factor, 1/factor^2, ... of a trial's evaluations",
+    )
+
+    @property
+    def given(self) -> list[str]:
+        """The keys that have no default value, as `sweep.parallel=2`."""
+        default = SweepOptions()
+        return [
+            f"sweep.{field.name}={value.name if isinstance(value, Enum) else value}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != getattr(default, field.name)
+        ]
 
 
 class Remat(Enum):

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     leaving = argv is None  # else the caller lives on, and its fork server with it
     if leaving:  # an error line that cannot be written, on a full disk, must not change the exit code
         sys.stderr = lossy_stream(2, sys.stderr.encoding)
-    code = _reported(lambda: _dispatch(given))
+    code = reported(lambda: _dispatch(given))
     if leaving and code:
         _shut_fork_server_down()
     # it was a rank itself: gloo's threads may not outlive the interpreter
@@ -104,7 +104,7 @@ def _dispatch(argv: list[str]) -> int:
     if flags.multirun:
         from dtf.cli.sweep import sweep
 
-        return sweep(composer, flags.overrides, _reported)
+        return sweep(composer, flags.overrides, reported)
     composed = composer.compose(flags.overrides)
     print_notes(composed.notes)
     if flags.cfg:
@@ -121,7 +121,7 @@ def _run(composed: Composed) -> int:
     return submit(composed) if is_submitted(composed) else composed.job.run(composed)
 
 
-def _reported(action: Callable[[], int]) -> int:
+def reported(action: Callable[[], int]) -> int:
     """Call `action` and return its exit code; print what it raises, and return the exit code of that."""
     try:
         code = action()

@@ -1,17 +1,17 @@
 """`hydra/sweeper=optuna`: Optuna proposes the values of each trial from the objectives of the earlier ones. Imports
 Optuna only when a search starts.
 
-A proposal depends only on the trials before it, and is saved before its trial starts. So a sweep that was killed
-continues with the same proposals.
+A proposal depends only on what was known of other trials when it was made. Both are saved before its trial starts. So a
+sweep that was killed continues with the same proposals, and why they were made can be told.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
@@ -25,6 +25,24 @@ if TYPE_CHECKING:
 _FILE = "proposals.json"
 _LARGEST_SEED = 2**32 - 1  # of numpy's generators
 _DIGITS = 4  # of a number that is drawn: more would make long names of folders and no better model
+
+
+class Told(NamedTuple):
+    """What a trial has come to, as Optuna is told. `value`: its best objective; None: it runs.
+
+    `evaluations`: of a trial that waits at a rung, or was pruned there; None: it is finished.
+    """
+
+    value: float | None
+    evaluations: int | None = None
+
+
+def told_by(news: Sequence[Mapping[str, Any]]) -> dict[int, Told]:
+    """What was known of trials after all these news; null: nothing any more, as the trial has failed."""
+    told: dict[str, Any] = {}
+    for some in news:
+        told |= some
+    return {int(number): Told(**one) for number, one in told.items() if one is not None}
 
 
 class OptunaSearch:
@@ -59,34 +77,59 @@ class OptunaSearch:
             raise ConfigError(
                 "hydra/sweeper=optuna has nothing to choose; give a key several values: lr.peak=interval(0.01,1)"
             )
-        self._path, self._tried = folder / _FILE, []
-        self._proposals = self._read()
+        self._path = folder / _FILE
+        self._proposals, self._news = self._read()
 
-    def run(self, launch: Callable[[Sequence[str], int], float]) -> None:
-        """Launch every trial: `launch(overrides, number)` returns its objective, NaN when it failed."""
-        for number in range(self._options.n_trials):
-            if number == len(self._proposals):
-                self._proposals.append(self._propose(number))
-                replace_text(
-                    self._path, json.dumps({"space": self._described(), "proposals": self._proposals}, indent=2) + "\n"
-                )
-            chosen = self._proposals[number]
-            value = launch([*self._fixed, *(f"{key}={chosen[key]}" for key in self._space)], number)
-            if math.isfinite(value):
-                self._tried.append(
-                    self._optuna.trial.create_trial(params=chosen, distributions=self._space, value=value)
-                )
+    @property
+    def given(self) -> list[list[str]]:
+        """The overrides of each trial that was proposed before, as far as `n_trials` asks for them."""
+        return [self._overrides(chosen) for chosen in self._proposals[: self._options.n_trials]]
 
-    def _propose(self, number: int) -> dict[str, Any]:
-        """The first third of the trials, ten at most, are drawn at random."""
-        sampler = self._optuna.samplers.TPESampler(
-            n_startup_trials=min(10, self._options.n_trials // 3), seed=self._options.seed + number
-        )
+    def propose(self, known: Mapping[int, Told]) -> list[str] | None:
+        """The overrides of one more trial; None when there are `n_trials`. `known`: by number, from 0, what others have
+        come to. One that failed teaches nothing and is left out.
+        """
+        if len(self._proposals) >= self._options.n_trials:
+            return None
+        before, known = told_by(self._news), dict(sorted(known.items()))
+        self._proposals.append(self._proposed(known))
+        changed = {
+            number: told for number in before.keys() | known.keys() if (told := known.get(number)) != before.get(number)
+        }
+        self._news.append({str(number): told and told._asdict() for number, told in sorted(changed.items())})
+        kept = {"space": self._described(), "proposals": self._proposals, "news": self._news}
+        replace_text(self._path, json.dumps(kept, indent=2) + "\n")
+        return self._overrides(self._proposals[-1])
+
+    def _overrides(self, chosen: dict[str, Any]) -> list[str]:
+        return [*self._fixed, *(f"{key}={chosen[key]}" for key in self._space)]
+
+    def _proposed(self, known: Mapping[int, Told]) -> dict[str, Any]:
+        """The first third of the trials, ten at most, are drawn at random. Trials that run count as bad (Optuna's
+        `constant_liar`), so that proposals differ.
+        """
+        number = len(self._proposals)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
+            sampler = self._optuna.samplers.TPESampler(
+                n_startup_trials=min(10, self._options.n_trials // 3),
+                seed=self._options.seed + number,
+                constant_liar=True,
+            )
         study = self._optuna.create_study(
             direction={"max": "maximize", "min": "minimize"}[self._direction], sampler=sampler
         )
-        study.add_trials(self._tried)
+        study.add_trials([self._trial(self._proposals[other], told) for other, told in known.items()])
         return {key: self._rounded(key, value) for key, value in study.ask(self._space).params.items()}
+
+    def _trial(self, chosen: dict[str, Any], told: Told) -> Any:
+        states, steps = self._optuna.trial.TrialState, {}
+        state = states.RUNNING if told.value is None else states.COMPLETE
+        if told.evaluations is not None:
+            state, steps = states.PRUNED, {told.evaluations: told.value}
+        return self._optuna.trial.create_trial(
+            state=state, params=chosen, distributions=self._space, value=told.value, intermediate_values=steps
+        )
 
     def _rounded(self, key: str, value: Any) -> Any:
         space = self._space[key]
@@ -123,12 +166,17 @@ class OptunaSearch:
             for key, space in self._space.items()
         }
 
-    def _read(self) -> list[dict[str, Any]]:
+    def _read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The proposals, and what was told before each that had not been told before: earlier versions did not say
+        that.
+        """
         if not self._path.exists():
-            return []
+            return [], []
         try:
             kept = json.loads(self._path.read_text())
             space, proposals = dict(kept["space"]), list(kept["proposals"])
+            news = list(kept.get("news", [{} for _ in proposals]))
+            told_by(news)
             same = space == self._described()
             for chosen in proposals if same else []:
                 self._optuna.trial.create_trial(params=chosen, distributions=self._space, value=0.0)  # as `run` will
@@ -138,4 +186,4 @@ class OptunaSearch:
             ) from error
         if not same:
             raise BusyError(f"{self._path} holds a search over other values; choose another run.dir")
-        return proposals
+        return proposals, news

@@ -1,5 +1,4 @@
-"""`-m`: one run per combination of values. Hydra's sweeper and launcher decide which trials run and in what order. Each
-trial starts new ranks.
+"""`-m`: one run per combination of values. Hydra's sweeper decides which trials there are, a schedule which runs when.
 
 This process does not import torch, so it can run any number of trials. Which trials are finished is read from their
 folders, whose names are the overrides that only some trials have.
@@ -8,57 +7,43 @@ folders, whose names are the overrides that only some trials have.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Self
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
-from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import OmegaConf
 
-from dtf.api.schema import show
+from dtf.api.options import Prune, SweepOptions
+from dtf.api.schema import build, show
+from dtf.api.trials import TrialExecutor
+from dtf.cli.hydra_sweep import HydraSweep, OptunaTrials
 from dtf.cli.optuna_search import OptunaSearch
+from dtf.cli.run_trial import HereExecutor, JobWithFolder, Reported
+from dtf.cli.schedule import ENDS, Rules, Schedule, SweepStopped
+from dtf.cli.slots import SIDE_BY_SIDE, SlotExecutor, share_of_cores, share_of_devices
 from dtf.cli.sweep_overrides import as_typed, combinations, distinct, title_of
-from dtf.cli.trials import NOT_STARTED, Trial, best_of, digest, finished, folder_name, seconds, table
+from dtf.cli.trials import NOT_STARTED, Trial, best_of, digest, folder_name, seconds, table
 from dtf.config.advice import print_notes
-from dtf.config.defaults_lists import YamlFile
-from dtf.config.hydra_internals import Callbacks
-from dtf.config.hydra_sources import OPTUNA, Loader, OptunaOptions
+from dtf.config.hydra_sources import BASIC_SWEEPER, OPTUNA, OptunaOptions
 from dtf.config.messages import display_path, parse
-from dtf.core.errors import INTERRUPTED, BusyError, ConfigError, Exit
+from dtf.core.errors import BusyError, ConfigError, Exit
 from dtf.core.text import time_text
-from dtf.runs.budget import limit_s
+from dtf.launch import forkserver_cache
 from dtf.runs.run_folder import take_lock
+from dtf.runs.sweep_record import SweepRecord
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
     from dtf.config.compose import Composed, Composer
-
-_ENDS = (Exit.PREEMPTED, Exit.BUDGET, INTERRUPTED)
-"""Codes of a trial that end the sweep too."""
-
-
-@runtime_checkable
-class JobWithFolder(Protocol):
-    """A job whose run is kept in a folder; other jobs have an exit code only."""
-
-    folder: Path | None  # of the run; set before `run`
-    elsewhere_s: float  # seconds of its budget that other runs have spent; set before `run`
-    best: tuple[str, float] | None  # the objective and its best value
-
-
-class _SweepStopped(BaseException):
-    """A trial was asked to stop, and so is the sweep. No Exception: Hydra's launcher would go on to the next trial."""
 
 
 class _StopRequests:
@@ -89,55 +74,46 @@ class _StopRequests:
         return bool(self._numbers & {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
-class _TrialLoader(Loader):
-    """Composes each trial that Hydra launches as a single run is composed."""
-
-    def __init__(self, composer: Composer) -> None:
-        super().__init__(composer.loader.get_search_path())
-        self._composer = composer
-        self.scratch = ""  # a folder for the copy of the config that Hydra insists on
-        self.reads: dict[str, YamlFile] = {}  # of the latest trial
-
-    def load_configuration(
-        self,
-        config_name: str | None,
-        overrides: list[str],
-        run_mode: RunMode,
-        from_shell: bool = True,
-        validate_sweep_overrides: bool = True,
-    ) -> DictConfig:
-        config, self.reads = self._composer.load(overrides)
-        with read_write(config.hydra):
-            config.hydra.sweep.dir = self.scratch
-        return config
-
-
-def sweep(composer: Composer, overrides: Sequence[str], run: Callable[[Callable[[], int]], int]) -> int:
-    """Check every trial, then run those that are not finished. `run` calls a function, reports what it raises, and
+def sweep(composer: Composer, overrides: Sequence[str], reported: Reported) -> int:
+    """Check every trial, then run those that are not finished. `reported` calls a function, reports what it raises, and
     returns an exit code.
 
     Returns the exit code of the trial which stopped the sweep, else the first that is not 0. ConfigError before the
     first trial starts when one of them cannot be composed.
     """
     plan = _make_plan(composer, overrides)
-    trials = _Trials(plan, run)
-    with tempfile.TemporaryDirectory(prefix="dtf-sweep-") as scratch, _LockedFolder(plan.folder), trials.requests:
+    with ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="dtf-sweep-"))
+        stack.enter_context(_LockedFolder(plan.folder))
+        requests = stack.enter_context(_StopRequests())
+        record = SweepRecord(plan.folder, plan.first.config["sweep"]) if plan.folder else None
+        hydra = HydraSweep(composer, plan.trials[0], plan.arguments, scratch)
+        executor = stack.enter_context(_executor(plan, reported))
+
+        def compose(number: int, words: list[str]) -> Composed:
+            composed = hydra.compose(number, words)
+            print_notes(composed.notes)
+            _check_trial(plan.first, composed)
+            return composed
+
+        schedule = Schedule(plan.rules, executor, compose, reported, requests.__bool__, record)
         try:
-            _hand_to_hydra(plan, trials, scratch)
-        except _SweepStopped:
+            composer.with_plugins(overrides, lambda: _run(plan, hydra, schedule))
+        except SweepStopped:
             print("dtf: the sweep stops here", file=sys.stderr)
-    done = trials.done
-    if plan.complete:
-        done += [Trial(title=title_of(trial, plan.shared), code=NOT_STARTED) for trial in plan.trials[len(done) :]]
-    _print_result(done, plan)
-    return trials.stopped or next((trial.code for trial in done if trial.code > 0), 0)
+        schedule.close()
+        done = {number: trial.shown for number, trial in sorted(schedule.trials.items())}
+        code = schedule.stopped or next((trial.code for trial in done.values() if trial.code > 0), 0)
+        if record:
+            record.end(code)
+    _print_result(plan.with_those_not_started(done), plan)
+    return code
 
 
 @dataclass(frozen=True)
 class _Plan:
     """What a sweep is to do."""
 
-    composer: Composer
     overrides: Sequence[str]  # of the command line
     parsed: list[Override]  # the same, parsed
     shared: set[str]  # overrides that all trials have
@@ -147,9 +123,48 @@ class _Plan:
     folder: Path | None  # of the sweep, where runs are kept
 
     @property
-    def of_all(self) -> str:
-        """` of N`, for counting trials, where N is known and more than 1."""
-        return f" of {len(self.trials)}" if self.complete and len(self.trials) > 1 else ""
+    def options(self) -> SweepOptions:
+        return build(SweepOptions, self.first.config["sweep"])
+
+    @property
+    def arguments(self) -> list[Override]:
+        """The overrides that are not for Hydra."""
+        return [override for override in self.parsed if not override.is_hydra_override()]
+
+    @property
+    def sweeper(self) -> str:
+        return self.first.tree.hydra.runtime.choices.get("hydra/sweeper") or BASIC_SWEEPER
+
+    @property
+    def optuna(self) -> OptunaOptions:
+        """The options of the search. Where there is none, its defaults."""
+        node = OmegaConf.to_container(self.first.tree.hydra.sweeper) if self.sweeper == OPTUNA else {}
+        return OptunaOptions(**node)  # type: ignore[arg-type]
+
+    @property
+    def rules(self) -> Rules:
+        known = len(self.trials) if self.complete else self.optuna.n_trials if self.sweeper == OPTUNA else None
+        of_all = f" of {len(self.trials)}" if self.complete and len(self.trials) > 1 else ""
+        objective = self.first.settings.objective if self.folder else ("", "max")
+        return Rules(self.options, objective, known, of_all, self._title_of, self._folder_of)
+
+    def with_those_not_started(self, begun: Mapping[int, Trial]) -> list[Trial]:
+        """Trials for the table, by number: where a sweep was stopped, some have not been begun."""
+        titles = [self._title_of(trial) for trial in self.trials] if self.complete else []
+        rest = {number: Trial(title=title, code=NOT_STARTED) for number, title in enumerate(titles, 1)}
+        return [trial for _, trial in sorted((rest | dict(begun)).items())]
+
+    def _title_of(self, overrides: Sequence[str]) -> str:
+        return title_of(_without_hydra(overrides), self.shared)
+
+    def _folder_of(self, overrides: Sequence[str]) -> Path | None:
+        if self.folder is None:
+            return None
+        return self.folder / folder_name(distinct(_without_hydra(overrides), self.shared))
+
+
+def _without_hydra(overrides: Sequence[str]) -> list[str]:
+    return [text for text in overrides if not text.startswith(("hydra.", "hydra/"))]
 
 
 def _make_plan(composer: Composer, overrides: Sequence[str]) -> _Plan:
@@ -169,59 +184,33 @@ def _make_plan(composer: Composer, overrides: Sequence[str]) -> _Plan:
         _check_trial(first, config)
     is_kept = isinstance(first.job, JobWithFolder)
     folder = _sweep_folder([str(override.input_line) for override in swept], composed) if is_kept else None
-    return _Plan(composer, overrides, parsed, shared, trials, complete, first, folder)
+    plan = _Plan(overrides, parsed, shared, trials, complete, first, folder)
+    _check_rules(plan, composed)
+    return plan
 
 
-class _Trials:
-    """Runs the trials that Hydra's sweeper asks for, one after the other."""
-
-    def __init__(self, plan: _Plan, run: Callable[[Callable[[], int]], int]) -> None:
-        self._plan, self._run = plan, run
-        self.loader = _TrialLoader(plan.composer)
-        self.requests = _StopRequests()
-        self.done: list[Trial] = []  # those that were started
-        self.stopped = 0  # the exit code of the trial that stopped the sweep
-
-    def start(self, config: DictConfig) -> float:
-        """Run one trial, which Hydra composed. Returns its best objective where runs are kept, NaN where there is none;
-        else its exit code.
-        """
-        plan, hydra = self._plan, HydraConfig.get()
-        overrides = [str(text) for text in hydra.overrides.task]
-        trial = Trial(title=title_of(overrides, plan.shared))
-        self.done.append(trial)
-        print(f"dtf: trial {len(self.done)}{plan.of_all}: {trial.title}", flush=True)
-
-        def finish() -> int:
-            OmegaConf.set_struct(config, False)
-            OmegaConf.set_readonly(config, False)
-            config.hydra = hydra
-            composed = plan.composer.finish(config, [*hydra.overrides.hydra, *overrides], self.loader.reads)
-            print_notes(composed.notes)
-            _check_trial(plan.first, composed)
-            folder = plan.folder / folder_name(distinct(overrides, plan.shared)) if plan.folder else None
-            return _run_trial(composed, trial, folder)
-
-        trial.code = self._run(finish)
-        if trial.code in _ENDS or self.requests:
-            self.stopped = trial.code or Exit.PREEMPTED
-            raise _SweepStopped
-        if plan.folder is None:
-            return trial.code
-        return trial.best[1] if trial.code == Exit.OK and trial.best else math.nan
+@contextmanager
+def _executor(plan: _Plan, reported: Reported) -> Iterator[TrialExecutor]:
+    """What runs the trials: this process, or slots."""
+    if plan.options.parallel == 1:
+        yield HereExecutor(reported)
+        return
+    forkserver_cache.shut_down()  # each slot has its own
+    with SlotExecutor(plan.options.parallel) as executor:
+        yield executor
 
 
-def _hand_to_hydra(plan: _Plan, trials: _Trials, scratch: str) -> None:
-    """Let Hydra's sweeper start the trials. `scratch`: a folder that is gone afterwards."""
-    trials.loader.scratch = scratch
-    # Hydra's own multirun composes without the options swept over, so that keys which only those have would be unknown.
-    config = trials.loader.load_configuration(None, plan.trials[0], RunMode.MULTIRUN)
-    arguments = [override for override in plan.parsed if not override.is_hydra_override()]
-    config.hydra.overrides.task = [str(override.input_line) for override in arguments]
-    context = HydraContext(config_loader=trials.loader, callbacks=Callbacks())
-    plan.composer.with_plugins(
-        plan.overrides, lambda: _run_sweeper(config, context, trials.start, arguments, plan.first, plan.folder)
-    )
+def _run(plan: _Plan, hydra: HydraSweep, schedule: Schedule) -> None:
+    """Let the chosen sweeper have its trials run. Optuna's is ours, any other a plugin of Hydra."""
+    if plan.sweeper != OPTUNA:
+        hydra.run(schedule)
+        return
+    if plan.folder is None or plan.first.settings.train.eval_every == 0:
+        raise ConfigError(
+            f"hydra/sweeper={OPTUNA} needs an objective: a job that trains, with evaluations (train.eval_every)"
+        )
+    search = OptunaSearch(plan.optuna, plan.arguments, plan.first.settings.objective[1], plan.folder)
+    schedule.run(OptunaTrials(search))
 
 
 def _print_result(done: Sequence[Trial], plan: _Plan) -> None:
@@ -229,65 +218,14 @@ def _print_result(done: Sequence[Trial], plan: _Plan) -> None:
     for line in table(done):
         print(line)
     if plan.folder:
-        print(_total(done, plan.first, plan.folder))
-    failed = [f"{trial.title} ({trial.outcome})" for trial in done if trial.code > 0 and trial.code not in _ENDS]
+        print(_total(done, plan, plan.folder))
+    failed = [f"{trial.title} ({trial.outcome})" for trial in done if trial.code > 0 and trial.code not in ENDS]
     if failed:
         print(
             f"dtf: {len(failed)} of {len(done)} trials failed: {', '.join(failed)}; the same sweep started again runs "
             "them once more",
             file=sys.stderr,
         )
-
-
-def _run_sweeper(
-    config: DictConfig,
-    context: HydraContext,
-    start: Callable[[DictConfig], float],
-    arguments: list[Override],
-    first: Composed,
-    folder: Path | None,
-) -> None:
-    """Let the chosen sweeper launch trials. Optuna's is ours, any other a plugin of Hydra."""
-    plugins = Plugins.instance()
-    if first.tree.hydra.runtime.choices.get("hydra/sweeper") != OPTUNA:
-        plugins.instantiate_sweeper(config=config, hydra_context=context, task_function=start).sweep(
-            [str(override.input_line) for override in arguments]
-        )
-        return
-    if folder is None or first.settings.train.eval_every == 0:
-        raise ConfigError(
-            f"hydra/sweeper={OPTUNA} needs an objective: a job that trains, with evaluations (train.eval_every)"
-        )
-    options = OptunaOptions(**OmegaConf.to_container(config.hydra.sweeper))  # type: ignore[arg-type]
-    launcher = plugins.instantiate_launcher(config=config, hydra_context=context, task_function=start)
-
-    def launch(overrides: Sequence[str], number: int) -> float:
-        return launcher.launch([list(overrides)], initial_job_idx=number)[0].return_value  # type: ignore[return-value]
-
-    OptunaSearch(options, arguments, _objective(first)[1], folder).run(launch)
-
-
-def _run_trial(composed: Composed, trial: Trial, folder: Path | None) -> int:
-    job = composed.job
-    if folder is None or not isinstance(job, JobWithFolder):
-        return job.run(composed)
-    trial.folder = folder
-    if mirror := composed.config["checkpoint"].get("mirror"):  # it belongs to one run, as a run folder does
-        composed.config["checkpoint"]["mirror"] = f"{mirror.rstrip('/')}/{folder.parent.name}/{folder.name}"
-    record = finished(folder, composed.config)
-    if record is not None:
-        trial.before, trial.best = (
-            True,
-            (str(record["best"][0]), float(record["best"][1])) if record.get("best") else None,
-        )
-        print("dtf: it was finished before", flush=True)
-        return Exit.OK
-    limited = limit_s(composed.settings.budget) < math.inf
-    job.folder, job.elsewhere_s = folder, seconds(folder.parent, folder, needed=limited)
-    try:
-        return job.run(composed)
-    finally:
-        trial.best = job.best
 
 
 class _LockedFolder:
@@ -328,9 +266,60 @@ def _sweep_folder(swept: list[str], composed: Sequence[Composed]) -> Path:
     ).absolute()
 
 
+def _check_rules(plan: _Plan, trials: Sequence[Composed]) -> None:
+    """Raise ConfigError for options of the sweep that these trials cannot follow."""
+    options = plan.options
+    if not options.given:
+        return
+    if plan.folder is None:
+        raise ConfigError(
+            f"{options.given[0]} is for jobs that keep each trial in a folder, as job=train does; leave it out"
+        )
+    for trial in trials if options.parallel > 1 else ():
+        for slot in range(options.parallel):
+            share_of_devices(trial.config["launcher"], slot, options.parallel)
+    if options.parallel > 1:
+        share_of_cores(options.parallel)
+    if options.prune is Prune.none:
+        if options.factor != SweepOptions().factor:
+            raise ConfigError(f"sweep.factor={options.factor} is of sweep.prune, which is none; choose asha or median")
+        return
+    _check_pruning(plan, f"sweep.prune={options.prune.name}", trials)
+
+
+def _check_pruning(plan: _Plan, given: str, trials: Sequence[Composed]) -> None:
+    """Raise ConfigError where trials cannot stop at rungs, or cannot be compared there."""
+    if plan.sweeper not in (BASIC_SWEEPER, OPTUNA):
+        raise ConfigError(
+            f"{given} goes with a list of values and with hydra/sweeper={OPTUNA}; hydra/sweeper={plan.sweeper} waits "
+            "for the ends of its trials"
+        )
+    number, factor = plan.rules.trials, plan.options.factor
+    if plan.options.prune is Prune.asha and number is not None and number < factor:
+        raise ConfigError(
+            f"{given} lets one trial in sweep.factor={factor} go on, and there are {number}; give more values, or a "
+            "smaller factor"
+        )
+    for config in (trial.config for trial in trials):
+        train, checkpoint, launcher = config["train"], config["checkpoint"], config["launcher"]["name"]
+        refused = [
+            (train["eval_every"] == 0, "compares evaluations, and train.eval_every=0 turns them off; give it steps"),
+            (train["until"] is not None, "sets train.until of its trials; leave it out"),
+            (checkpoint["every_steps"] == 0, "needs checkpoints to go on from; use checkpoint=every"),
+            (checkpoint["resume"] == "never", "goes on from checkpoints; use checkpoint.resume=auto"),
+            (
+                launcher not in SIDE_BY_SIDE,
+                f"runs trials on this host, not with launcher={launcher}; use launcher=local",
+            ),
+        ]
+        for wrong, text in refused:
+            if wrong:
+                raise ConfigError(f"{given} {text}")
+
+
 def _check_trial(first: Composed, other: Composed) -> None:
     """Raise ConfigError for a launcher that cannot start ranks again, and for a trial with another run folder or budget
-    than the first.
+    than the first, or with other options of the sweep.
     """
     if not isinstance(other.job, JobWithFolder):
         return
@@ -340,7 +329,11 @@ def _check_trial(first: Composed, other: Composed) -> None:
             f"launcher={name} takes part as a rank that others started, for one run; a sweep starts its own ranks: "
             "use launcher=local"
         )
-    for group, names in (("run", ("dir", "name")), ("budget", tuple(first.config["budget"]))):
+    for group, names in (
+        ("run", ("dir", "name")),
+        ("budget", tuple(first.config["budget"])),
+        ("sweep", tuple(first.config["sweep"])),
+    ):
         for name in names:
             value, other_value = first.config[group][name], other.config[group][name]
             if value != other_value:
@@ -350,20 +343,16 @@ def _check_trial(first: Composed, other: Composed) -> None:
                 )
 
 
-def _objective(composed: Composed) -> tuple[str, str]:
-    """The metric that says how good a trial is, and `max` or `min`."""
-    settings = composed.settings
-    name = settings.run.objective or settings.recipe.objective[0]
-    return name, settings.recipe.direction(name)
-
-
-def _total(done: Sequence[Trial], first: Composed, folder: Path) -> str:
+def _total(done: Sequence[Trial], plan: _Plan, folder: Path) -> str:
     """The last line: trials that finished, the best of them, time and cost, the folder."""
-    parts = [f"{sum(trial.code == Exit.OK for trial in done)} of {len(done)} trials finished"]
-    number = best_of(done, _objective(first)[1])
+    pruned = sum(trial.pruned is not None for trial in done)
+    parts = [f"{sum(trial.code == Exit.OK for trial in done) - pruned} of {len(done)} trials finished"]
+    parts += [f"{pruned} pruned"] if pruned else []
+    number = best_of(done, plan.first.settings.objective[1])
     if number is not None:
         parts.append(f"the best is trial {number}")
-    spent, price = seconds(folder), first.settings.budget.cost_per_hour
+    spent, price = seconds(folder), plan.first.settings.budget.cost_per_hour
+    price = price and price / plan.options.parallel  # each of them occupies its share
     parts.append(f"{time_text(spent)} in all" + (f" at a cost of {spent / 3600 * price:.3g}" if price else ""))
     return f"dtf: {', '.join(parts)}, in {display_path(folder)}"
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtf.api.registry import base_of, registered
 from dtf.api.schema import show
@@ -25,8 +25,9 @@ from dtf.runs.budget import spent_s
 from dtf.runs.run_folder import untouched
 
 NOT_STARTED = -1
-_MAY_CHANGE = ("budget", "launcher", "observer", "plugins", "run")
+_MAY_CHANGE = ("budget", "launcher", "observer", "plugins", "run", "sweep")
 """Groups that may change between two launches of the same trial."""
+_UNTIL = "train.until"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]{0,99}")
 
 
@@ -39,9 +40,12 @@ class Trial:
     before: bool = False  # it was finished when the sweep started
     folder: Path | None = None
     best: tuple[str, float] | None = None  # the objective and its best value
+    pruned: int | None = None  # the step at which it stopped for good
 
     @property
     def outcome(self) -> str:
+        if self.pruned is not None:
+            return f"pruned at step {self.pruned}"
         known = {NOT_STARTED: "not started", Exit.OK: "ok, before" if self.before else "ok"}
         return known.get(self.code) or (
             code_name(Exit(self.code)) if self.code in set(Exit) else f"exit code {self.code}"
@@ -66,11 +70,25 @@ def folder_name(overrides: Sequence[str]) -> str:
     return f"{readable}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def finished(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
-    """The record (run.json) of the trial in `folder` when it is finished; None when it is to be started or continued.
+class Found(NamedTuple):
+    """A trial as its folder has it."""
+
+    record: dict[str, Any]  # run.json
+    until: int | None  # train.until of its last launch
+    finished: bool
+    same_plan: bool  # whether it is as long as it was
+
+    @property
+    def best(self) -> tuple[str, float] | None:
+        best = self.record.get("best")
+        return (str(best[0]), float(best[1])) if best else None
+
+
+def find(folder: Path, config: dict[str, Any]) -> Found | None:
+    """The trial in `folder`; None when it is to be started.
 
     BusyError when the folder holds a trial of another config. Only its length (train.*) and the groups in _MAY_CHANGE
-    may differ.
+    may differ. It is finished where these do not differ, but for a `train.until` that its plan did not need.
     """
     import yaml
 
@@ -78,7 +96,7 @@ def finished(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
         record = json.loads((folder / "run.json").read_text())
         saved = upgraded_config(yaml.safe_load((folder / "config.yaml").read_text()))
         old, new = (dict(flat(_lasting(config_node), "")) for config_node in (saved, redact(config)))
-        exit = record["exit"]
+        exit, cause = record["exit"], record.get("cause")
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
@@ -95,7 +113,10 @@ def finished(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
                 f"{folder} holds a trial with {key}={was}, this one has {key}={now}; choose another run.dir, or the "
                 f"same {key}"
             )
-    return record if exit == Exit.OK and not changed else None
+    whole = not changed or (changed == [_UNTIL] and cause in ("finished", "early_stop"))
+    until = old.get(_UNTIL)
+    same_plan = not {"train.steps", "train.epochs"} & {*changed}
+    return Found(record, until if isinstance(until, int) else None, exit == Exit.OK and whole, same_plan)
 
 
 def seconds(home: Path, but: Path | None = None, needed: bool = False) -> float:
@@ -113,9 +134,10 @@ def seconds(home: Path, but: Path | None = None, needed: bool = False) -> float:
 
 
 def best_of(trials: Sequence[Trial], direction: str) -> int | None:
-    """Number of the best trial, from 1; None where no two have the same objective."""
-    valued = [(trial.best[1], number) for number, trial in enumerate(trials, 1) if trial.best and trial.code == Exit.OK]
-    if len(valued) < 2 or len({trial.best[0] for trial in trials if trial.best}) > 1:
+    """Number of the best trial, from 1, of those that were not pruned; None where no two have the same objective."""
+    whole = [(number, trial) for number, trial in enumerate(trials, 1) if trial.best and trial.code == Exit.OK]
+    valued = [(trial.best[1], number) for number, trial in whole if trial.best and trial.pruned is None]
+    if not valued or len(whole) < 2 or len({trial.best[0] for trial in trials if trial.best}) > 1:
         return None
     return max(valued, key=lambda pair: pair[0])[1] if direction == "max" else min(valued)[1]
 

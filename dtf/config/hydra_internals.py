@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hydra._internal import defaults_list
@@ -13,6 +15,8 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
 from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 
@@ -31,6 +35,7 @@ __all__ = [
     "SourcesRegistry",
     "get_yaml_loader",
     "hydra_app",
+    "launched_by",
 ]
 
 
@@ -54,3 +59,14 @@ def hydra_app(loader: ConfigLoaderImpl) -> Hydra:
     from hydra._internal.hydra import Hydra
 
     return Hydra("dtf", loader)
+
+
+@contextmanager
+def launched_by(launcher: Launcher) -> Iterator[None]:
+    """A context in which every sweeper, of whatever plugin, gets this launcher when it asks Hydra for one."""
+    plugins = Plugins.instance()
+    plugins.instantiate_launcher = lambda **arguments: launcher  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del vars(plugins)["instantiate_launcher"]

@@ -373,7 +373,7 @@ def refuse_root(folder: str) -> None:
         )
 
 
-OPTUNA = "optuna"
+OPTUNA, BASIC_SWEEPER = "optuna", "basic"
 
 
 @dataclass

@@ -24,9 +24,9 @@ _READER = re.compile(r"\$\{\s*(?:oc\.env|oc\.decode|now|python_version)\s*:[^${}
 BASIC = "basic"
 """The one launcher of Hydra that sweeps have."""
 
-ONE_BY_ONE = (
-    "starts trials side by side or elsewhere, and trials of dtf follow each other, as each may use the whole machine; "
-    "leave it out, or submit a command for each trial to your cluster"
+STARTED_HERE = (
+    "starts trials, and here a sweep starts them itself, with its share of the host for each; leave it out, and give "
+    "sweep.parallel=N for N at once"
 )
 _INTERPOLATIONS, _UNCLEAR, _CHAIN = 1000, 16, 100  # more of them, or longer chains, are no config a person wrote
 
@@ -81,7 +81,7 @@ def check_hydra(hydra: DictConfig) -> None:
             raise ConfigError(f"{key} is not used here; use {instead} instead")
     launcher = plain["runtime"]["choices"].get("hydra/launcher")
     if launcher not in (None, BASIC):
-        raise ConfigError(f"hydra/launcher={launcher} {ONE_BY_ONE}")
+        raise ConfigError(f"hydra/launcher={launcher} {STARTED_HERE}")
     named = _targets_in([plain["launcher"], plain["sweeper"]])
     if not named <= _registered_targets():
         raise ConfigError(

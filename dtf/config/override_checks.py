@@ -13,7 +13,7 @@ from dtf.api.registry import registered
 from dtf.api.schema import RESERVED, KeyProblem, show
 from dtf.config.dotted_keys import leaves
 from dtf.config.hydra_sources import CONF, Loader, refuse_root
-from dtf.config.limits import BASIC, ONE_BY_ONE
+from dtf.config.limits import BASIC, STARTED_HERE
 from dtf.config.messages import meant_option
 from dtf.config.settings import EXPERIMENT, GROUPS
 from dtf.core.errors import ConfigError
@@ -61,7 +61,7 @@ def check_override(override: Override, loader: Loader) -> None:
     if group == "hydra" and name.split(".")[1] not in HydraConf.__dataclass_fields__ and override.is_add():
         raise KeyProblem(typed, f"{show(override.input_line)} has no effect here; leave it out")
     if name == "hydra/launcher" and override.value() != BASIC:
-        raise KeyProblem(typed, f"{show(override.input_line)} {ONE_BY_ONE}")
+        raise KeyProblem(typed, f"{show(override.input_line)} {STARTED_HERE}")
     _check_place(override, group)
     if override.is_delete() and name in GROUPS:
         raise KeyProblem(typed, f"{show(override.input_line)} {_instead_of_deletion(group, loader)}")

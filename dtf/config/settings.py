@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dtf.api.lr import Schedule
-from dtf.api.options import BudgetOptions, RunOptions, StepOptions, TrainOptions
+from dtf.api.options import BudgetOptions, RunOptions, StepOptions, SweepOptions, TrainOptions
 from dtf.api.recipe import Recipe
 from dtf.api.registry import groups, lookup, name_of, option, registered
 from dtf.api.row_optimizer import DEFAULT
@@ -92,6 +92,7 @@ class Root:
         factory=BudgetOptions,
         doc="what the run, or a sweep, may take; at its end the state is saved and the ranks stop",
     )
+    sweep: SweepOptions = option(factory=SweepOptions, doc="how the trials of a sweep (-m) are run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,12 @@ class Settings(Root):
     checkpoint: Every
     launcher: Launcher
     observer: dict[str, Observer]
+
+    @property
+    def objective(self) -> tuple[str, str]:
+        """The evaluation metric of the run, and `max` or `min`."""
+        name = self.run.objective
+        return (name, self.recipe.direction(name)) if name else self.recipe.objective
 
     def check(self) -> None:
         """Raise KeyProblem for root keys that make no run."""
@@ -306,8 +313,13 @@ def _check_evaluations(settings: Settings) -> None:
 
 
 def _check_run(settings: Settings) -> None:
-    """Raise KeyProblem for a budget, a name or an objective that cannot be."""
+    """Raise KeyProblem for a budget, a name or an objective that cannot be, and for options of a sweep. Trials of one
+    have none: what runs them has taken these.
+    """
     budget, run, metrics = settings.budget, settings.run, settings.recipe.metrics
+    if given := settings.sweep.given:
+        key = given[0].partition("=")[0]
+        raise KeyProblem(key, f"{given[0]} is of a sweep, and this is one run; add -m, or leave {key} out")
     if budget.cost is not None and budget.cost_per_hour is None:
         raise KeyProblem(
             "budget.cost",

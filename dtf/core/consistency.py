@@ -18,7 +18,7 @@ from dtf.core.redaction import redact, stars_and_digest
 _LOCAL = ("launcher", "root")
 """Keys that may differ between hosts: how ranks are started there, and where the data lies."""
 _OWN = {"run": ("dir", "name")}
-_FIRST = ("observer", "budget")
+_FIRST = ("observer", "budget", "sweep")
 """Keys and groups that may differ between commands which each start one process of a run: what only the first one does.
 """
 

@@ -216,12 +216,7 @@ def _due(step: int, every: int) -> bool:
 
 def plan_of(settings: Settings, batches: int) -> Plan:
     """The plan of the run in steps. `batches`: of an epoch; an interval of `None` means each end of an epoch."""
-    options, recipe = settings.train, settings.recipe
-    objective = (
-        (settings.run.objective, recipe.direction(settings.run.objective))
-        if settings.run.objective
-        else recipe.objective
-    )
+    options = settings.train
     total = options.steps if options.steps is not None else max(1, round((options.epochs or 0) * batches))
     if options.dry_run:
         total = max(total, LEAST_STEPS)
@@ -232,6 +227,6 @@ def plan_of(settings: Settings, batches: int) -> Plan:
         save_every=batches if settings.checkpoint.every_steps is None else settings.checkpoint.every_steps,
         save_best=settings.checkpoint.keep_best > 0,
         patience=options.early_stop,
-        objective=objective,
+        objective=settings.objective,
         until=options.until,
     )

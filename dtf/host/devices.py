@@ -129,17 +129,28 @@ def divided_cores(ranks: int) -> list[list[int]]:
     Neighbours go together: first the hardware threads of one core, so that two ranks do not share it, then cores of one
     socket. With fewer cores than ranks hardware threads are divided. ConfigError where there are fewer of these too.
     """
+    parts = parted_cores(ranks)
+    if not parts:
+        raise ConfigError(
+            f"launcher.pin=true needs a core for each of {ranks} ranks, there are {len(os.sched_getaffinity(0))}; use "
+            "launcher.pin=false"
+        )
+    return parts
+
+
+def parted_cores(count: int) -> list[list[int]]:
+    """The cores that this process may use in `count` parts of neighbours, see `divided_cores`; none where there are too
+    few.
+    """
     groups: dict[tuple[int, int], list[int]] = {}
     for number in sorted(os.sched_getaffinity(0)):
         groups.setdefault(_core_of(number), []).append(number)
     cores = [groups[key] for key in sorted(groups)]
-    if len(cores) < ranks:
+    if len(cores) < count:
         cores = [[number] for core in cores for number in core]
-    if len(cores) < ranks:
-        raise ConfigError(
-            f"launcher.pin=true needs a core for each of {ranks} ranks, there are {len(cores)}; use launcher.pin=false"
-        )
-    bounds = [len(cores) * rank // ranks for rank in range(ranks + 1)]
+    if len(cores) < count:
+        return []
+    bounds = [len(cores) * part // count for part in range(count + 1)]
     return [list(itertools.chain(*cores[first:last])) for first, last in itertools.pairwise(bounds)]
 
 

@@ -127,12 +127,11 @@ class History:
 
     def result(self, folder: Path, config: Composed, errors: dict[str, BaseException]) -> Result:
         """The result of the run that was heard."""
-        settings = config.settings
-        objective = settings.run.objective or settings.recipe.objective[0]
+        objective = config.settings.objective[0]
         value, step = self.values.get(f"best_{objective}"), self.values.get("best_step")
         best = Best(objective, value, int(step)) if value is not None and step is not None else None
         last = {name: value for name, value in self.values.items() if not name.startswith("best_")}
-        written = settings.observer.get("jsonl")
+        written = config.settings.observer.get("jsonl")
         history = list(_written(folder / getattr(written, "path", ""))) if written is not None else self.rows
         return Result(folder, config, self.step, self.cause, last, best, history, errors)
 

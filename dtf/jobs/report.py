@@ -15,14 +15,19 @@ from dtf.core.text import count_text
 from dtf.runs.run_folder import unique_id
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from dtf.config.compose import Composed
+    from dtf.runs.results import Result
 
 
 @register("job", "report")
 class Report(Job):
     """Draw runs side by side: report.html, complete in itself, and each chart as PNG beside it."""
 
-    runs: list[str] = option(factory=list, doc="run folders, or glob patterns such as 'outputs/resnet_shapes/*'")
+    runs: list[str] = option(
+        factory=list, doc="run folders, folders of sweeps, or glob patterns such as 'outputs/resnet_shapes/*'"
+    )
     published: dict[str, float] = option(
         factory=dict,
         doc="seconds an epoch took elsewhere, by label, which says who measured it and on what: drawn beside the runs, "
@@ -58,5 +63,14 @@ class Report(Job):
             raise ConfigError(
                 f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir"
             ) from error
+        for line in _standings(results):
+            print(line)
         print(f"{count_text(len(results), 'run')}, {count_text(len(charts), 'chart')}: {folder / 'report.html'}")
         return Exit.OK
+
+
+def _standings(results: Sequence[Result]) -> Iterator[str]:
+    """A line for each run: its name, what it does or how it ended, and how far it has come."""
+    names, states = max(len(result.name) for result in results), max(len(result.state) for result in results)
+    for result in results:
+        yield f"{result.name:<{names}}  {result.state:<{states}}  {result.standing}".rstrip()

@@ -37,7 +37,7 @@ class TrainJob(Job):
     def __post_init__(self) -> None:
         # Set by a sweep or a relay before `run`, or read after it. They are no fields, which would be config keys.
         self.folder: Path | None = None
-        self.elsewhere_s = 0.0
+        self.elsewhere_s: Callable[[], float] = lambda: 0.0
         self.best: tuple[str, float] | None = None
         self.watch: Callable[[Event], None] = lambda event: None
 
@@ -54,7 +54,7 @@ class TrainJob(Job):
         """BudgetError where nothing is left of the budget. DataError where that cannot be told."""
         if limit_s(budget) == math.inf:
             run.notes += [note] if (note := forget_damage(run.folder)) else []
-        elif self.elsewhere_s + spent_s(run.folder) >= limit_s(budget):
+        elif self.elsewhere_s() + spent_s(run.folder) >= limit_s(budget):
             raise BudgetError(f"{key(budget)} was spent before; raise it to go on")
 
     def train(self, composed: Composed) -> int:
@@ -90,7 +90,7 @@ class TrainJob(Job):
         if not launcher.starts_ranks:
             listening.enter_context(Stop())
         self.folder = run.folder
-        objective = settings.run.objective or settings.recipe.objective[0]
+        objective = settings.objective[0]
         observers = Observers(settings.observer if run.leader else {})
         exit, cause, raised = Exit.BUG, "an exception in the launching process", ""
         lock = threading.Lock()  # the meter warns from a thread of its own

@@ -28,6 +28,7 @@ def prestart(argv: Sequence[str]) -> None:
         and not word.startswith(("-cd", "--config-", "-cn"))
     ]
     words = dict(word.split("=", 1) for word in argv if "=" in word)
+    in_slots = words.get("sweep.parallel", "1") != "1"  # each has its own
     own_environment = any(key.lstrip("+").startswith("launcher.env") for key in words)
     forks = words.get("launcher", "local") in ("local", "static") and words.get("job", "train") in (
         "train",
@@ -35,7 +36,7 @@ def prestart(argv: Sequence[str]) -> None:
         "relay",
         "doctor",
     )
-    if forks and not flags and not own_environment and _server is None:
+    if forks and not flags and not own_environment and not in_slots and _server is None:
         _server = _start({})
 
 

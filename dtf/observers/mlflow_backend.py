@@ -18,7 +18,7 @@ from mlflow.entities import Metric, Param, RunTag  # pyright: ignore[reportMissi
 from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
 
 from dtf.core.files import flat, replace_text
-from dtf.observers.tracker_process import Step
+from dtf.observers.tracker_process import Step, locked
 
 _FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)  # in names
 _LONGEST_VALUE = 500  # of parameters; what servers of all versions take
@@ -72,8 +72,15 @@ class Backend:
         return self._client.create_experiment(name)
 
     def _parent(self, experiment: str, sweep: Path) -> str:
-        """The run that stands for a sweep; its trials run one after the other."""
-        path = sweep / "mlflow.json"
+        """The run that stands for a sweep. Of trials that start together one makes it."""
+        lock = locked(sweep / ".mlflow.lock")
+        try:
+            return self._known_parent(experiment, sweep, sweep / "mlflow.json")
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+    def _known_parent(self, experiment: str, sweep: Path, path: Path) -> str:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, MlflowException):
             id = json.loads(path.read_text())["id"]
             self._client.get_run(id)

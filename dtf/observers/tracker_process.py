@@ -77,7 +77,7 @@ class _Feed:
         self._order, self._say = order, say
         folder = Path(order["folder"])
         self._path, self._name = folder / f"{name}.json", name
-        self._lock = _locked(folder / f".{name}.lock")  # an earlier process may still write
+        self._lock = locked(folder / f".{name}.lock")  # an earlier process may still write
         self._state: dict[str, Any] = {"run": {}, "sent": {}, "notes": [], "launched": 0.0} | _read(self._path)
         # its launching process was killed, and the next has come here first
         self.is_late = self._state["launched"] > order["launched"]
@@ -189,7 +189,7 @@ class _Say:
             self._file.flush()
 
 
-def _locked(path: Path) -> int | None:
+def locked(path: Path) -> int | None:
     """Wait until no other process has the file. None on a file system without locks, or a full one."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

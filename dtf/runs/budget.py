@@ -78,14 +78,16 @@ def is_spent(folder: Path) -> bool:
 class BudgetMeter:
     """Counts the seconds of a run while the context is open, and writes them into a file of the run folder.
 
-    Warns once near the end of the budget, and marks its end. `elsewhere_s`: seconds of the budget that other trials of
-    a sweep have spent. `warn` is called from a thread.
+    Warns once near the end of the budget, and marks its end. `elsewhere_s`: how many seconds of the budget other trials
+    of a sweep have spent by now. It and `warn` are called from a thread.
     """
 
-    def __init__(self, folder: Path, budget: BudgetOptions, elsewhere_s: float, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, budget: BudgetOptions, elsewhere_s: Callable[[], float], warn: Callable[[str], None]
+    ) -> None:
         self._folder, self._budget, self._elsewhere_s, self._warn = folder, budget, elsewhere_s, warn
         self._limit_s, self._before_s, self._opened = limit_s(budget), spent_s(folder), time.monotonic()
-        self._warned = elsewhere_s >= WARN_AT * self._limit_s  # by another trial
+        self._warned = elsewhere_s() >= WARN_AT * self._limit_s  # by another trial
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._count, name="dtf-meter", daemon=True)
 
@@ -120,7 +122,7 @@ class BudgetMeter:
             os.close(descriptor)
 
     def _check(self) -> None:
-        spent = self._elsewhere_s + self.seconds
+        spent = self._elsewhere_s() + self.seconds
         if spent >= self._limit_s:
             (self._folder / _MARK).touch(mode=0o600)
         if spent >= WARN_AT * self._limit_s and not self._warned:

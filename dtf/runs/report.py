@@ -176,7 +176,7 @@ def _runs(results: Sequence[Result]) -> str:
     known = [head for head, (name, _) in rates.items() if any(result.usual(name) is not None for result in results)]
     heads = [
         "run",
-        "ended",
+        "state",
         "spread",
         "steps",
         *(f"eval {metric}" for metric in metrics),
@@ -194,7 +194,7 @@ def _runs(results: Sequence[Result]) -> str:
         rows.append(
             [
                 f'{page.chip(number)}<span title="{escape(str(result.folder))}">{escape(result.name)}</span>',
-                escape(_ended(result)),
+                escape(result.state),
                 escape(f"{result.config['strategy.name']} on {result.config['world']}"),
                 f"{steps:,}",
                 *(number_text(points[0][1]) if points else "" for points in last),
@@ -270,13 +270,6 @@ def _value(value: Any) -> str:
     else:
         text = str(value).lower() if isinstance(value, bool) else str(value)
     return f"<code>{escape(text)}</code>"
-
-
-def _ended(result: Result) -> str:
-    exit, cause = result.record.get("exit"), str(result.record.get("cause") or "")
-    if exit is None:
-        return "under way, or killed"
-    return cause if exit == 0 else f"exit {exit}"
 
 
 def _shown(value: float | None, text: Callable[[float], str]) -> str:

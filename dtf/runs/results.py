@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,14 +18,18 @@ from statistics import median
 from typing import Any
 
 from dtf.config.limits import read_checked
-from dtf.core.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError, Exit, code_name
 from dtf.core.files import flat
 from dtf.core.json_lines import rows
 from dtf.core.renamed import upgraded_config
+from dtf.core.run_record import is_live
+from dtf.core.text import number_text
 from dtf.observers.trace_shares import WORK, Shares
 from dtf.runs.budget import spent_s
+from dtf.runs.objective_log import evaluations, plan_of
+from dtf.runs.sweep_record import is_sweep, pruned
 
-_SILENT = ("run.dir", "run.name", "launcher.processes", "job.", "observer.", "checkpoint.", "plugins")
+_SILENT = ("run.dir", "train.until", "run.name", "launcher.processes", "job.", "observer.", "checkpoint.", "plugins")
 """Keys that do not describe a run in its name; `world` describes its processes."""
 _EXACT = 2**53  # whole numbers below it are exact as floats
 _PLAIN = ("recipe.name", "strategy.name", "precision.compute", "optimizer.name", "lr.name", "world")
@@ -105,6 +110,30 @@ class Result:
         return None
 
     @property
+    def state(self) -> str:
+        """What it does, or how it has ended."""
+        exit, cause, step = self.record.get("exit"), str(self.record.get("cause") or ""), self.record.get("step")
+        if exit is None:
+            return "running" if is_live(self.folder, str(self.record.get("id"))) else "under way, or killed"
+        if exit == Exit.OK and cause == "stopped" and step is not None:
+            stopped = pruned(self.folder.parent).get(self.folder.name) == step
+            return f"pruned at step {step}" if stopped else f"waits at step {step}"
+        return cause if exit == Exit.OK else code_name(Exit(exit)) if exit in set(Exit) else f"exit {exit}"
+
+    @property
+    def standing(self) -> str:
+        """In a few words: its newest step, of how many, and its objective there and at its best. Empty before it has
+        any.
+        """
+        values = evaluations(self.record)
+        if not values:
+            return ""
+        step, name, plan = max(values), self.record.get("objective"), plan_of(self.record)
+        best = self.record.get("best")
+        text = f"step {step}{f'/{plan[0]}' if plan else ''}  {name}={number_text(values[step])}"
+        return text + (f"  best={number_text(best[1])}" if best else "")
+
+    @property
     def devices(self) -> list[str]:
         """Those that were sampled."""
         return list(dict.fromkeys(sample["device"] for sample in self.samples))
@@ -135,7 +164,8 @@ class Result:
 
 
 def read_runs(patterns: Sequence[str]) -> list[Result]:
-    """The runs in folders, or of glob patterns, in this order; those of one pattern by time.
+    """The runs in folders, or of glob patterns, in this order; those of one pattern by time. The folder of a sweep
+    stands for its trials.
 
     ConfigError where there is none.
     """
@@ -143,6 +173,7 @@ def read_runs(patterns: Sequence[str]) -> list[Result]:
     for pattern in patterns:
         # a folder may be called a[1]
         matches = [Path(pattern)] if Path(pattern).exists() else [Path(name) for name in glob.glob(pattern)]
+        matches += [path.parent for folder in matches if is_sweep(folder) for path in folder.glob("*/run.json")]
         runs = [folder for folder in matches if (folder / "run.json").is_file()]
         if not runs:
             why = "holds no run.json, so it is no run folder" if matches else "matches nothing"
@@ -223,16 +254,29 @@ def _result(folder: Path) -> Result:
         raise DataError(
             f"{folder / 'profile'} cannot be read: {type(error).__name__}: {error}; remove the damaged file"
         ) from error
-    metrics = folder / Path(str(config.get("observer.jsonl.path", "metrics.jsonl"))).name
+    metrics = [*rows(folder / Path(str(config.get("observer.jsonl.path", "metrics.jsonl"))).name, _MEASURED)]
+    if not any(row["split"] == "eval" for row in metrics):
+        metrics += _recorded(record)
     return Result(
         folder,
         config,
         record,
-        [*rows(metrics, _MEASURED)],
+        metrics,
         [*rows(folder / "resources.jsonl", _SAMPLED)],
         sorted(shares),
         _confusion(folder / "evaluation.json"),
     )
+
+
+def _recorded(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The evaluations that a run without metrics.jsonl has in its run.json: of the objective alone."""
+    plan, name = plan_of(record), str(record.get("objective"))
+    if plan is None:
+        return []
+    return [
+        {"split": "eval", "step": step, "epoch": step / plan[1], name: value if math.isfinite(value) else None}
+        for step, value in evaluations(record).items()
+    ]
 
 
 def _confusion(path: Path) -> list[tuple[str, list[int]]]:

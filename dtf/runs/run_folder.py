@@ -13,7 +13,6 @@ import os
 import platform
 import secrets
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +35,8 @@ from dtf.core.run_record import LOCK, LONGEST_SAVE
 from dtf.core.text import quoted
 from dtf.core.types import Ended, Event, Measured, Saved, Started
 from dtf.core.version import __version__
+from dtf.runs.git_commit import git_commit
+from dtf.runs.objective_log import add, begin, carry
 from dtf.runs.time_left import TIME_LEFT, refuse_short
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class Run:
                 self.folder.chmod(0o700)
             return
         past = self._record["earlier"] = _earlier_launches(self.folder, self.config, again)
+        carry(self._record, past[-1])
         saved = self.folder / "config.yaml"
         if saved.exists():  # else the process was killed between writing run.json and this
             os.replace(saved, self.folder / f"config.{past[-1]['id']}.yaml")
@@ -158,7 +160,7 @@ class Run:
     def _begin(self, processes: int, devices: str) -> None:
         import yaml
 
-        earlier, trains = self._record.get("earlier"), self.config.get("job", {}).get("name", "train") == "train"
+        before, trains = self._record, self.config.get("job", {}).get("name", "train") == "train"
         self._record = {
             "id": self.id,
             "started": _now(),
@@ -167,7 +169,7 @@ class Run:
             "cause": "",
             "identity": identity(self.config),
             "versions": versions(),
-            "git": _git(),
+            "git": git_commit(),
             "host": socket.gethostname(),
             "world": {"processes": processes, "devices": devices, "strategy": self.config["strategy"]["name"]},
         }
@@ -176,8 +178,7 @@ class Run:
             self._record["world"]["roles"] = roles
         if trains:
             self._record["results"] = False
-        if earlier:
-            self._record["earlier"] = earlier
+        self._record |= before
         self._write()
         replace_text(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
 
@@ -197,15 +198,22 @@ class Run:
             self._update("has no start-up table")
 
     def see(self, event: Event) -> None:
-        """Write into run.json what an event of the ranks says of the run: the start-up table, that there are results,
-        and how long saves take.
+        """Write into run.json what an event of the ranks says of the run: the plan and the start-up table, that there
+        are results, the objective after each evaluation, how long saves take.
         """
         if isinstance(event, Started):
+            if "results" in self._record:
+                begin(self._record, self.settings.objective[0], event)
             self.ready(event.table)
-        result = isinstance(event, Measured | Saved) or (isinstance(event, Ended) and event.step > 0)
-        if result and self.leader and self._record.get("results") is False:
+        if isinstance(event, Ended):
+            self._record["step"] = event.step
+        evaluated = isinstance(event, Measured) and add(self._record, event)
+        first = self._record.get("results") is False and (
+            isinstance(event, Measured | Saved) or (isinstance(event, Ended) and event.step > 0)
+        )
+        if self.leader and (first or evaluated):
             self._record["results"] = True
-            self._update("does not say that there are results")
+            self._update("does not have the newest results")
         if self.leader and isinstance(event, Saved) and event.seconds > self._record.get(LONGEST_SAVE, 0.0):
             self._record[LONGEST_SAVE] = round(event.seconds, 3)
             self._update("does not say how long saves take")
@@ -375,25 +383,6 @@ def _lost_effects(folder: Path, resume: str) -> list[str]:
 
 def _show(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _git() -> str:
-    """The commit of the code, with `-dirty` when it was changed since; empty when it is in no repository."""
-    command = [
-        "git",
-        "-C",
-        str(Path(__file__).parents[1]),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-        "--exclude=*",
-    ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _now() -> str:

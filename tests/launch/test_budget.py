@@ -68,7 +68,9 @@ def test_a_meter_warns_once_and_marks_the_end(
     """A trial that begins after the others spent 80 % warns no more: they did."""
     (tmp_path / "seconds").write_text("0.1\n")
     warnings: list[str] = []
-    with BudgetMeter(tmp_path, BudgetOptions(cost=100, cost_per_hour=3600), elsewhere_s, warnings.append) as meter:
+    with BudgetMeter(
+        tmp_path, BudgetOptions(cost=100, cost_per_hour=3600), lambda: elsewhere_s, warnings.append
+    ) as meter:
         pass
     assert (len(warnings), is_spent(tmp_path)) == (warned, marked), warnings
     assert 0.1 <= spent_s(tmp_path) <= meter.seconds + 0.1

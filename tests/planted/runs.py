@@ -209,10 +209,41 @@ FAULTS = [
         ("tests/launch/test_sweep.py::test_the_table_of_a_sweep_says_where_each_run_is_and_how_good",),
     ),
     Fault(
+        "a trial too many goes on from a rung",
+        "dtf/cli/pruning.py",
+        "[: len(come) // factor]",
+        "[: len(come) // factor + 1]",
+        ("tests/unit/test_pruning.py::test_a_third_of_those_that_came_goes_on_the_highest_rung_first",),
+    ),
+    Fault(
+        "the median rule compares the last value and not the best",
+        "dtf/cli/pruning.py",
+        "return max(best) < median(averages)",
+        "return best[-1] < median(averages)",
+        ("tests/unit/test_pruning.py::test_the_median_of_running_averages_decides",),
+    ),
+    Fault(
+        "a sweep that was killed forgets which trials wait",
+        "dtf/cli/schedule.py",
+        "reached = found.until is not None and found.until in trial.evaluations",
+        "reached = not before and found.until in trial.evaluations",
+        ("tests/unit/test_pruning.py::test_a_sweep_killed_anywhere_goes_on_by_what_its_folders_say",),
+    ),
+    Fault(
+        "trials at once have the same cores",
+        "dtf/cli/slots.py",
+        '"cores": self._cores[number],',
+        '"cores": self._cores[0],',
+        (
+            "tests/launch/test_sweep_side_by_side.py::"
+            "test_two_at_once_with_halves_of_the_cores_reach_the_best_in_two_fifths_of_the_steps",
+        ),
+    ),
+    Fault(
         "a sweep runs a finished trial again",
         "dtf/cli/trials.py",
-        "return record if exit == Exit.OK and not changed else None",
-        "return record if exit == Exit.OK and changed else None",
+        "exit == Exit.OK and whole, same_plan)",
+        "exit == Exit.OK and not whole, same_plan)",
         ("tests/launch/test_sweep_again.py::test_a_sweep_stopped_in_the_middle_runs_only_what_is_missing",),
     ),
     Fault(
@@ -232,8 +263,8 @@ FAULTS = [
     Fault(
         "Optuna forgets what trials came to",
         "dtf/cli/optuna_search.py",
-        "            if math.isfinite(value):\n",
-        "            if math.isinf(value):\n",
+        "for other, told in known.items()])",
+        "for other, told in known.items() if told.value is None])",
         ("tests/unit/test_optuna_search.py::test_what_is_proposed_gets_better",),
     ),
     Fault(

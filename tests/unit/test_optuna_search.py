@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dtf.cli.optuna_search import OptunaSearch
+from dtf.cli.optuna_search import OptunaSearch, Told, told_by
 from dtf.config.hydra_sources import OptunaOptions
 from dtf.config.messages import parse
 from dtf.core.errors import BusyError, ConfigError
@@ -47,7 +47,16 @@ class Parabola:
 
 
 def search(folder: Path, launch: Parabola, trials: int = 12, space: Sequence[str] = SPACE) -> list[dict[str, str]]:
-    OptunaSearch(OptunaOptions(n_trials=trials), parse(space), "min", folder).run(launch)
+    """One trial after the other."""
+    search = OptunaSearch(OptunaOptions(n_trials=trials), parse(space), "min", folder)
+    known: dict[int, Told] = {}
+    given = search.given
+    for number in range(trials):
+        overrides = given[number] if number < len(given) else search.propose(known)
+        assert overrides is not None
+        if math.isfinite(value := launch(overrides, number)):
+            known[number] = Told(value)
+    assert search.propose(known) is None
     return launch.seen
 
 
@@ -117,3 +126,30 @@ def test_a_seed_that_numpy_does_not_take_is_refused(tmp_path: Path, seed: int) -
 def test_what_cannot_be_searched_is_refused(tmp_path: Path, bad: str) -> None:
     with pytest.raises(ConfigError, match="is no interval to search"):
         search(tmp_path, Parabola(), space=[f"lr.peak={bad}"])
+
+
+def test_proposals_beside_trials_that_run_differ_and_say_what_they_were_made_after(tmp_path: Path) -> None:
+    """Also a trial that was pruned teaches; the record of what was known gives the same proposal again."""
+    space, options = parse(SPACE[:1]), OptunaOptions(n_trials=12)
+    search = OptunaSearch(options, space, "min", tmp_path)
+    known: dict[int, Told] = {}
+    rates = []
+    for number in range(12):
+        overrides = search.propose(known)
+        assert overrides is not None
+        rates.append(float(values(overrides)["lr.peak"]))
+        known[number] = Told(None)
+        for ended in [other for other, told in known.items() if told.value is None][:-3]:  # three in flight
+            loss = (math.log10(rates[ended]) + 1) ** 2
+            known[ended] = Told(loss, 2 if ended % 4 == 3 else None)
+    assert len(set(rates)) == 12
+    kept = json.loads((tmp_path / "proposals.json").read_text())
+    assert told_by(kept["news"][:9])[3].evaluations == 2 and told_by(kept["news"][:9])[7].value is None
+    assert all(len(news) <= 3 for news in kept["news"]), "what has not changed is not told again"
+    for number in (5, 11):
+        again = tmp_path / str(number)
+        again.mkdir()
+        before = {key: kept[key][:number] for key in ("proposals", "news")} | {"space": kept["space"]}
+        (again / "proposals.json").write_text(json.dumps(before))
+        told = told_by(kept["news"][: number + 1])
+        assert OptunaSearch(options, space, "min", again).propose(told) == [f"lr.peak={rates[number]}"]

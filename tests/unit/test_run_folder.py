@@ -44,8 +44,8 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def opened(wanted: dict[str, Any], again: str = "") -> Run:
-    settings = cast(Settings, SimpleNamespace(run=SimpleNamespace(**wanted["run"]), strategy=Ddp()))
-    return Run.open(wanted, settings, processes=2, devices="cpu", again=again)
+    stand_in = SimpleNamespace(run=SimpleNamespace(**wanted["run"]), strategy=Ddp(), objective=("loss", "min"))
+    return Run.open(wanted, cast(Settings, stand_in), processes=2, devices="cpu", again=again)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,279 @@
+"""Which trials go on: rungs, promotions and the median rule, as pure functions; and a schedule of trials that is killed
+at any moment, with an executor that only writes what runs would have written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import yaml
+from hypothesis import Phase as HypothesisPhase
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from dtf.api.options import Prune, SweepOptions
+from dtf.api.trials import TrialEnd, TrialOrder
+from dtf.cli.pruning import Phase, Standing, champion, is_out, next_of, rungs
+from dtf.cli.schedule import Batch, Rules, Schedule
+from dtf.core.errors import Exit
+from dtf.runs.sweep_record import SweepRecord
+
+NAN = math.nan
+
+
+def waiting(*values: float) -> Standing:
+    return Standing(Phase.waiting, values)
+
+
+def finished(*values: float) -> Standing:
+    return Standing(Phase.finished, values)
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "factor", "trials", "expected"),
+    [
+        (9, 3, 9, [1, 3, 9]),
+        (10, 3, 9, [1, 3, 10]),
+        (100, 3, 9, [11, 33, 100]),  # of 9 trials one is left at the third rung: no need for a fourth
+        (100, 3, None, [1, 3, 11, 33, 100]),
+        (100, 4, 3, [100]),
+        (2, 3, 9, [2]),
+        (8, 2, 1000, [1, 2, 4, 8]),
+    ],
+)
+def test_rungs_are_shares_of_the_plan(evaluations: int, factor: int, trials: int | None, expected: list[int]) -> None:
+    assert rungs(evaluations, factor, trials) == expected
+
+
+def test_a_third_of_those_that_came_goes_on_the_highest_rung_first() -> None:
+    def chosen(*values: float) -> int | None:
+        return next_of(Prune.asha, {n: waiting(v) for n, v in enumerate(values, 1)}, [1, 3, 9], 3, maximise=True)
+
+    assert chosen(0.3, 0.2) is None
+    assert chosen(0.3, 0.2, 0.1) == 1
+    assert chosen(0.3, 0.2, 0.1, 0.5, 0.6) == 5
+    assert chosen(NAN, NAN, 0.1) == 3 and chosen(NAN, NAN, NAN) is None
+    trials = {1: waiting(0.3), 2: Standing(Phase.running, (0.9,)), 3: waiting(0.1)}
+    assert next_of(Prune.asha, trials, [1, 3, 9], 3, maximise=True) is None, "the one that may go on does"
+    trials = {n: waiting(0.1 * n, 0.1 * n, 0.5 - 0.1 * n) for n in (1, 2, 3)} | {4: waiting(0.9), 5: waiting(0.8)}
+    assert next_of(Prune.asha, trials, [1, 3, 9], 3, maximise=True) == 1
+    assert next_of(Prune.asha, trials, [1, 3, 9], 3, maximise=False) == 3
+
+
+def test_a_trial_that_failed_counts_as_the_worst_that_came() -> None:
+    trials = {1: Standing(Phase.failed), 2: Standing(Phase.failed), 3: waiting(0.1)}
+    assert next_of(Prune.asha, trials, [1, 3], 3, maximise=True) == 3
+    trials = {1: Standing(Phase.failed, (0.9,)), 2: waiting(0.2), 3: waiting(0.1)}
+    assert next_of(Prune.asha, trials, [1, 3], 3, maximise=True) is None, "it was the one to go on"
+
+
+def test_what_ended_early_and_well_competes_with_its_last_value() -> None:
+    trials = {1: finished(0.1, 0.8), 2: waiting(0.2, 0.2, 0.2), 3: waiting(0.3, 0.3, 0.3)}
+    assert next_of(Prune.asha, trials, [1, 3, 9], 3, maximise=True) is None
+    trials[1] = finished(0.1, 0.25)
+    assert next_of(Prune.asha, trials, [1, 3, 9], 3, maximise=True) == 3
+
+
+def test_the_best_of_the_highest_rung_is_trained_where_nothing_else_has_been() -> None:
+    trials = {1: waiting(0.9), 2: waiting(0.1, 0.2, 0.3), 3: waiting(0.1, 0.2, 0.4), 4: Standing(Phase.failed)}
+    assert champion(trials, [1, 3, 9], maximise=True) == 3
+    assert champion(trials, [1, 3, 9], maximise=False) == 2
+    assert champion(trials | {5: finished(0.1)}, [1, 3, 9], maximise=True) is None
+
+
+def test_the_median_of_running_averages_decides() -> None:
+    """Golovin et al. 2017: averages up to the step, of the finished ones alone; the best so far is compared."""
+    others = {1: finished(0.0, 0.5, 1.0), 2: finished(0.25, 0.5, 1), 3: finished(0.5, 0.75, 1)}  # .25 .375 .625
+    for own, out in (((0.37, 0.1), True), ((0.375, 0.1), False), ((0.38, NAN), False), ((NAN, NAN), True)):
+        assert is_out(Prune.median, 9, others | {9: waiting(*own)}, maximise=True) is out, own
+    running = {1: Standing(Phase.running, (0.9, 0.9)), 2: waiting(0.9, 0.9), 9: waiting(0.1, 0.1)}
+    assert not is_out(Prune.median, 9, running, maximise=True), "none has finished"
+    assert is_out(Prune.median, 9, {1: finished(0.2, 0.2), 9: waiting(0.5, 0.3)}, maximise=False)
+    assert not is_out(Prune.asha, 9, others | {9: waiting(0.0, 0.0)}, maximise=True)
+    assert next_of(Prune.median, others | {8: waiting(0.125), 9: waiting(0.25)}, [1, 3], 3, maximise=True) == 9
+
+
+# ---------------------------------------------------------------- a schedule that is killed
+
+
+EVERY = 5  # steps between evaluations
+
+
+class Killed(BaseException):
+    pass
+
+
+@dataclass(frozen=True)
+class FakeConfig:
+    """What a schedule needs of a composed config."""
+
+    config: dict[str, Any]
+
+
+@dataclass
+class FakeRuns:
+    """An executor. `curves`: the objective after each evaluation; None: the run fails there. `draw(n)`: which of n
+    trials ends next; negative: everything is killed.
+    """
+
+    curves: list[list[float | None]]
+    places: int
+    draw: Any
+    maximise: bool
+    running: dict[int, TrialOrder] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    starts: int = 0
+
+    def start(self, order: TrialOrder) -> None:
+        assert len(self.running) < self.places and order.number not in self.running
+        self.running[order.number] = order
+        self.starts += 1
+
+    def wait(self) -> TrialEnd:
+        chosen = self.draw(len(self.running))
+        for number in [*self.running] if chosen < 0 else [[*self.running][chosen]]:
+            order = self.running.pop(number)
+            code = self._train(order, cut=chosen < 0)
+        if chosen < 0:
+            raise Killed
+        return TrialEnd(number, code)
+
+    def _train(self, order: TrialOrder, cut: bool) -> int:
+        assert order.folder is not None
+        config = order.composed.config
+        curve, until = self.curves[order.number - 1], config["train"]["until"]
+        total = EVERY * len(curve)
+        end = min(total, until or total)
+        before = self.steps.get(order.number, 0)
+        assert before < end, "it is run only where something is left of it"
+        if cut:
+            end = (before + end) // 2
+        fine = end if None not in curve else min(end, EVERY * curve.index(None))  # it fails at its next evaluation
+        values = {step: curve[step // EVERY - 1] for step in range(EVERY, fine + 1, EVERY)}
+        code = Exit.DIVERGED if fine < end and not cut else Exit.OK
+        self.steps[order.number] = fine
+        order.folder.mkdir(exist_ok=True)
+        (order.folder / "config.yaml").write_text(yaml.safe_dump(config))
+        record = {
+            "identity": {},
+            "results": True,
+            "exit": None if cut else int(code),
+            "cause": "finished" if end == total else "stopped",
+            "objective": "score",
+            "evaluations": {
+                str(step): None if value is None or math.isnan(value) else value for step, value in values.items()
+            },
+            "plan": {"steps": total, "steps_per_epoch": EVERY},
+        }
+        (order.folder / "run.json").write_text(json.dumps(record))
+        return code
+
+
+def schedule_of(home: Path, rule: Prune, factor: int, runs: FakeRuns) -> Schedule:
+    def compose(number: int, words: list[str]) -> Any:
+        nodes = {"train": {"until": None, "eval_every": None, "epochs": len(runs.curves[0])}, "budget": {}}
+        return FakeConfig(
+            {**nodes, "seed": number, "budget": {"cost_per_hour": None}, "checkpoint": {"mirror": ""}, "run": {}}
+        )
+
+    rules = Rules(
+        SweepOptions(parallel=runs.places, prune=rule, factor=factor),
+        ("score", "max" if runs.maximise else "min"),
+        len(runs.curves),
+        "",
+        " ".join,
+        lambda words: home / words[0],
+    )
+    record = SweepRecord(home, {})
+    return Schedule(rules, cast(Any, runs), compose, lambda action: action(), lambda: False, record)
+
+
+def check_start(home: Path, runs: FakeRuns, schedule: Schedule, factor: int) -> None:
+    """Have each promotion checked against what has come to the rung by then, counted here once more."""
+    start = runs.start
+
+    def checked(order: TrialOrder) -> None:
+        done = runs.steps.get(order.number, 0) // EVERY
+        places = rungs(len(runs.curves[0]), factor, len(runs.curves))
+        if done in places[:-1] and runs.steps[order.number] % EVERY == 0:
+            come = []
+            for number, trial in schedule.trials.items():
+                values = trial.standing.values
+                lost = trial.phase is Phase.failed and len(values) < done
+                come += (
+                    [(values[done - 1] if len(values) >= done else NAN, number)] if len(values) >= done or lost else []
+                )
+            sign = -1 if runs.maximise else 1
+            come.sort(key=lambda pair: (math.isnan(pair[0]), 0 if math.isnan(pair[0]) else sign * pair[0], pair[1]))
+            best = [number for _, number in come[: len(come) // factor]]
+            crowned = not runs.running and all(trial.phase is not Phase.finished for trial in schedule.trials.values())
+            assert order.number in best or crowned, (done, come)
+        start(order)
+
+    runs.start = checked  # type: ignore[method-assign]
+
+
+VALUES = st.one_of(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.just(NAN), st.none())
+
+
+@examples(max_examples=12, phases=[HypothesisPhase.generate])
+@given(data=st.data())
+def test_a_sweep_killed_anywhere_goes_on_by_what_its_folders_say(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rule = data.draw(st.sampled_from([Prune.asha, Prune.median]), "rule")
+    factor = data.draw(st.integers(2, 4), "factor")
+    length = data.draw(st.integers(factor, 20), "evaluations")
+    count = data.draw(st.integers(factor, 10), "trials")
+    curves = data.draw(st.lists(st.lists(VALUES, min_size=length, max_size=length), min_size=count, max_size=count))
+    home = tmp_path_factory.mktemp("sweep")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)  # it takes most of the time
+        check_sweep(data, home, rule, factor, curves)
+
+
+def check_sweep(data: st.DataObject, home: Path, rule: Prune, factor: int, curves: list[list[float | None]]) -> None:
+    count, kills = len(curves), [3]
+
+    def draw(running: int) -> int:
+        end = data.draw(st.integers(-1 if kills[0] else 0, running - 1))
+        kills[0] -= end < 0
+        return end
+
+    runs = FakeRuns(curves, data.draw(st.integers(1, 3), "places"), draw, data.draw(st.booleans(), "maximise"))
+    start, words = runs.start, [[f"seed={number}"] for number in range(1, count + 1)]
+    while True:
+        schedule = schedule_of(home, rule, factor, runs)
+        runs.running.clear()
+        runs.start = start  # type: ignore[method-assign]
+        if rule is Prune.asha:
+            check_start(home, runs, schedule, factor)
+        try:
+            schedule.run(Batch(words, 1))
+            break
+        except Killed:
+            continue
+    schedule.close()
+    phases = [trial.phase for trial in schedule.trials.values()]
+    assert len(phases) == count and set(phases) <= {Phase.finished, Phase.pruned, Phase.failed}
+    assert Phase.finished in phases or all(
+        trial.phase is Phase.failed or not any(map(math.isfinite, trial.standing.values))
+        for trial in schedule.trials.values()
+    )
+    # once more: what failed is tried again, nothing else
+    before = runs.starts
+    again = schedule_of(home, rule, factor, runs)
+    runs.start = start  # type: ignore[method-assign]
+    kills[0] = 0
+    again.run(Batch(words, 1))
+    again.close()
+    if Phase.failed not in phases:
+        assert runs.starts == before
+        assert [trial.phase for trial in again.trials.values()] == phases
