@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from dtf.checkpoint.storage import checkpoints, step_of
-from tests.support.slurmbox import FINAL, SlurmBox, slurmbox
+from tests.support.slurmbox import FINAL, Refused, SlurmBox, slurmbox
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -84,12 +84,20 @@ class Campaign:
             self._left(job)
 
     def signal(self, job: str) -> None:
-        self.box.call("scancel", "--signal=TERM", job)
+        try:
+            self.box.call("scancel", "--signal=TERM", job)
+        except Refused:  # it has ended just now
+            if self.box.state(job) not in FINAL:
+                raise
         self._left(job)
 
     def time_out(self, job: str) -> None:
         """With the notice that launcher.grace_s asks for: Slurm gives it up to a minute early."""
-        self.box.call("scontrol", "update", f"JobId={job}", "EndTime=now+20")
+        try:
+            self.box.call("scontrol", "update", f"JobId={job}", "EndTime=now+20")
+        except Refused:
+            if self.box.state(job) not in FINAL:
+                raise
         self._left(job)
         if self.box.state(job) == "PENDING":
             self.box.call("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
@@ -136,9 +144,11 @@ class Campaign:
         """Let each happen to a run, at a random moment after its job has started again, and take it from the list."""
         while acts and self._started(job):
             after_s = self.rng.choice([0.0, 1.5, 3.0, 9.0]) + self.rng.random() * 3
+            time.sleep(after_s)  # the moment is what is varied; nothing is waited for
+            if self.box.state(job) != "RUNNING":
+                continue
             act = acts.pop()
             event = Event(mode, act.__name__, round(after_s, 2), act.__name__ not in WITHOUT_NOTICE)
-            time.sleep(event.after_s)  # the moment is what is varied; nothing is waited for
             before = newest(run)
             act(job)
             event.seen, event.saved = max(seen(run, job), before), newest(run)
