@@ -78,7 +78,7 @@ rm -f "$folder/ended$part"
 # what this job is follows from Slurm alone
 unset DTF_NODES DTF_NODE DTF_ADDRESS DTF_ROLE DTF_ID DTF_ENDPOINTS DTF_RESTARTS DTF_DEADLINE DTF_ROLES
 deadline=${SLURM_JOB_END_TIME:-}
-if [[ -z $deadline && $(scontrol show job -o "$SLURM_JOB_ID" 2>/dev/null) =~ EndTime=([0-9T:-]+) ]]; then
+if [[ -z $deadline && $(scontrol show job -o "$id" 2>/dev/null) =~ EndTime=([0-9T:-]+) ]]; then
     deadline=$(date --date="${BASH_REMATCH[1]}" +%s 2>/dev/null)
 fi
 [[ -n $deadline ]] && export DTF_DEADLINE=$deadline
@@ -114,7 +114,7 @@ fi
 # Slurm ends the whole job. At its time limit, and where a cluster cancels what it preempts, it starts again all the same;
 # after scancel, or where Slurm requeues it by itself, that is not for this script to decide
 ended=' Reason=TimeLimit | PreemptTime=[0-9]'
-if [[ -n $told && ! $(scontrol show job -o "$SLURM_JOB_ID" 2>/dev/null) =~ $ended ]]; then
+if [[ -n $told && ! $(scontrol show job -o "$id" 2>/dev/null) =~ $ended ]]; then
     say "ended from outside: $verdict, newest checkpoint: step $(newest)"
     exit "$exit_code"
 fi
