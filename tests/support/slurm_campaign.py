@@ -41,15 +41,16 @@ PATIENCE_S = 120.0
 
 @dataclass
 class Event:
-    """One disturbance. `seen`: the last step that was printed before it, `saved`: the newest checkpoint after it."""
+    """One disturbance. `after`: how long after a start of its job. `seen`: the last step that this start printed;
+    `saved`: the newest checkpoint once the job had left.
+    """
 
     mode: str
     kind: str
-    after_s: float
+    after: str
     notice: bool
     seen: int = 0
     saved: int = 0
-    resumed: int | None = None
     wrong: str = ""
 
 
@@ -143,12 +144,11 @@ class Campaign:
     def disturb(self, mode: str, run: Path, job: str, acts: list[Callable[[str], None]]) -> None:
         """Let each happen to a run, at a random moment after its job has started again, and take it from the list."""
         while acts and self._started(job):
-            after_s = self.rng.choice([0.0, 1.5, 3.0, 9.0]) + self.rng.random() * 3
-            time.sleep(after_s)  # the moment is what is varied; nothing is waited for
+            moment = self._moment(run, job)
             if self.box.state(job) != "RUNNING":
                 continue
             act = acts.pop()
-            event = Event(mode, act.__name__, round(after_s, 2), act.__name__ not in WITHOUT_NOTICE)
+            event = Event(mode, act.__name__, moment, act.__name__ not in WITHOUT_NOTICE)
             before = newest(run)
             act(job)
             event.seen, event.saved = max(seen(run, job), before), newest(run)
@@ -157,6 +157,23 @@ class Campaign:
             if event.saved < before:
                 event.wrong = "a checkpoint was lost"
             self.note(event)
+
+    def _moment(self, run: Path, job: str) -> str:
+        """Let a job that has just started go on for a random time of its start, or for some steps."""
+        if self.rng.random() < 0.4:
+            after_s = self.rng.random() * 5
+            time.sleep(after_s)  # the moment is what is varied; nothing is waited for
+            return f"{after_s:.2f} s"
+        steps = self.rng.randrange(1, 40)
+        first: list[int] = []
+
+        def trained() -> bool:
+            at = seen(run, job)
+            first.extend([at] if at and not first else [])
+            return bool(first) and at >= first[0] + steps or self.box.state(job) != "RUNNING"
+
+        self.box.wait(trained, f"{steps} steps of job {job}", PATIENCE_S)
+        return f"{steps} steps"
 
     def note(self, event: Event) -> None:
         self.events.append(event)
@@ -223,7 +240,7 @@ class Campaign:
             before = {trial: newest(folder / trial) for trial in TRIALS}
             act = kinds[at % len(kinds)]
             act(job)
-            event = Event("sweep", act.__name__, round(after_s, 2), act != self.lose_node)
+            event = Event("sweep", act.__name__, f"{after_s:.2f} s", act != self.lose_node)
             lost = [trial for trial in TRIALS if newest(folder / trial) < before[trial]]
             event.wrong = f"checkpoints of {lost} were lost" if lost else ""
             self.note(event)
