@@ -143,8 +143,15 @@ class Campaign:
 
     def disturb(self, mode: str, run: Path, job: str, acts: list[Callable[[str], None]]) -> None:
         """Let each happen to a run, at a random moment after its job has started again, and take it from the list."""
+        losses: list[int] = []  # the newest checkpoint at each
         while acts and self._started(job):
             moment = self._moment(run, job)
+            if acts[-1].__name__ in WITHOUT_NOTICE:
+                if losses[-2:] == [newest(run)] * 2:  # a fourth without a new checkpoint would rightly end the job
+                    self.box.wait(
+                        lambda: newest(run) > losses[-1] or self.box.state(job) != "RUNNING", "a save", PATIENCE_S
+                    )
+                losses.append(newest(run))
             if self.box.state(job) != "RUNNING":
                 continue
             act = acts.pop()
@@ -170,7 +177,7 @@ class Campaign:
         def trained() -> bool:
             at = seen(run, job)
             first.extend([at] if at and not first else [])
-            return bool(first) and at >= first[0] + steps or self.box.state(job) != "RUNNING"
+            return (bool(first) and at >= first[0] + steps) or self.box.state(job) != "RUNNING"
 
         self.box.wait(trained, f"{steps} steps of job {job}", PATIENCE_S)
         return f"{steps} steps"
