@@ -2,13 +2,13 @@
 #SBATCH --job-name=shapes-8a4bb8
 #SBATCH --comment='dtf d60e22dfd60e22df'
 #SBATCH --output='/data/my run/job/slurm-%j.log'
-#SBATCH --time=0-12:30:00
-#SBATCH --signal=TERM@25
 #SBATCH --export=ALL
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --partition=gpu
 #SBATCH --mem=64G
+#SBATCH --time=0-12:30:00
+#SBATCH --signal=TERM@25
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=6

@@ -68,9 +68,10 @@ def test_the_script_of_roles_is_a_heterogeneous_job() -> None:
     extra = {"server": ["--partition=cpu"]}
     text = slurm(nodes=2, processes=2, gpus=2, partition="gpu", role_extra=extra).render(request)[JOB]
     start = head(text).index("hetjob")
-    assert head(text)[start - 4 : start] == ["--partition=gpu", "--ntasks=3", "--cpus-per-task=1", "--partition=cpu"]
+    limits = ["--partition=gpu", "--signal=TERM@25"]
+    assert head(text)[start - 5 : start] == [*limits, "--ntasks=3", "--cpus-per-task=1", "--partition=cpu"]
     assert head(text)[start + 1 :] == [
-        "--partition=gpu", "--nodes=2", "--ntasks-per-node=2", "--ntasks=4", "--cpus-per-task=1", "--gpus-per-task=1",
+        *limits, "--nodes=2", "--ntasks-per-node=2", "--ntasks=4", "--cpus-per-task=1", "--gpus-per-task=1",
     ]  # fmt: skip
     assert "export DTF_ROLES=server,trainer" in text
     step = next(line.strip() for line in text.splitlines() if line.strip().startswith("srun --het"))
