@@ -59,10 +59,15 @@ newest() { # the step of the newest checkpoint, 0 without one
 # What became of the run, by the exit codes of its processes. `failed` where one failed for good; else `lost` where a
 # machine or a process was, one that left no code among them; else `stopped` where one was asked to; else `done`.
 judge() {
-    local task code now
+    local task code now tries=30
     verdict=done decisive=0 exit_code=0
+    ((step_code == 0)) && return # srun ends with the highest code
     for ((task = 0; task < tasks; task++)); do
         code=$(cat "$attempt/code.$task" 2>/dev/null)
+        while [[ -z $code ]] && ((step_code < 128 && tries-- > 0)); do # another node's file may be seen late
+            sleep 1
+            code=$(cat "$attempt/code.$task" 2>/dev/null)
+        done
         [[ -z $code && $step_code == 143 ]] && code=143
         case $code in
         0) continue ;;
