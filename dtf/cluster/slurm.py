@@ -196,7 +196,7 @@ class Slurm(Platform):
     # ------------------------------------------------------------ the scheduler
 
     def submit(self, request: JobRequest, files: dict[str, Path]) -> dict[str, str]:
-        for name in ("cancel", "ended"):
+        for name in ("cancel", "ended", "lost"):  # of an earlier job of this run
             for path in request.job_folder.glob(f"{name}*"):
                 path.unlink()
         text = files[JOB].read_text()
