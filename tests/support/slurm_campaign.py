@@ -34,7 +34,8 @@ MODES = {
     "fsdp": ["strategy=fsdp", "train.steps=400", *LONGER],
     "pserver": ["strategy=pserver", "strategy.servers=2", "train.steps=300", *LONGER],
 }
-TRIALS = [f"lr.peak={rate}" for rate in (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)]
+RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
+TRIALS = [str(number) for number in range(len(RATES))]
 WITHOUT_NOTICE = {"lose_node", "kill_supervisor"}
 PATIENCE_S = 120.0
 
@@ -278,7 +279,7 @@ class Campaign:
 
 
 def _trial(trial: str) -> list[str]:
-    return [*SMALL, trial, "train.steps=150", "launcher.processes=1"]
+    return [*SMALL, f"lr.peak={RATES[int(trial)]}", "train.steps=150", "launcher.processes=1"]
 
 
 def submit_sweep(folder: str) -> None:
