@@ -142,8 +142,6 @@ class Slurm(Platform):
             "job-name": request.name,
             "comment": _comment(request),
             "output": output_pattern(str(request.job_folder), bool(request.trials)),
-            "time": duration(self.hours) if self.hours is not None else "",
-            "signal": f"TERM@{min(math.ceil(request.grace_s), 65535)}",
             "export": self.export,
         }
         once = [*_lines(shared), "--open-mode=append", "--requeue", *([array] if array else [])]
@@ -153,6 +151,8 @@ class Slurm(Platform):
             "qos": self.qos,
             "constraint": self.constraint,
             "mem": self.memory,
+            "time": duration(self.hours) if self.hours is not None else "",
+            "signal": f"TERM@{min(math.ceil(request.grace_s), 65535)}",
         }
         components = []
         for at, size in enumerate(self._sizes(request)):
@@ -196,7 +196,7 @@ class Slurm(Platform):
     # ------------------------------------------------------------ the scheduler
 
     def submit(self, request: JobRequest, files: dict[str, Path]) -> dict[str, str]:
-        for name in ("cancel", "ended"):
+        for name in ("cancel", "ended", "lost"):  # of an earlier job of this run
             for path in request.job_folder.glob(f"{name}*"):
                 path.unlink()
         text = files[JOB].read_text()

@@ -44,10 +44,15 @@ newest() { # the step of the newest checkpoint, 0 without one
 # What became of the run, by the exit codes of its processes. `failed` where one failed for good; else `lost` where a
 # machine or a process was, one that left no code among them; else `stopped` where one was asked to; else `done`.
 judge() {
-    local task code now
+    local task code now tries=30
     verdict=done decisive=0 exit_code=0
+    ((step_code == 0)) && return # srun ends with the highest code
     for ((task = 0; task < tasks; task++)); do
         code=$(cat "$attempt/code.$task" 2>/dev/null)
+        while [[ -z $code ]] && ((step_code < 128 && tries-- > 0)); do # another node's file may be seen late
+            sleep 1
+            code=$(cat "$attempt/code.$task" 2>/dev/null)
+        done
         [[ -z $code && $step_code == 143 ]] && code=143
         case $code in
         0) continue ;;
@@ -78,7 +83,7 @@ rm -f "$folder/ended$part"
 # what this job is follows from Slurm alone
 unset DTF_NODES DTF_NODE DTF_ADDRESS DTF_ROLE DTF_ID DTF_ENDPOINTS DTF_RESTARTS DTF_DEADLINE DTF_ROLES
 deadline=${SLURM_JOB_END_TIME:-}
-if [[ -z $deadline && $(scontrol show job -o "$SLURM_JOB_ID" 2>/dev/null) =~ EndTime=([0-9T:-]+) ]]; then
+if [[ -z $deadline && $(scontrol show job -o "$id" 2>/dev/null) =~ EndTime=([0-9T:-]+) ]]; then
     deadline=$(date --date="${BASH_REMATCH[1]}" +%s 2>/dev/null)
 fi
 [[ -n $deadline ]] && export DTF_DEADLINE=$deadline
@@ -114,7 +119,7 @@ fi
 # Slurm ends the whole job. At its time limit, and where a cluster cancels what it preempts, it starts again all the same;
 # after scancel, or where Slurm requeues it by itself, that is not for this script to decide
 ended=' Reason=TimeLimit | PreemptTime=[0-9]'
-if [[ -n $told && ! $(scontrol show job -o "$SLURM_JOB_ID" 2>/dev/null) =~ $ended ]]; then
+if [[ -n $told && ! $(scontrol show job -o "$id" 2>/dev/null) =~ $ended ]]; then
     say "ended from outside: $verdict, newest checkpoint: step $(newest)"
     exit "$exit_code"
 fi

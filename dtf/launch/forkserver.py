@@ -27,6 +27,8 @@ from typing import Any
 from dtf.launch.rank_process import MESSAGE_BYTES
 
 _PR_SET_PDEATHSIG = 1
+_ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""A terminal or a scheduler sends them to all processes; the launching one decides."""
 
 
 class ForkServer:
@@ -57,10 +59,15 @@ class ForkServer:
             "dtf.launch.forkserver import serve; serve(order)"
         )
         command = [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code, order]  # type: ignore[attr-defined]
-        with theirs:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, **environment}
-            )
+        # until it ignores them: one that came before would end it, and the run would seem to have lost all ranks
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, **environment}
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     @property
     def alive(self) -> bool:
@@ -120,9 +127,9 @@ class ForkServer:
 def serve(order: dict[str, Any]) -> None:
     """Run the server until the launching process closes its end or dies."""
     die_with(order["parent"])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # a terminal or a scheduler signals all processes; the launching one decides
+    for number in _ASKING:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKING)  # they were blocked until here
     control = socket.socket(fileno=order["fd"])
     control.set_inheritable(False)
     gc.disable()  # imports make no garbage worth looking for: a quarter of their time

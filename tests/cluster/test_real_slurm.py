@@ -19,6 +19,21 @@ needs_slurm = pytest.mark.skipif(bool(missing()), reason=f"no Slurm: {missing()}
 
 
 @needs_slurm
+def test_a_job_that_is_preempted_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with slurmbox(tmp_path / "slurm", nodes=1) as box:
+        campaign = Campaign(box, tmp_path, random.Random(0))
+        job = campaign.submit(run, "train.steps=2", "launcher.processes=1")
+        box.wait(lambda: (run / "job" / "attempts" / f"{job}.0").exists(), "a start")
+        campaign.preempt(job)
+        assert box.wait_end(job) == "COMPLETED"
+        status = campaign.dtf("job=status", f"job.run_folder={run}")
+    assert f"slurm job {job}: finished (COMPLETED; on n1; 1 restart(s); newest checkpoint: step 2)" in status
+    assert f"job {job}: stopped, exit code" in (run / "job" / f"slurm-{job}.log").read_text()
+
+
+@needs_slurm
+@pytest.mark.slow
 def test_a_preempted_job_of_two_nodes_goes_on_and_has_the_same_bits(
     tmp_path: Path, run_dtf: Callable[..., Result]
 ) -> None:

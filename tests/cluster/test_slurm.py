@@ -113,8 +113,12 @@ def request_in(folder: Path):
 def test_a_submission_and_one_whose_answer_was_lost(commands: Path, tmp_path: Path) -> None:
     request, files = request_in(tmp_path)
     stand_in(commands, "sbatch", "echo '41;cluster'")
+    earlier = [request.job_folder / name for name in ("cancel", "ended", "lost.3")]
+    for path in earlier:
+        path.touch()
     handle = slurm(nodes=2).submit(request, files)
     assert handle == {"job": "41", "folder": str(request.job_folder), "trials": "0"}
+    assert not any(path.exists() for path in earlier)
     stand_in(commands, "sbatch", "echo 'Socket timed out on send/recv operation' >&2; exit 1")
     stand_in(commands, "squeue", f"echo '40 dtf other'; echo '42 dtf {REQUEST.digest[:16]}'")
     assert slurm(nodes=2).submit(request, files)["job"] == "42"

@@ -68,9 +68,10 @@ def test_the_script_of_roles_is_a_heterogeneous_job() -> None:
     extra = {"server": ["--partition=cpu"]}
     text = slurm(nodes=2, processes=2, gpus=2, partition="gpu", role_extra=extra).render(request)[JOB]
     start = head(text).index("hetjob")
-    assert head(text)[start - 4 : start] == ["--partition=gpu", "--ntasks=3", "--cpus-per-task=1", "--partition=cpu"]
+    limits = ["--partition=gpu", "--signal=TERM@25"]
+    assert head(text)[start - 5 : start] == [*limits, "--ntasks=3", "--cpus-per-task=1", "--partition=cpu"]
     assert head(text)[start + 1 :] == [
-        "--partition=gpu", "--nodes=2", "--ntasks-per-node=2", "--ntasks=4", "--cpus-per-task=1", "--gpus-per-task=1",
+        *limits, "--nodes=2", "--ntasks-per-node=2", "--ntasks=4", "--cpus-per-task=1", "--gpus-per-task=1",
     ]  # fmt: skip
     assert "export DTF_ROLES=server,trainer" in text
     step = next(line.strip() for line in text.splitlines() if line.strip().startswith("srun --het"))
@@ -124,9 +125,11 @@ class Machine:
     """A folder with a script, and stand-ins for Slurm's commands that write what they were told to `calls`."""
 
     folder: Path
+    waits: bool = False  # `sleep` is another stand-in
 
-    def run(self, *codes: str, srun: int = 0, tell: bool = False, shown: str = "", **variables: str) -> int:
+    def run(self, *codes: str, srun: int | None = None, tell: bool = False, shown: str = "", **variables: str) -> int:
         """The exit code of the script, when its tasks end with these codes; "" for one that leaves none.
+        `srun`: that of srun, by default the highest.
 
         `tell`: the script is sent SIGTERM while its step runs. `shown`: what scontrol says of the job.
         """
@@ -138,10 +141,13 @@ class Machine:
             run_dirs=[str(self.folder / "run")], setup=[], command=["true"],
         )  # fmt: skip
         (job / JOB).write_text(script.job())
+        highest = max(int(code or 69) for code in codes)
         notes = "".join(f'echo {code} >"$DTF_ATTEMPT/code.{at}"\n' for at, code in enumerate(codes) if code)
         told = "kill -TERM $PPID\n" if tell else ""
-        self.stand_in("srun", f'{notes}echo "boom" >"$DTF_ATTEMPT/reason.1"\n{told}exit {srun}')
-        for name in ("scontrol", "scancel", "sleep"):
+        self.stand_in(
+            "srun", f'{notes}echo "boom" >"$DTF_ATTEMPT/reason.1"\n{told}exit {highest if srun is None else srun}'
+        )
+        for name in ("scontrol", "scancel", *(["sleep"] if not self.waits else [])):
             self.stand_in(name, f'echo "{name} $*" >>{self.folder}/calls\necho "{shown}"')
         path = f"{self.folder}/bin:{os.environ['PATH']}"
         environment = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", **variables}
@@ -202,6 +208,17 @@ def test_exit_codes_decide(machine: Machine, codes: tuple[str, ...], srun: int, 
     assert noted.exists() == (not again)
     if not again:
         assert noted.read_text().split()[:3] == ["finished" if code == 0 else "failed", str(code), "7"]
+
+
+def test_a_code_that_is_seen_late_counts(machine: Machine) -> None:
+    """As on storage that several machines share: it is there after the third look."""
+    wait = f'echo "sleep $*" >>{machine.folder}/calls; '
+    see = f"(($(grep -c sleep {machine.folder}/calls) < 3)) || echo 65 >{machine.folder}/run/job/attempts/7.0/code.0"
+    (machine.folder / "bin").mkdir()
+    machine.stand_in("sleep", wait + see)
+    machine.waits = True
+    assert machine.run("", srun=65) == 65
+    assert machine.calls.count("sleep 1") == 3 and not machine.requeued
 
 
 def test_a_busy_folder_is_tried_again_only_by_a_job_that_was_there_before(machine: Machine) -> None:

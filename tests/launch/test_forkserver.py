@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,20 @@ def test_a_run_names_the_package_of_its_recipe_and_its_modules_are_imported(
         message = server.receive()
         assert message is not None and message["error"] == "ZeroDivisionError: division by zero"
         assert (tmp_path / "seen").read_text() == "imported", "what cannot be imported does not keep the rest away"
+    finally:
+        server.close()
+
+
+def test_a_signal_to_all_processes_does_not_end_a_server_that_has_just_been_made() -> None:
+    """It comes before the first line of Python there. Twenty of them, as a later one meets what ignores it."""
+    server = ForkServer(["json"], {})
+    try:
+        for _ in range(20):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                os.kill(server.pid, number)
+        server.import_package("no_such_package")
+        message = server.receive()
+        assert message is not None and "no_such_package" in message["error"]
     finally:
         server.close()
 

@@ -4,6 +4,37 @@ from tests.planted.fault import Fault
 
 FAULTS = [
     Fault(
+        "a signal ends a fork server that was just made",
+        "dtf/launch/forkserver.py",
+        "mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)",
+        "mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())",
+        (
+            "tests/launch/test_forkserver.py::"
+            "test_a_signal_to_all_processes_does_not_end_a_server_that_has_just_been_made",
+        ),
+    ),
+    Fault(
+        "a job that scancel ends comes back",
+        "dtf/cluster/slurm_job.sh",
+        "if [[ -n $told && !",
+        "if [[ -n $nobody && !",
+        ("tests/cluster/test_slurm_script.py::test_a_job_that_is_ended_from_outside",),
+    ),
+    Fault(
+        "the highest exit code decides",
+        "dtf/cluster/slurm_job.sh",
+        "failed-* | lost-stopped | lost-lost | stopped-stopped) ;;",
+        "nothing) ;;",
+        ("tests/cluster/test_slurm_script.py::test_exit_codes_decide",),
+    ),
+    Fault(
+        "a shell ends by the signal that its run gets",
+        "dtf/cluster/slurm_task.sh",
+        "trap 'told=1 heard=1' TERM\n",
+        "",
+        ("tests/cluster/test_slurm_script.py::test_a_task_outlives_a_signal_and_waits_for_its_process",),
+    ),
+    Fault(
         "a budget is counted from zero at each start",
         "dtf/runs/budget.py",
         "limit_s(budget), spent_s(folder), time.monotonic()",

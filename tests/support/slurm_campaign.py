@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from dtf.checkpoint.storage import checkpoints, step_of
-from tests.support.slurmbox import FINAL, SlurmBox, slurmbox
+from tests.support.slurmbox import FINAL, Refused, SlurmBox, slurmbox
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -34,22 +34,24 @@ MODES = {
     "fsdp": ["strategy=fsdp", "train.steps=400", *LONGER],
     "pserver": ["strategy=pserver", "strategy.servers=2", "train.steps=300", *LONGER],
 }
-TRIALS = [f"lr.peak={rate}" for rate in (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)]
+RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
+TRIALS = [str(number) for number in range(len(RATES))]
 WITHOUT_NOTICE = {"lose_node", "kill_supervisor"}
 PATIENCE_S = 120.0
 
 
 @dataclass
 class Event:
-    """One disturbance. `seen`: the last step that was printed before it, `saved`: the newest checkpoint after it."""
+    """One disturbance. `after`: how long after a start of its job. `seen`: the last step that this start printed;
+    `saved`: the newest checkpoint once the job had left.
+    """
 
     mode: str
     kind: str
-    after_s: float
+    after: str
     notice: bool
     seen: int = 0
     saved: int = 0
-    resumed: int | None = None
     wrong: str = ""
 
 
@@ -84,12 +86,20 @@ class Campaign:
             self._left(job)
 
     def signal(self, job: str) -> None:
-        self.box.call("scancel", "--signal=TERM", job)
+        try:
+            self.box.call("scancel", "--signal=TERM", job)
+        except Refused:  # it has ended just now
+            if self.box.state(job) not in FINAL:
+                raise
         self._left(job)
 
     def time_out(self, job: str) -> None:
         """With the notice that launcher.grace_s asks for: Slurm gives it up to a minute early."""
-        self.box.call("scontrol", "update", f"JobId={job}", "EndTime=now+20")
+        try:
+            self.box.call("scontrol", "update", f"JobId={job}", "EndTime=now+20")
+        except Refused:
+            if self.box.state(job) not in FINAL:
+                raise
         self._left(job)
         if self.box.state(job) == "PENDING":
             self.box.call("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
@@ -134,11 +144,19 @@ class Campaign:
 
     def disturb(self, mode: str, run: Path, job: str, acts: list[Callable[[str], None]]) -> None:
         """Let each happen to a run, at a random moment after its job has started again, and take it from the list."""
+        losses: list[int] = []  # the newest checkpoint at each
         while acts and self._started(job):
-            after_s = self.rng.choice([0.0, 1.5, 3.0, 9.0]) + self.rng.random() * 3
+            moment = self._moment(run, job)
+            if acts[-1].__name__ in WITHOUT_NOTICE:
+                if losses[-2:] == [newest(run)] * 2:  # a fourth without a new checkpoint would rightly end the job
+                    self.box.wait(
+                        lambda: newest(run) > losses[-1] or self.box.state(job) != "RUNNING", "a save", PATIENCE_S
+                    )
+                losses.append(newest(run))
+            if self.box.state(job) != "RUNNING":
+                continue
             act = acts.pop()
-            event = Event(mode, act.__name__, round(after_s, 2), act.__name__ not in WITHOUT_NOTICE)
-            time.sleep(event.after_s)  # the moment is what is varied; nothing is waited for
+            event = Event(mode, act.__name__, moment, act.__name__ not in WITHOUT_NOTICE)
             before = newest(run)
             act(job)
             event.seen, event.saved = max(seen(run, job), before), newest(run)
@@ -147,6 +165,23 @@ class Campaign:
             if event.saved < before:
                 event.wrong = "a checkpoint was lost"
             self.note(event)
+
+    def _moment(self, run: Path, job: str) -> str:
+        """Let a job that has just started go on for a random time of its start, or for some steps."""
+        if self.rng.random() < 0.4:
+            after_s = self.rng.random() * 5
+            time.sleep(after_s)  # the moment is what is varied; nothing is waited for
+            return f"{after_s:.2f} s"
+        steps = self.rng.randrange(1, 40)
+        first: list[int] = []
+
+        def trained() -> bool:
+            at = seen(run, job)
+            first.extend([at] if at and not first else [])
+            return (bool(first) and at >= first[0] + steps) or self.box.state(job) != "RUNNING"
+
+        self.box.wait(trained, f"{steps} steps of job {job}", PATIENCE_S)
+        return f"{steps} steps"
 
     def note(self, event: Event) -> None:
         self.events.append(event)
@@ -213,7 +248,7 @@ class Campaign:
             before = {trial: newest(folder / trial) for trial in TRIALS}
             act = kinds[at % len(kinds)]
             act(job)
-            event = Event("sweep", act.__name__, round(after_s, 2), act != self.lose_node)
+            event = Event("sweep", act.__name__, f"{after_s:.2f} s", act != self.lose_node)
             lost = [trial for trial in TRIALS if newest(folder / trial) < before[trial]]
             event.wrong = f"checkpoints of {lost} were lost" if lost else ""
             self.note(event)
@@ -244,7 +279,7 @@ class Campaign:
 
 
 def _trial(trial: str) -> list[str]:
-    return [*SMALL, trial, "train.steps=150", "launcher.processes=1"]
+    return [*SMALL, f"lr.peak={RATES[int(trial)]}", "train.steps=150", "launcher.processes=1"]
 
 
 def submit_sweep(folder: str) -> None:
