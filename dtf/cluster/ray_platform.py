@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
 
 _JOB_FILE, _STATE_FILE = "ray.json", "ray-state.json"
-_NAMESPACE, _SECONDS = "dtf", 30
+_NAMESPACE, _SECONDS, _ANSWER_S = "dtf", 30, 5.0
 _RESOURCE = re.compile(r"([A-Za-z_][A-Za-z0-9_:./-]*)=([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)")
 
 
@@ -150,6 +152,7 @@ def connect(address: str) -> Any:
         raise ConfigError(
             "launcher=ray needs the package ray, which is not installed: python -m pip install 'dtf[ray]'"
         )
+    _check_answers(address)
     import ray  # pyright: ignore[reportMissingImports]
 
     try:
@@ -159,6 +162,19 @@ def connect(address: str) -> Any:
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise PeerError(f"launcher.address={address}: no Ray cluster answers: {str(error).splitlines()[0]}") from error
     return ray
+
+
+def _check_answers(address: str) -> None:
+    """Raise PeerError where nobody listens at HOST:PORT, as Ray itself would wait for ever."""
+    given = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    host, _, port = given.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # of this machine: Ray looks whether it runs
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except OSError as error:
+        name = "RAY_ADDRESS" if address == "auto" else "launcher.address"
+        raise PeerError(f"{name}={given}: no Ray cluster answers there ({error})") from error
 
 
 def _start_driver(ray: Any, actor: str, job: dict[str, Any]) -> str:
