@@ -96,6 +96,8 @@ class Ray(Platform):
         actor = f"dtf-{hashlib.sha256(str(request.job_folder).encode()).hexdigest()[:12]}"  # a folder has one job
         ray = connect(self.address)
         try:
+            # `auto` may be another cluster where the job is asked for
+            address = self.address if self.address.startswith("ray://") else ray.get_runtime_context().gcs_address
             unseen = _start_driver(ray, actor, job)
         except ray.exceptions.RayError as error:
             raise PeerError(f"launcher.address={self.address}: Ray did not start the job's driver: {error}") from error
@@ -103,7 +105,7 @@ class Ray(Platform):
             ray.shutdown()
         if unseen:
             raise ConfigError(f"Ray's head node {unseen}; put run.dir on storage that all nodes of the cluster share")
-        where = {"address": self.address, "folder": str(request.job_folder)}
+        where = {"address": address, "folder": str(request.job_folder)}
         return {"job": request.name, "id": job["id"], "actor": actor, **where}
 
     def state(self, handle: dict[str, str]) -> JobState:
