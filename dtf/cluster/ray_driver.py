@@ -104,8 +104,10 @@ class Driver:
             time.sleep(0.2)
 
     def _keep(self, name: str, run: dict[str, Any], **values: str) -> None:
+        before = self._state["runs"].get(name)
         run.update(values)
-        self._tell(run=(name, dict(run)))
+        if run != before:
+            self._tell(run=(name, dict(run)))
 
     def _tell(self, run: tuple[str, dict[str, Any]] | None = None, **values: Any) -> None:
         """Change the state, and write it whole."""

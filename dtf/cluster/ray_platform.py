@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
 
 _JOB_FILE, _STATE_FILE = "ray.json", "ray-state.json"
-_NAMESPACE, _SECONDS = "dtf", 30
+_NAMESPACE, _SECONDS, _ANSWER_S = "dtf", 30, 5.0
 _RESOURCE = re.compile(r"([A-Za-z_][A-Za-z0-9_:./-]*)=([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)")
 
 
@@ -94,6 +96,8 @@ class Ray(Platform):
         actor = f"dtf-{hashlib.sha256(str(request.job_folder).encode()).hexdigest()[:12]}"  # a folder has one job
         ray = connect(self.address)
         try:
+            # `auto` may be another cluster where the job is asked for
+            address = self.address if self.address.startswith("ray://") else ray.get_runtime_context().gcs_address
             unseen = _start_driver(ray, actor, job)
         except ray.exceptions.RayError as error:
             raise PeerError(f"launcher.address={self.address}: Ray did not start the job's driver: {error}") from error
@@ -101,7 +105,7 @@ class Ray(Platform):
             ray.shutdown()
         if unseen:
             raise ConfigError(f"Ray's head node {unseen}; put run.dir on storage that all nodes of the cluster share")
-        where = {"address": self.address, "folder": str(request.job_folder)}
+        where = {"address": address, "folder": str(request.job_folder)}
         return {"job": request.name, "id": job["id"], "actor": actor, **where}
 
     def state(self, handle: dict[str, str]) -> JobState:
@@ -150,6 +154,7 @@ def connect(address: str) -> Any:
         raise ConfigError(
             "launcher=ray needs the package ray, which is not installed: python -m pip install 'dtf[ray]'"
         )
+    _check_answers(address)
     import ray  # pyright: ignore[reportMissingImports]
 
     try:
@@ -159,6 +164,19 @@ def connect(address: str) -> Any:
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise PeerError(f"launcher.address={address}: no Ray cluster answers: {str(error).splitlines()[0]}") from error
     return ray
+
+
+def _check_answers(address: str) -> None:
+    """Raise PeerError where nobody listens at HOST:PORT, as Ray itself would wait for ever."""
+    given = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    host, _, port = given.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # of this machine: Ray looks whether it runs
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except OSError as error:
+        name = "RAY_ADDRESS" if address == "auto" else "launcher.address"
+        raise PeerError(f"{name}={given}: no Ray cluster answers there ({error})") from error
 
 
 def _start_driver(ray: Any, actor: str, job: dict[str, Any]) -> str:

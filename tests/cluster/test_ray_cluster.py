@@ -189,9 +189,7 @@ def test_a_killed_driver_goes_on_from_its_file(box, tmp_path, undisturbed) -> No
 
 def test_cancelling_saves_and_the_folder_goes_on(box, tmp_path, undisturbed) -> None:
     job = Submitted(box, tmp_path, [])
-    job.at_step(50)
-    twice = dtf("launcher=ray", f"launcher.address={box.address}", *RUN, f"run.dir={job.folder}", cwd=tmp_path)
-    assert twice.returncode == 73 and "which is running" in twice.stderr, twice.stderr
+    job.at_step(10)
     done = dtf("job=cancel", f"job.run_folder={job.folder}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert job.ended()["state"] == "cancelled"
@@ -199,6 +197,8 @@ def test_cancelling_saves_and_the_folder_goes_on(box, tmp_path, undisturbed) -> 
     status = dtf("job=status", f"job.run_folder={job.folder}", cwd=tmp_path)
     assert "cancelled" in status.stdout, status
     job = Submitted(box, tmp_path, [])
+    twice = dtf("launcher=ray", f"launcher.address={box.address}", *RUN, f"run.dir={job.folder}", cwd=tmp_path)
+    assert twice.returncode == 73 and "wait for it, or end it" in twice.stderr, twice.stderr
     finished_alike(job, undisturbed, [], 1)
     logs = dtf("job=logs", f"job.run_folder={job.folder}", cwd=tmp_path)
     assert logs.stdout.count("== placement 1") == 4, logs.stdout

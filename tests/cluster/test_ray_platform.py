@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,22 @@ def test_a_missing_ray_is_named_with_what_installs_it(
     monkeypatch.setattr(ray_platform, "find_spec", lambda name: None)
     assert main(["launcher=ray", "train.steps=2"]) == Exit.CONFIG
     assert "python -m pip install 'dtf[ray]'" in capsys.readouterr().err
+
+
+def test_an_address_where_nobody_listens_is_named_at_once(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray itself would try for ever."""
+    monkeypatch.setattr(ray_platform, "find_spec", lambda name: object())
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        port = unheard.getsockname()[1]
+        for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
+            assert main(["launcher=ray", "train.steps=2", f"launcher.address={address}"]) == Exit.PEER
+            assert f"launcher.address={address}: no Ray cluster answers there" in capsys.readouterr().err
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        assert main(["launcher=ray", "train.steps=2"]) == Exit.PEER
+        assert f"RAY_ADDRESS=127.0.0.1:{port}" in capsys.readouterr().err
 
 
 LOST = None

@@ -3,6 +3,15 @@
 `python -m tests.planted` plants them all and takes some minutes; see `__main__`.
 """
 
-from tests.planted import adapters, data, models, numbers, pserver, runs, state
+from tests.planted import adapters, clouds, data, models, numbers, pserver, runs, state
 
-FAULTS = [*data.FAULTS, *models.FAULTS, *numbers.FAULTS, *state.FAULTS, *pserver.FAULTS, *runs.FAULTS, *adapters.FAULTS]
+FAULTS = [
+    *data.FAULTS,
+    *models.FAULTS,
+    *numbers.FAULTS,
+    *state.FAULTS,
+    *pserver.FAULTS,
+    *runs.FAULTS,
+    *adapters.FAULTS,
+    *clouds.FAULTS,
+]
