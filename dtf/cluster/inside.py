@@ -179,8 +179,8 @@ def _ends(allocation: Allocation, run_dir: Path) -> Iterator[Callable[[int], int
 def _examine(composed: Composed, run_dir: Path, allocation: Allocation) -> int:
     """`job=doctor` over the nodes of this job, before its run begins. Collective. Returns the exit code.
 
-    ConfigError with the verdict on a node that sees what is wrong. A node that comes later, in the place of one that was
-    lost, must not wait for others to examine.
+    ConfigError with the verdict on a node that sees what is wrong. A node that comes later, in the place of one that
+    was lost, must not wait for others to examine.
     """
     done = run_dir / JOB_FOLDER / _EXAMINED
     if done.exists() or (run_dir / "run.json").exists():
