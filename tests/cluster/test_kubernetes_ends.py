@@ -68,7 +68,9 @@ def submit(options: Kubernetes, wanted: JobRequest, tmp_path: Path) -> dict[str,
 def test_a_pod_that_may_start_again_does(run: Run) -> None:
     """More often than crashes may."""
     codes = "69 71 74 75 143"
-    state, detail, starts = run("job", f"for code in {codes}; do n=$((n - 1)); [ $n = 0 ] && exit $code; done", **ONE)
+    state, detail, starts = run(
+        "job", f"for code in {codes}; do n=$((n - 1)); [ $n = 0 ] && exit $code; done; exit 0", **ONE
+    )
     assert (state, detail, len(starts)) == (State.finished, "", 1 + len(codes.split()))
 
 
