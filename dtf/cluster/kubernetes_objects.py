@@ -12,10 +12,11 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dtf.cluster.kubernetes_options import BUNDLE_FOLDER
 from dtf.core.errors import Exit
 
 if TYPE_CHECKING:
-    from dtf.cluster.kubernetes import Kubernetes
+    from dtf.cluster.kubernetes_options import KubernetesOptions
     from dtf.cluster.platform import JobRequest
 
 CONTAINER = "node"
@@ -23,8 +24,6 @@ CONTAINER = "node"
 INSTANCE = "app.kubernetes.io/instance"
 """The label that all objects of a submission have."""
 PORT = 29500
-BUNDLE_FOLDER = "/dtf"
-"""Where each pod sees the bundle, read-only."""
 REASON_FILE = "/dev/termination-log"
 
 AGAIN = (Exit.PEER, Exit.HARDWARE, Exit.IO, Exit.PREEMPTED, 143)
@@ -56,7 +55,7 @@ class Group:
     """Whether its first pod makes the run folder, and counts there how the run ends."""
 
 
-def objects_of(options: Kubernetes, request: JobRequest) -> list[dict[str, Any]]:
+def objects_of(options: KubernetesOptions, request: JobRequest) -> list[dict[str, Any]]:
     """All objects of the request, in the order in which a cluster needs them."""
     return _Objects(options, request, unique_name(request)).all()
 
@@ -70,13 +69,13 @@ def unique_name(request: JobRequest) -> str:
 
 @dataclass(frozen=True)
 class _Objects:
-    options: Kubernetes
+    options: KubernetesOptions
     request: JobRequest
     name: str
 
     def all(self) -> list[dict[str, Any]]:
         options, request = self.options, self.request
-        secret = self._object(
+        secret = self._manifest(
             "v1", "Secret", self.name, type="Opaque", immutable=True,
             data={"bundle.zip": base64.b64encode(request.content).decode()},
         )  # fmt: skip
@@ -102,7 +101,7 @@ class _Objects:
         if self.request.nodes > 1:
             template["spec"]["subdomain"] = self.name
         spec = self._suspended() | self._job_spec(group, template)
-        return self._object("batch/v1", "Job", name, queued=True, spec=spec)
+        return self._manifest("batch/v1", "Job", name, queued=True, spec=spec)
 
     def _trials(self) -> dict[str, Any]:
         """A sweep whose trials are a pod each: the pods of one Job, at most `parallel` at once. A trial that fails
@@ -117,11 +116,11 @@ class _Objects:
         spec = self._job_spec(group, template, fail="FailIndex")
         spec |= {"parallelism": min(trials, request.parallel or trials), "backoffLimitPerIndex": CRASHES}
         del spec["backoffLimit"]
-        return self._object("batch/v1", "Job", self.name, queued=True, spec=self._suspended() | spec)
+        return self._manifest("batch/v1", "Job", self.name, queued=True, spec=self._suspended() | spec)
 
     def _jobset(self, name: str, trial: int | None) -> dict[str, Any]:
         spec = self._suspended() | self._jobset_spec(name, trial)
-        return self._object("jobset.x-k8s.io/v1alpha2", "JobSet", name, queued=True, spec=spec)
+        return self._manifest("jobset.x-k8s.io/v1alpha2", "JobSet", name, queued=True, spec=spec)
 
     def _jobset_spec(self, name: str, trial: int | None, step: str = "") -> dict[str, Any]:
         """`step`: the group that is a TrainJob's trainer."""
@@ -152,7 +151,7 @@ class _Objects:
             "mlPolicy": {"numNodes": step.pods},
             "template": {"spec": self._jobset_spec(name, trial, step.name)},
         }
-        return self._object("trainer.kubeflow.org/v1alpha1", "TrainingRuntime", name, spec=spec)
+        return self._manifest("trainer.kubeflow.org/v1alpha1", "TrainingRuntime", name, spec=spec)
 
     def _trainjob(self, name: str, trial: int | None) -> dict[str, Any]:
         options = self.options
@@ -170,7 +169,7 @@ class _Objects:
         reference = {"apiGroup": "trainer.kubeflow.org", "kind": kind, "name": options.runtime or name}
         patches = {"runtimePatches": [self._patch(pods)]} if options.runtime else {}
         spec = {"runtimeRef": reference, "trainer": trainer, **patches, **self._suspended()}
-        return self._object("trainer.kubeflow.org/v1alpha1", "TrainJob", name, queued=True, spec=spec)
+        return self._manifest("trainer.kubeflow.org/v1alpha1", "TrainJob", name, queued=True, spec=spec)
 
     def _patch(self, pods: dict[str, Any]) -> dict[str, Any]:
         """What a site's own runtime lacks, as far as a TrainJob may say it: volumes, grace period, service account."""
@@ -209,7 +208,7 @@ class _Objects:
             "publishNotReadyAddresses": True,  # they meet before any of them is ready
             "selector": {INSTANCE: self.name},
         }
-        return self._object("v1", "Service", self.name, spec=spec)
+        return self._manifest("v1", "Service", self.name, spec=spec)
 
     # ------------------------------------------------------------ pods
 
@@ -321,7 +320,7 @@ class _Objects:
         """Kueue starts what waits in its queues."""
         return {"suspend": True} if self.options.queue else {}
 
-    def _object(self, version: str, kind: str, name: str, queued: bool = False, **rest: Any) -> dict[str, Any]:
+    def _manifest(self, version: str, kind: str, name: str, queued: bool = False, **rest: Any) -> dict[str, Any]:
         options = self.options
         labels = {INSTANCE: self.name, "app.kubernetes.io/name": "dtf"}
         if queued and options.queue:

@@ -133,6 +133,8 @@ def test_dependencies_are_declared_and_explained() -> None:
     modules = {
         "grpcio": "grpc",
         "hydra-core": "hydra",
+        "kubeflow-trainer-api": "kubeflow_trainer_api",
+        "kubernetes-validate": "kubernetes_validate",
         "pillow": "PIL",
         "prometheus-client": "prometheus_client",
         "pyyaml": "yaml",
@@ -142,6 +144,7 @@ def test_dependencies_are_declared_and_explained() -> None:
     extras = {
         "dtf.runs.charts": {"matplotlib"},
         "dtf.checkpoint.places": {"obstore"},
+        "dtf.cluster.kubernetes_cluster": {"kubernetes", "urllib3"},
         "dtf.observers.mlflow_backend": {"mlflow"},
         "dtf.observers.wandb_backend": {"wandb"},
         "dtf.checkpoint.store_errors": {"obstore"},

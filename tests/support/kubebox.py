@@ -128,7 +128,7 @@ class KubeBox:
         self.errors: list[BaseException] = []
 
         def control() -> None:
-            while not self._stopped.wait(0.05):
+            while not self._stopped.wait(0.02):
                 try:
                     with self.store.lock:
                         self.kubelet.sync()
@@ -138,7 +138,10 @@ class KubeBox:
                     self.errors.append(error)
                     raise
 
-        self._threads = [threading.Thread(target=self._server.serve_forever), threading.Thread(target=control)]
+        self._threads = [
+            threading.Thread(target=self._server.serve_forever, args=(0.02,)),
+            threading.Thread(target=control),
+        ]
         self.kubeconfig = folder / "kubeconfig"
         where = f"http://127.0.0.1:{self._server.server_port}"
         self.kubeconfig.write_text(

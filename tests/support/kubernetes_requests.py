@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from dtf.cluster.kubernetes import JobKind, Kubernetes
+from dtf.cluster.kubernetes import Kubernetes
+from dtf.cluster.kubernetes_options import JobKind
 from dtf.cluster.platform import JobRequest
 
 Object = dict[str, Any]

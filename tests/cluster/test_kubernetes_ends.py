@@ -1,0 +1,169 @@
+"""What becomes of a job after each way in which its pods may end; what counts inside a pod; names that come late."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dtf.cluster import names
+from dtf.cluster.ends import MOST, count_end
+from dtf.cluster.kubernetes import Kubernetes
+from dtf.cluster.platform import JobRequest, State
+from dtf.core.errors import ConfigError, Exit, NoProgressError
+from tests.support.kubebox import KubeBox, kubebox
+from tests.support.kubernetes_requests import platform, request
+
+ONE = {"nodes": 1, "roles": {"trainer": 1}}
+END_S = 30.0
+Run = Callable[..., tuple[State, str, list[str]]]
+
+
+@pytest.fixture
+def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubeBox]:
+    pytest.importorskip("kubernetes", reason="asks a cluster by the package kubernetes")
+    from kubernetes.config import kube_config
+
+    with kubebox(tmp_path / "box", {}) as made:
+        # the library has read KUBECONFIG when it was imported
+        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(made.kubeconfig))
+        yield made
+
+
+@pytest.fixture
+def run(box: KubeBox, tmp_path: Path) -> Run:
+    """`run(kind, script, **request)`: a job whose interpreter is a shell script. Returns its state, its detail and the
+    numbers of its pods' starts.
+    """
+
+    def go(kind: str, script: str, **values: object) -> tuple[State, str, list[str]]:
+        starts, program = tmp_path / "starts", tmp_path / "program"
+        program.write_text(
+            f'#!/bin/sh\necho "$DTF_NODE$DTF_ROLE$DTF_ID" >> {starts}\nn=$(wc -l < {starts})\n{script}\n'
+        )
+        program.chmod(0o755)
+        options, wanted = platform(kind, python=str(program)), request(**values)
+        handle = submit(options, wanted, tmp_path)
+        deadline = time.monotonic() + END_S
+        while (known := options.state(handle)).state.is_live:
+            assert time.monotonic() < deadline, known
+            time.sleep(0.02)
+        return known.state, known.detail, starts.read_text().split()
+
+    return go
+
+
+def submit(options: Kubernetes, wanted: JobRequest, tmp_path: Path) -> dict[str, str]:
+    files = {}
+    for name, text in options.render(wanted).items():
+        files[name] = tmp_path / name
+        files[name].write_text(text)
+    return options.submit(wanted, files)
+
+
+def test_a_pod_that_may_start_again_does(run: Run) -> None:
+    """More often than crashes may."""
+    codes = "69 71 74 75 143"
+    state, detail, starts = run(
+        "job", f"for code in {codes}; do n=$((n - 1)); [ $n = 0 ] && exit $code; done; exit 0", **ONE
+    )
+    assert (state, detail, len(starts)) == (State.finished, "", 1 + len(codes.split()))
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob", "job"])
+def test_a_final_code_fails_the_job_at_once_with_its_reason(run: Run, kind: str) -> None:
+    script = 'echo "dtf: error[E_CONFIG] lr=-1" > $DTF_REASON_FILE; [ $DTF_NODE = 1 ] && exit 2; exec sleep 60'
+    state, detail, starts = run(kind, script)
+    assert state is State.failed and sorted(starts) == ["0", "1"]
+    assert "ended with 2: dtf: error[E_CONFIG] lr=-1" in detail
+
+
+def test_crashes_are_counted(run: Run) -> None:
+    """Three of a pod; a JobSet starts all anew once."""
+    state, detail, starts = run("jobset", "exit 137", **ONE)
+    assert (state, len(starts)) == (State.failed, 2 * 4)
+    assert detail.startswith("ReachedMaxRestarts") and "restarted 1 time(s)" in detail
+
+
+def test_trials_end_each_for_itself(run: Run) -> None:
+    script = 'case "$*" in *trial=1) exit 2;; esac; exit 0'
+    state, detail, starts = run("jobset", script, nodes=1, roles={"trainer": 1}, trials=("a", "b", "c"), parallel=1)
+    assert state is State.failed and detail.startswith("FailedIndexes: Job has failed indexes: [1]")
+    assert len(starts) == 3
+
+
+def test_a_jobset_is_done_when_its_servers_are(run: Run) -> None:
+    script = "[ $DTF_ROLE = server ] && sleep 0.3 && exit 0; exec sleep 60"
+    state, _, starts = run("jobset", script, roles={"server": 1, "trainer": 2})
+    assert state is State.finished and starts[0] == "server0", "trainers wait for servers"
+    assert sorted(starts) == ["server0", "trainer0", "trainer1"]
+
+
+def test_a_pod_that_is_evicted_gets_its_notice_and_is_replaced(box: KubeBox, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text(
+        f"#!/bin/sh\n[ -e {tmp_path}/told ] && exit 0\ntrap 'touch {tmp_path}/told; exit 75' TERM\n"
+        f"touch {tmp_path}/began\nwhile :; do sleep 0.05; done\n"
+    )
+    program.chmod(0o755)
+    options = platform("job", python=str(program))
+    handle = submit(options, request(**ONE), tmp_path)
+    deadline = time.monotonic() + END_S
+    while not (tmp_path / "began").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (pod,) = box.pods()
+    assert box.evict(pod["metadata"]["name"]) and not box.evict(pod["metadata"]["name"])
+    while (known := options.state(handle)).state.is_live:
+        assert time.monotonic() < deadline, known
+        time.sleep(0.02)
+    assert known.state is State.finished and len(box.kubelet.started) == 2
+
+
+# ---------------------------------------------------------------- inside a pod
+
+
+def checkpoint(folder: Path, step: int) -> None:
+    (folder / "checkpoints" / f"step_{step:06}").mkdir(parents=True)
+
+
+def test_a_run_that_makes_no_progress_is_given_up(tmp_path: Path) -> None:
+    for end in (Exit.PEER, Exit.IO):
+        count_end(end, tmp_path)
+    count_end(Exit.PREEMPTED, tmp_path)  # says nothing against the run
+    checkpoint(tmp_path, 10)
+    for end in (Exit.PEER, Exit.HARDWARE):
+        count_end(end, tmp_path)
+    assert json.loads((tmp_path / "job" / "ends.json").read_text()) == {"newest": "step_000010", "ends": MOST - 1}
+    with pytest.raises(NoProgressError, match="started 3 times without a new checkpoint and ended with 69"):
+        count_end(Exit.PEER, tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_counts_nothing(tmp_path: Path) -> None:
+    for _ in range(MOST + 1):
+        count_end(Exit.IO, tmp_path / "gone")
+
+
+def test_names_are_waited_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[str] = []
+
+    def lookup(host: str, port: int, **kind: object) -> list[object]:
+        asked.append(host)
+        if host == "late" and asked.count("late") < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return []
+
+    monkeypatch.setattr(names.socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(names.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(names, "_PATIENCE_S", -1.0)
+    names.wait_for_names(["known:1", "late:1"], 60.0)
+    assert (asked.count("known"), asked.count("late")) == (1, 3)
+    assert capsys.readouterr().err == "dtf: waiting for an address of late\n"
+    asked.clear()
+    names.wait_for_names(["late:1"], -1.0)  # whoever connects says what is wrong
+    with pytest.raises(ConfigError, match="DTF_ADDRESS or DTF_ENDPOINTS=late must be HOST:PORT"):
+        names.wait_for_names(["late"], 1.0)
