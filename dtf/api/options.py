@@ -55,11 +55,12 @@ class Prune(Enum):
 class SweepOptions:
     """Config node `sweep`: how the trials of `-m` are run. One value for all of them; a single run has none."""
 
-    parallel: int = option(
-        default=1,
+    parallel: int | None = option(
+        default=None,
         least=1,
         most=1024,
-        doc="trials at once on this host, each with its share of the cores, or with GPUs of its own",
+        doc="trials at once; on this host each has its share of the cores, or GPUs of its own. null: one on this host, "
+        "and as many as a scheduler gives where the launcher is one",
         unit="trials",
     )
     prune: Prune = option(
@@ -74,6 +75,11 @@ class SweepOptions:
         most=1024,
         doc="rungs of sweep.prune lie after 1/factor, 1/factor^2, ... of a trial's evaluations",
     )
+
+    @property
+    def places(self) -> int:
+        """Trials at once on this host."""
+        return self.parallel or 1
 
     @property
     def given(self) -> list[str]:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from dtf.api.options import Prune, SweepOptions
-from dtf.api.schema import to_plain
 from dtf.api.trials import TrialEnd, TrialExecutor, TrialOrder
 from dtf.checkpoint.storage import checkpoints, step_of
 from dtf.cli.pruning import Phase, Standing, champion, is_out, next_of, rungs
+from dtf.cli.run_trial import as_trial
 from dtf.cli.trials import Found, Trial, find
 from dtf.core.errors import INTERRUPTED, ConfigError, DtfError, Exit
 from dtf.core.text import number_text
@@ -295,16 +295,8 @@ class Schedule:
         if trial.phase is not Phase.cut:
             print(f"dtf: trial {trial.number} goes on from step {trial.step}", flush=True)
         trial.phase = Phase.running
-        config = dict(trial.composed.config)
-        config["train"] = config["train"] | {"until": self._until(trial)}
-        config["sweep"] = to_plain(SweepOptions())
-        if price := config["budget"]["cost_per_hour"]:
-            config["budget"] = config["budget"] | {"cost_per_hour": price / self._rules.options.parallel}
         folder = trial.shown.folder
-        if folder and (mirror := config["checkpoint"].get("mirror")):  # it belongs to one run, as a run folder does
-            place = f"{mirror.rstrip('/')}/{folder.parent.name}/{folder.name}"
-            config["checkpoint"] = config["checkpoint"] | {"mirror": place}
-        composed = replace(trial.composed, config=config)
+        composed = as_trial(trial.composed, folder, self._rules.options, self._until(trial))
         self._executor.start(TrialOrder(trial.number, trial.shown.title, composed, folder))
 
     def _settle(self, end: TrialEnd) -> None:

@@ -13,8 +13,8 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -29,8 +29,10 @@ from dtf.cli.optuna_search import OptunaSearch
 from dtf.cli.run_trial import HereExecutor, JobWithFolder, Reported
 from dtf.cli.schedule import ENDS, Rules, Schedule, SweepStopped
 from dtf.cli.slots import SIDE_BY_SIDE, SlotExecutor, share_of_cores, share_of_devices
+from dtf.cli.sweep_jobs import check_platform, platform_of, submit_trials
 from dtf.cli.sweep_overrides import as_typed, combinations, distinct, title_of
 from dtf.cli.trials import NOT_STARTED, Trial, best_of, digest, folder_name, seconds, table
+from dtf.cluster.trial_jobs import TrialJobs
 from dtf.config.advice import print_notes
 from dtf.config.hydra_sources import BASIC_SWEEPER, OPTUNA, OptunaOptions
 from dtf.config.messages import display_path, parse
@@ -43,6 +45,7 @@ from dtf.runs.sweep_record import SweepRecord
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
+    from dtf.cluster.platform import Platform
     from dtf.config.compose import Composed, Composer
 
 
@@ -82,13 +85,15 @@ def sweep(composer: Composer, overrides: Sequence[str], reported: Reported) -> i
     first trial starts when one of them cannot be composed.
     """
     plan = _make_plan(composer, overrides)
+    if (code := _submitted(plan)) is not None:
+        return code
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="dtf-sweep-"))
         stack.enter_context(_LockedFolder(plan.folder))
         requests = stack.enter_context(_StopRequests())
         record = SweepRecord(plan.folder, plan.first.config["sweep"]) if plan.folder else None
         hydra = HydraSweep(composer, plan.trials[0], plan.arguments, scratch)
-        executor = stack.enter_context(_executor(plan, reported))
+        executor = stack.enter_context(_executor(plan, reported, requests.__bool__))
 
         def compose(number: int, words: list[str]) -> Composed:
             composed = hydra.compose(number, words)
@@ -118,9 +123,15 @@ class _Plan:
     parsed: list[Override]  # the same, parsed
     shared: set[str]  # overrides that all trials have
     trials: list[list[str]]  # the overrides of each
+    composed: list[Composed]
     complete: bool  # whether these are all; else a sweeper chooses values as it goes, and there is one possible trial
     first: Composed  # the first trial
     folder: Path | None  # of the sweep, where runs are kept
+
+    @property
+    def platform(self) -> Platform | None:
+        """To which the trials are submitted."""
+        return platform_of(self.first)
 
     @property
     def options(self) -> SweepOptions:
@@ -146,7 +157,7 @@ class _Plan:
         known = len(self.trials) if self.complete else self.optuna.n_trials if self.sweeper == OPTUNA else None
         of_all = f" of {len(self.trials)}" if self.complete and len(self.trials) > 1 else ""
         objective = self.first.settings.objective if self.folder else ("", "max")
-        return Rules(self.options, objective, known, of_all, self._title_of, self._folder_of)
+        return Rules(self.options, objective, known, of_all, self._title_of, self.folder_of)
 
     def with_those_not_started(self, begun: Mapping[int, Trial]) -> list[Trial]:
         """Trials for the table, by number: where a sweep was stopped, some have not been begun."""
@@ -157,7 +168,7 @@ class _Plan:
     def _title_of(self, overrides: Sequence[str]) -> str:
         return title_of(_without_hydra(overrides), self.shared)
 
-    def _folder_of(self, overrides: Sequence[str]) -> Path | None:
+    def folder_of(self, overrides: Sequence[str]) -> Path | None:
         if self.folder is None:
             return None
         return self.folder / folder_name(distinct(_without_hydra(overrides), self.shared))
@@ -184,20 +195,38 @@ def _make_plan(composer: Composer, overrides: Sequence[str]) -> _Plan:
         _check_trial(first, config)
     is_kept = isinstance(first.job, JobWithFolder)
     folder = _sweep_folder([str(override.input_line) for override in swept], composed) if is_kept else None
-    plan = _Plan(overrides, parsed, shared, trials, complete, first, folder)
+    plan = _Plan(overrides, parsed, shared, trials, composed, complete, first, folder)
     _check_rules(plan, composed)
+    if plan.platform:
+        check_platform(plan.platform, composed)
     return plan
 
 
 @contextmanager
-def _executor(plan: _Plan, reported: Reported) -> Iterator[TrialExecutor]:
-    """What runs the trials: this process, or slots."""
-    if plan.options.parallel == 1:
+def _executor(plan: _Plan, reported: Reported, requested: Callable[[], bool]) -> Iterator[TrialExecutor]:
+    """What runs the trials: this process, slots, or a scheduler."""
+    if plan.platform:
+        jobs = TrialJobs(plan.platform, plan.options.parallel or (len(plan.trials) if plan.complete else 1), requested)
+        with closing(jobs):
+            yield jobs
+        return
+    if plan.options.places == 1:
         yield HereExecutor(reported)
         return
     forkserver_cache.shut_down()  # each slot has its own
-    with SlotExecutor(plan.options.parallel) as executor:
+    with SlotExecutor(plan.options.places) as executor:
         yield executor
+
+
+def _submitted(plan: _Plan) -> int | None:
+    """Submit the trials as one job where a scheduler runs them and all are known. The exit code; None where they are to
+    be run one by one, or are finished.
+    """
+    if plan.platform is None or plan.folder is None or not plan.complete or plan.options.prune is not Prune.none:
+        return None
+    folders = {plan.folder_of(words): one for words, one in zip(plan.trials, plan.composed, strict=True)}
+    known = {folder: one for folder, one in folders.items() if folder is not None}
+    return submit_trials(plan.platform, known, plan.folder, plan.options)
 
 
 def _run(plan: _Plan, hydra: HydraSweep, schedule: Schedule) -> None:
@@ -275,11 +304,12 @@ def _check_rules(plan: _Plan, trials: Sequence[Composed]) -> None:
         raise ConfigError(
             f"{options.given[0]} is for jobs that keep each trial in a folder, as job=train does; leave it out"
         )
-    for trial in trials if options.parallel > 1 else ():
-        for slot in range(options.parallel):
-            share_of_devices(trial.config["launcher"], slot, options.parallel)
-    if options.parallel > 1:
-        share_of_cores(options.parallel)
+    here = options.places if plan.platform is None else 1
+    for trial in trials if here > 1 else ():
+        for slot in range(here):
+            share_of_devices(trial.config["launcher"], slot, here)
+    if here > 1:
+        share_of_cores(here)
     if options.prune is Prune.none:
         if options.factor != SweepOptions().factor:
             raise ConfigError(f"sweep.factor={options.factor} is of sweep.prune, which is none; choose asha or median")
@@ -308,8 +338,8 @@ def _check_pruning(plan: _Plan, given: str, trials: Sequence[Composed]) -> None:
             (checkpoint["every_steps"] == 0, "needs checkpoints to go on from; use checkpoint=every"),
             (checkpoint["resume"] == "never", "goes on from checkpoints; use checkpoint.resume=auto"),
             (
-                launcher not in SIDE_BY_SIDE,
-                f"runs trials on this host, not with launcher={launcher}; use launcher=local",
+                launcher not in SIDE_BY_SIDE and plan.platform is None,
+                f"runs trials on this host or as jobs, not with launcher={launcher}; use launcher=local",
             ),
         ]
         for wrong, text in refused:
@@ -323,7 +353,7 @@ def _check_trial(first: Composed, other: Composed) -> None:
     """
     if not isinstance(other.job, JobWithFolder):
         return
-    if not other.settings.launcher.starts_ranks:
+    if not other.settings.launcher.starts_ranks and platform_of(other) is None:
         name = other.config["launcher"]["name"]
         raise ConfigError(
             f"launcher={name} takes part as a rank that others started, for one run; a sweep starts its own ranks: "
@@ -352,7 +382,7 @@ def _total(done: Sequence[Trial], plan: _Plan, folder: Path) -> str:
     if number is not None:
         parts.append(f"the best is trial {number}")
     spent, price = seconds(folder), plan.first.settings.budget.cost_per_hour
-    price = price and price / plan.options.parallel  # each of them occupies its share
+    price = price and price / plan.options.places  # each of them occupies its share
     parts.append(f"{time_text(spent)} in all" + (f" at a cost of {spent / 3600 * price:.3g}" if price else ""))
     return f"dtf: {', '.join(parts)}, in {display_path(folder)}"
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtf.api.registry import option, register
+from dtf.api.registry import register
 from dtf.cluster.platform import JobRequest, JobState, Platform, State
 
 
@@ -25,10 +25,9 @@ def free_port() -> int:
 class Here(Platform):
     """Run the job's processes on this host."""
 
-    sleep: float = option(default=0.0, doc="seconds before the job begins")
-
     def render(self, request: JobRequest) -> dict[str, str]:
         command = request.command(sys.executable)
+        trials = [[f"--trial={number}"] for number in range(len(request.trials))] or [[]]
         environments: list[dict[str, str]] = []
         if request.separate:
             first = next(iter(request.roles))
@@ -46,15 +45,16 @@ class Here(Platform):
             ]
         for environment in environments:
             environment["DTF_REASON_FILE"] = str(request.job_folder / "reason")
-        return {"job.txt": json.dumps({"command": command, "environments": environments, "extra": self.extra})}
+        processes = [[command + trial, environment] for trial in trials for environment in environments]
+        return {"job.txt": json.dumps({"processes": processes, "extra": self.extra})}
 
     def submit(self, request: JobRequest, files: dict[str, Path]) -> dict[str, str]:
         job = json.loads(files["job.txt"].read_text())
         numbers = []
-        for node, environment in enumerate(job["environments"]):
-            with (request.job_folder / f"node{node}.log").open("ab") as log:
+        for number, (command, environment) in enumerate(job["processes"]):
+            with (request.job_folder / f"node{number}.log").open("ab") as log:
                 process = subprocess.Popen(
-                    job["command"], env=os.environ | environment, stdout=log, stderr=log, start_new_session=True
+                    command, env=os.environ | environment, stdout=log, stderr=log, start_new_session=True
                 )
             numbers.append(str(process.pid))
         return {"job": numbers[0], "pids": " ".join(numbers)}
