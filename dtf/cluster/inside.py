@@ -28,6 +28,7 @@ from dtf.core.files import flat
 from dtf.core.types import Failed
 from dtf.core.version import __version__
 from dtf.host.deadline import VARIABLE as DEADLINE
+from dtf.host.signals import sent_by_scheduler
 from dtf.launch.forkserver_cache import prestart
 from dtf.launch.manual_checks import TOKEN
 from dtf.launch.rank_options import RankOptions
@@ -49,6 +50,7 @@ def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[s
     `overrides` come last, for a bundle that somebody runs by hand: `launcher=local` keeps it on this machine. A failure
     is also written where the scheduler shows the reason.
     """
+    sent_by_scheduler()
     allocation = allocation_of(os.environ)
     with _reasons(allocation.reason_file), unpacked(path, digest) as content:
         bundle, run = content.bundle, _choose(content.bundle, trial)

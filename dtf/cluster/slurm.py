@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf.api.registry import name_of, option, register
+from dtf.cluster.followed_logs import followed
 from dtf.cluster.platform import JobRequest, JobState, Platform, State
 from dtf.cluster.slurm_script import JOB, TASK, JobText, duration, output_pattern
 from dtf.core.errors import ConfigError, PeerError
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 60.0
 """For an answer of Slurm's commands."""
-_FOLLOW_S = 0.5
+_ASK_S = 5.0
+"""Between two questions about a job whose log is followed: the controller answers everybody."""
 _EARLY_S = 60
 """By how much Slurm may send the signal of --signal too early, says its manual."""
 _LIVE = {
@@ -229,7 +231,8 @@ class Slurm(Platform):
         """The run saves, and the batch script then ends the job."""
         folder, job = Path(handle["folder"]), handle["job"]
         (folder / "cancel").touch()
-        for words in (["--state=PENDING"], ["--signal=TERM"]):
+        # one that is about to start, or to be requeued, could not be signalled: its script sees the file
+        for words in (["--state=PENDING"], ["--state=RUNNING", "--signal=TERM"]):
             try:
                 _slurm("scancel", *words, job)
             except PeerError as error:
@@ -237,16 +240,21 @@ class Slurm(Platform):
                     raise
 
     def logs(self, handle: dict[str, str], folder: Path, follow: bool) -> Iterator[str]:
-        seen: dict[Path, int] = {}
-        while True:
-            live = follow and self.state(handle).state.is_live
-            for path in sorted((folder / "job").glob(f"slurm-{handle['job']}*.log"), key=_by_task):
-                lines, seen[path] = _new_lines(path, seen.get(path, 0), last=not live)
-                task = path.stem.partition("_")[2]
-                yield from (f"{task}: {line}" if task else line for line in lines)
-            if not live:
-                return
-            time.sleep(_FOLLOW_S)
+        asked, live = -_ASK_S, follow
+
+        def lives() -> bool:
+            nonlocal asked, live
+            if live and time.monotonic() - asked > _ASK_S:
+                asked, live = time.monotonic(), self.state(handle).state.is_live
+            return live
+
+        yield from followed(lambda: _logs(folder / "job", handle["job"]), lives)
+
+
+def _logs(folder: Path, job: str) -> list[Path]:
+    """What a job has printed; of an array, task by task."""
+    tasks = sorted(folder.glob(f"slurm-{job}_*.log"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    return [*folder.glob(f"slurm-{job}.log"), *tasks]
 
 
 def _comment(request: JobRequest) -> str:
@@ -345,19 +353,3 @@ def _noted(handle: dict[str, str]) -> JobState:
     missing = max(1, int(handle.get("trials", "0"))) - len(known)
     text = shown[3].strip() if len(shown) > 3 else shown[0]
     return JobState(state, f"{text}; exit code {shown[1]}" + (f"; {missing} without a noted end" if missing else ""))
-
-
-def _by_task(path: Path) -> tuple[str, int]:
-    job, _, task = path.stem.partition("_")
-    return job, int(task) if task.isdecimal() else -1
-
-
-def _new_lines(path: Path, start: int, last: bool) -> tuple[list[str], int]:
-    """The lines from a byte on, and where the next one begins. A line without an end is left for later, unless it is
-    the `last` look.
-    """
-    with path.open("rb") as file:
-        file.seek(start)
-        data = file.read()
-    whole = data if last else data[: data.rfind(b"\n") + 1]
-    return whole.decode(errors="replace").splitlines(), start + len(whole)

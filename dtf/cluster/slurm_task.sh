@@ -20,6 +20,6 @@ fi
 noted=$DTF_ATTEMPT/code.$SLURM_PROCID
 echo "$code" >"$noted.new" && mv "$noted.new" "$noted"
 if ((code > 128 && code != 143)) && command -v scancel >/dev/null; then # killed: the others would wait for it
-    scancel --signal=TERM "$SLURM_JOB_ID.$SLURM_STEP_ID"
+    scancel --signal=TERM "$DTF_JOB" # not the step: that of another component has another number
 fi
 exit "$code"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import time
@@ -14,6 +15,19 @@ from dtf.host import starting
 
 _ONE_SIGNAL_S = 0.2
 """Signals closer than this are one: `timeout` and schedulers signal a process and then its whole group."""
+_scheduled: list[bool] = []
+
+
+def sent_by_scheduler() -> None:
+    """Let SIGTERM and SIGHUP count once from now on. A scheduler sends them as often as it likes: to a step and to its
+    job, at the first notice and at the end of the grace. It has SIGKILL for what it means to end at once.
+    """
+    _scheduled.append(True)
+
+
+def what_insists() -> str:
+    """What counts as a second request: any signal, or `Ctrl-C`, in a step of Slurm too, whoever wrote its script."""
+    return "Ctrl-C" if _scheduled or "SLURM_STEP_ID" in os.environ else "signal"
 
 
 class Stop:
@@ -24,13 +38,14 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        self.count, self._last = 0, -_ONE_SIGNAL_S
+        self.count, self._signals, self._last = 0, 0, -_ONE_SIGNAL_S
         self.socket, self._waker = socket.socketpair()
 
     def __enter__(self) -> Self:
         self._old: dict[int, Any] = {}
         if asked_to_stop():
-            self._count()
+            self._signals = 1
+            self._count(1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             try:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
@@ -51,8 +66,10 @@ class Stop:
         self._waker.close()
 
     def ask(self) -> None:
-        """Count a request that came in another way than by a signal to this process."""
-        self._count()
+        """Count a request that came in another way than by a signal to this process. A first signal adds nothing to it:
+        a scheduler signals all hosts, and who hears of it first tells the others.
+        """
+        self._count(1)
 
     def _heard(self, number: int, frame: object) -> None:
         outer = getattr(self._old.get(number), "__self__", None)
@@ -60,11 +77,15 @@ class Stop:
             outer._heard(number, frame)
         now, before = time.monotonic(), self._last
         self._last = now
-        if now - before >= _ONE_SIGNAL_S:
-            self._count()
+        repeated = self._signals > 0 and number != signal.SIGINT and what_insists() != "signal"
+        if now - before >= _ONE_SIGNAL_S and not repeated:
+            self._signals += 1
+            self._count(self._signals)
 
-    def _count(self) -> None:
-        self.count += 1
+    def _count(self, least: int) -> None:
+        if self.count >= least:
+            return
+        self.count = least
         with contextlib.suppress(BlockingIOError):
             self._waker.send(b"!", socket.MSG_DONTWAIT)
 

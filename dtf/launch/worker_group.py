@@ -20,7 +20,7 @@ from typing import Any
 from dtf.core.errors import PLANNED_EXITS, Exit, PeerError
 from dtf.core.types import Event, Failed, Note, Place, Saved, Started, Stepped, event_from_json
 from dtf.host.heartbeat import Beat, Board
-from dtf.host.signals import Stop
+from dtf.host.signals import Stop, what_insists
 from dtf.launch.exit_cause import GroupResult, RankExit, group_result, last_frame, preload_error
 from dtf.launch.forkserver import ForkServer
 from dtf.launch.rank_handle import Limits, OtherHosts, RankHandle, open_log, waited_for
@@ -167,8 +167,8 @@ class WorkerGroup:
         if self.stop.count and not self._stopping_since:
             self._stopping_since = now
             if self.others or not all(self._starting(rank) for rank in self._ranks):
-                grace = f"within {self.limits.grace_s:g} s (launcher.grace_s); a second signal kills them at once"
-                self.see(Note("info", f"asked to stop: ranks finish their step, save and leave, {grace}"))
+                grace = f"within {self.limits.grace_s:g} s (launcher.grace_s); a second {what_insists()} kills them at"
+                self.see(Note("info", f"asked to stop: ranks finish their step, save and leave, {grace} once"))
                 self._signal(signal.SIGTERM)
             else:  # nothing to save, and a start may take longer than the grace
                 self._kill(now)

@@ -102,14 +102,14 @@ if [[ -z $deadline && $(scontrol show job -o "$id" 2>/dev/null) =~ EndTime=([0-9
     deadline=$(date --date="${BASH_REMATCH[1]}" +%s 2>/dev/null)
 fi
 [[ -n $deadline ]] && export DTF_DEADLINE=$deadline
-export DTF_ATTEMPT=$attempt
+export DTF_JOB=$id DTF_ATTEMPT=$attempt
 say "start $restart on $SLURM_JOB_NODELIST, newest checkpoint: step $(newest)"
 module load cuda
 checked "$?" 'module load cuda'
 source 'my venv/bin/activate'
 checked "$?" 'source '"'"'my venv/bin/activate'"'"''
 step_code=143
-if [[ -z $told ]]; then
+if [[ -z $told && ! -e $folder/cancel ]]; then
     srun --kill-on-bad-exit=0 --wait=0 --export=ALL --distribution=block --cpus-per-task=6 bash "$folder/task.sh" &
     step=$!
     heard=1

@@ -24,7 +24,7 @@ def test_a_job_that_is_preempted_while_it_starts_is_started_again(tmp_path: Path
     with slurmbox(tmp_path / "slurm", nodes=1) as box:
         campaign = Campaign(box, tmp_path, random.Random(0))
         job = campaign.submit(run, "train.steps=2", "launcher.processes=1")
-        box.wait(lambda: (run / "job" / "attempts" / f"{job}.0").exists(), "a start")
+        box.wait(lambda: box.processes("--bundle=", "n1"), "the first process of dtf")
         campaign.preempt(job)
         assert box.wait_end(job) == "COMPLETED"
         status = campaign.dtf("job=status", f"job.run_folder={run}")

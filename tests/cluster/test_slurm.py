@@ -170,16 +170,34 @@ def test_cancelling_asks_the_run_to_save_first(commands: Path, tmp_path: Path) -
         commands, "scancel", "echo 'scancel: error: Kill job error on job id 41: Invalid job id specified' >&2; exit 1"
     )
     slurm().cancel({"job": "41", "folder": str(tmp_path), "trials": "0"})  # it has ended
-    assert (tmp_path / "calls").read_text().splitlines() == ["scancel --state=PENDING 41", "scancel --signal=TERM 41"]
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        "scancel --state=PENDING 41",
+        "scancel --state=RUNNING --signal=TERM 41",
+    ]
     assert (tmp_path / "cancel").exists()
 
 
-def test_logs_of_an_array_say_whose_they_are(tmp_path: Path) -> None:
+def test_logs_of_an_array_stand_below_the_names_of_their_files(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
-    for name, text in {"41_10": "b\n", "41_2": "a\nunfinished", "40_1": "of another job\n"}.items():
+    for name, text in {"41_10": "b\n", "41_2": "a\nunfinished", "410": "of another job\n", "40_1": "other\n"}.items():
         (tmp_path / "job" / f"slurm-{name}.log").write_text(text)
     handle = {"job": "41", "folder": str(tmp_path / "job"), "trials": "11"}
-    assert list(slurm().logs(handle, tmp_path, follow=False)) == ["2: a", "2: unfinished", "10: b"]
+    printed = list(slurm().logs(handle, tmp_path, follow=False))
+    assert [line for line in printed if not line.startswith("==>")] == ["a", "unfinished", "b"]
+    assert "==> slurm-41_10.log <==" in printed
+
+
+def test_following_a_log_ends_with_the_job_and_asks_seldom(commands: Path, tmp_path: Path) -> None:
+    stand_in(
+        commands,
+        "scontrol",
+        f"echo {RUNNING.replace('RUNNING', 'COMPLETED')!r}; echo last >>{tmp_path}/job/slurm-41.log",
+    )
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "slurm-41.log").write_text("first\n")
+    handle = {"job": "41", "folder": str(tmp_path / "job"), "trials": "0"}
+    assert list(slurm().logs(handle, tmp_path, follow=True)) == ["first", "last"]
+    assert len((tmp_path / "calls").read_text().splitlines()) == 1
 
 
 def test_a_time_limit_that_leaves_no_time_to_train_is_refused() -> None:

@@ -126,6 +126,7 @@ class Machine:
 
     folder: Path
     waits: bool = False  # `sleep` is another stand-in
+    touches: Path | None = None  # a file that is made while the step runs
 
     def run(self, *codes: str, srun: int | None = None, tell: bool = False, shown: str = "", **variables: str) -> int:
         """The exit code of the script, when its tasks end with these codes; "" for one that leaves none.
@@ -143,9 +144,11 @@ class Machine:
         (job / JOB).write_text(script.job())
         highest = max(int(code or 69) for code in codes)
         notes = "".join(f'echo {code} >"$DTF_ATTEMPT/code.{at}"\n' for at, code in enumerate(codes) if code)
+        touch = f"touch '{self.touches}'\n" if self.touches else ""
         told = "kill -TERM $PPID\n" if tell else ""
         self.stand_in(
-            "srun", f'{notes}echo "boom" >"$DTF_ATTEMPT/reason.1"\n{told}exit {highest if srun is None else srun}'
+            "srun",
+            f'{notes}echo "boom" >"$DTF_ATTEMPT/reason.1"\n{touch}{told}exit {highest if srun is None else srun}',
         )
         for name in ("scontrol", "scancel", *(["sleep"] if not self.waits else [])):
             self.stand_in(name, f'echo "{name} $*" >>{self.folder}/calls\necho "{shown}"')
@@ -260,11 +263,18 @@ def test_a_job_that_is_ended_from_outside(machine: Machine, shown: str, again: b
 
 def test_a_job_that_is_cancelled_saves_and_does_not_come_back(machine: Machine) -> None:
     folder = machine.folder / "run" / "job"
-    folder.mkdir(parents=True)
-    (folder / "cancel").touch()
+    machine.touches = folder / "cancel"
     assert machine.run("75") == 75
     assert "scancel 7" in machine.calls and not machine.requeued
     assert (folder / "ended").read_text().startswith("cancelled 75 7")
+
+
+def test_a_job_that_is_cancelled_before_its_step_begins_none(machine: Machine) -> None:
+    folder = machine.folder / "run" / "job"
+    folder.mkdir(parents=True)
+    (folder / "cancel").touch()
+    assert machine.run("1") == 143
+    assert "scancel 7" in machine.calls and not machine.requeued
 
 
 def test_a_task_of_an_array_is_requeued_alone_and_shows_why(machine: Machine) -> None:
@@ -294,7 +304,8 @@ def noted(folder: Path, command: list[str]) -> str:
         options=[[]], steps=[[]], tasks=1, roles=[], job_folder="", run_dirs=[""], setup=[], command=command
     )  # fmt: skip
     (folder / TASK).write_text(script.task())
-    environment = {"PATH": os.environ["PATH"], "DTF_ATTEMPT": str(folder), "SLURM_PROCID": "4"}
+    path = f"{folder}/bin:{os.environ['PATH']}"
+    environment = {"PATH": path, "DTF_JOB": "5_7", "DTF_ATTEMPT": str(folder), "SLURM_PROCID": "4"}
     subprocess.run(["bash", folder / TASK], env=environment, timeout=60)
     return (folder / "code.4").read_text().strip()
 
@@ -302,6 +313,15 @@ def noted(folder: Path, command: list[str]) -> str:
 def test_a_task_notes_the_code_of_its_process(tmp_path: Path) -> None:
     assert noted(tmp_path, ["bash", "-c", "exit 3"]) == "3"
     assert noted(tmp_path, ["/no/such/python"]) == "127"
+
+
+def test_a_task_whose_process_is_killed_has_the_whole_job_told(tmp_path: Path) -> None:
+    """The others would wait for it."""
+    Machine(tmp_path).stand_in("scancel", f'echo "$*" >>{tmp_path}/told')
+    assert noted(tmp_path, ["bash", "-c", "kill -KILL $$"]) == "137"
+    assert (tmp_path / "told").read_text() == "--signal=TERM 5_7\n"
+    assert noted(tmp_path, ["bash", "-c", "kill -TERM $$"]) == "143"  # that one has been told
+    assert (tmp_path / "told").read_text() == "--signal=TERM 5_7\n"
 
 
 def test_a_task_outlives_a_signal_and_waits_for_its_process(tmp_path: Path) -> None:

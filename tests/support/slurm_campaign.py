@@ -43,7 +43,7 @@ PATIENCE_S = 120.0
 @dataclass
 class Event:
     """One disturbance. `after`: how long after a start of its job. `seen`: the last step that this start printed;
-    `saved`: the newest checkpoint once the job had left.
+    `saved`: the newest checkpoint once the job had left. `hit`: False where the run had ended by itself before.
     """
 
     mode: str
@@ -52,6 +52,7 @@ class Event:
     notice: bool
     seen: int = 0
     saved: int = 0
+    hit: bool = True
     wrong: str = ""
 
 
@@ -87,7 +88,7 @@ class Campaign:
 
     def signal(self, job: str) -> None:
         try:
-            self.box.call("scancel", "--signal=TERM", job)
+            self.box.call("scancel", "--state=RUNNING", "--signal=TERM", job)
         except Refused:  # it has ended just now
             if self.box.state(job) not in FINAL:
                 raise
@@ -157,8 +158,9 @@ class Campaign:
                 continue
             act = acts.pop()
             event = Event(mode, act.__name__, moment, act.__name__ not in WITHOUT_NOTICE)
-            before = newest(run)
+            before, restarts = newest(run), self.box.job(job)["Restarts"]
             act(job)
+            event.hit = self.box.job(job)["Restarts"] != restarts
             event.seen, event.saved = max(seen(run, job), before), newest(run)
             if event.notice and event.saved < event.seen:
                 event.wrong = "a step was lost"
@@ -301,8 +303,8 @@ def newest(run: Path) -> int:
 
 def seen(run: Path, job: str) -> int:
     """The last step that the job's newest start has printed."""
-    text = (run / "job" / f"slurm-{job}.log").read_text()
-    last = text.rpartition(": start ")[2]
+    log = run / "job" / f"slurm-{job}.log"
+    last = log.read_text().rpartition(": start ")[2] if log.exists() else ""
     return max((int(step) for step in re.findall(r"^(?:started |ended )?step=(\d+)/", last, re.MULTILINE)), default=0)
 
 
@@ -338,7 +340,7 @@ def main() -> int:
             else:
                 campaign.one(mode, options.events)
     wrong = [event for event in campaign.events if event.wrong]
-    print(f"{len(campaign.events)} events, {len(wrong)} wrong")
+    print(f"{sum(event.hit for event in campaign.events)} events, {len(wrong)} wrong")
     return int(bool(wrong))
 
 
