@@ -223,7 +223,7 @@ def test_a_node_that_does_not_see_the_run_folder_is_named(box, tmp_path) -> None
 
 
 def test_a_time_limit_ends_in_a_save_and_the_next_start_goes_on(box, tmp_path) -> None:
-    job = Submitted(box, tmp_path, ["launcher.hours=0.005", "train.steps=700"])
+    job = Submitted(box, tmp_path, ["launcher.hours=0.008", "launcher.grace_s=5", "train.steps=900"])
     state = job.ended()
     assert state["state"] == "finished" and state["runs"][""]["attempt"] > 1, (state, job.printed())
     assert {end.split(":")[0] for end in state["runs"][""]["ends"][:-1]} == {"exit code 75"}, state
