@@ -209,7 +209,7 @@ class Placement:
         """Why all processes should leave now; empty while they should go on."""
         if self._cancelled():
             return "cancelled"
-        drained = nodes & set(ray._private.state.state.get_draining_nodes())
+        drained = nodes & _draining()
         if drained:
             return f"Ray drains the node {', '.join(sorted(node[:8] for node in drained))}"
         if deadline and time.time() > deadline:
@@ -263,6 +263,13 @@ def _reason(files: list[Path], codes: list[int | None], code: int | None) -> str
             with contextlib.suppress(OSError):
                 return file.read_text().strip()
     return ""
+
+
+def _draining() -> set[str]:
+    """Ids of the nodes that Ray takes away. None while its head does not answer: the next look sees them."""
+    with contextlib.suppress(ray.exceptions.RayError, RuntimeError, OSError):
+        return set(ray._private.state.state.get_draining_nodes())
+    return set()
 
 
 def _shown(place: dict[str, Any]) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
+from dtf.cluster.ray_ends import newest_checkpoint
 from tests.support.raybox import WAIT_S, RayBox, parent, supervisors, until
 
 pytest.importorskip("ray", reason="ray is not installed: python -m pip install 'dtf[ray]'")
@@ -75,10 +78,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
     return found
 
 
-def tensors(folder: Path) -> dict[str, bytes]:
+def tensors(folder: Path, step: int = STEPS) -> dict[str, bytes]:
     """Name -> bytes, of all that the last checkpoint holds."""
     found = {}
-    for path in sorted((folder / "checkpoints" / f"step_{STEPS:06}").glob("*.safetensors")):
+    for path in sorted((folder / "checkpoints" / f"step_{step:06}").glob("*.safetensors")):
         found |= {f"{path.name}:{name}": tensor.tobytes() for name, tensor in load_file(path).items()}
     assert found
     return found
@@ -111,6 +114,10 @@ class Submitted:
             return newest >= step and self.state["runs"][""]["attempt"] == attempt
 
         until(lambda: (self.folder / "metrics.jsonl").exists() and there(), f"step {step}: {self.state}")
+
+    def newest(self) -> str:
+        """The newest checkpoint."""
+        return newest_checkpoint(str(self.folder))
 
     def ended(self) -> dict:
         until(lambda: self.state["state"] in ("failed", "finished", "cancelled"), str(self.state))
@@ -222,8 +229,47 @@ def test_a_node_that_does_not_see_the_run_folder_is_named(box, tmp_path) -> None
     assert f"exit code 2: {address}" in state["detail"] and "does not see" in state["detail"], state
 
 
+def disturb(box: RayBox, job: Submitted, kind: str, draw: random.Random) -> None:
+    """Take a node or an actor of the job away at a random moment of its placement, and wait for the next one."""
+    until(lambda: job.state["runs"] and job.state["runs"][""]["state"] in ("running", "finished"), str(job.state))
+    run = job.state["runs"][""]
+    if kind in ("actor", "node"):
+        newest = job.newest()
+        until(lambda: job.newest() != newest or job.state["state"] == "finished", str(job.state))
+    time.sleep(draw.uniform(0, 6))
+    if job.state["state"] == "finished":
+        return
+    node = draw.choice(job.addresses())
+    if kind == "drain":
+        box.drain(node)
+    elif kind == "stop":
+        box.nodes[node].send_signal(signal.SIGTERM)
+    elif kind == "node":
+        box.kill(node)
+    elif pids := supervisors(job.job / "bundle.zip"):
+        os.kill(parent(draw.choice(pids)), signal.SIGKILL)
+    if kind != "actor":
+        box.add()
+    until(lambda: job.state["runs"][""]["attempt"] > run["attempt"] or job.state["state"] == "finished", str(job.state))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_disturbances_at_random_moments(box, tmp_path, seed: int) -> None:
+    """Notices at any moment, starts included; losses once a step was made."""
+    steps, draw = 1000, random.Random(seed)
+    alone = tmp_path / "alone"
+    done = dtf(*RUN, f"train.steps={steps}", "launcher.processes=2", f"run.dir={alone}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    job = Submitted(box, tmp_path, [f"train.steps={steps}"])
+    for kind in draw.choices(["drain", "stop", "actor", "node"], k=8):
+        disturb(box, job, kind, draw)
+    state = job.ended()
+    assert state["state"] == "finished" and len(state["runs"][""]["ends"]) > 4, (state, job.printed())
+    assert tensors(job.folder, steps) == tensors(alone, steps)
+
+
 def test_a_time_limit_ends_in_a_save_and_the_next_start_goes_on(box, tmp_path) -> None:
-    job = Submitted(box, tmp_path, ["launcher.hours=0.005", "train.steps=700"])
+    job = Submitted(box, tmp_path, ["launcher.hours=0.008", "launcher.grace_s=5", "train.steps=900"])
     state = job.ended()
     assert state["state"] == "finished" and state["runs"][""]["attempt"] > 1, (state, job.printed())
     assert {end.split(":")[0] for end in state["runs"][""]["ends"][:-1]} == {"exit code 75"}, state

@@ -49,7 +49,7 @@ FAULTS = [
     ),
     Fault(
         "SageMaker's hosts are ordered as texts",
-        "dtf/cluster/allocation.py",
+        "dtf/cluster/sagemaker_allocation.py",
         "[int(part) if part.isdigit() else part for part",
         "[part for part",
         (f"{_SAGEMAKER}test_a_container_knows_its_place",),
