@@ -175,3 +175,14 @@ def test_a_sweep_is_the_pods_of_one_job_and_goes_on_after_an_eviction(box: KubeB
     assert [one["exit"] for one in records] == [0, 0]
     assert sorted(len(one.get("earlier", [])) for one in records) == [0, 1]
     assert "finished" in dtf(box, tmp_path, "job=status", f"job.run_folder={record.parents[1]}").stdout
+
+
+@pytest.mark.slow
+def test_a_pod_whose_time_is_over_has_saved_and_the_next_goes_on(box: KubeBox, tmp_path: Path) -> None:
+    words = ["launcher.processes=1", "train.steps=6000", "launcher.hours=0.01"]
+    folder, name = submit(box, tmp_path, "job", *words)
+    assert wait_for_end(box, "job", name)["type"] == "Complete", told(box)
+    ends = [_exit_code(pod) for pod in box.pods()]
+    assert len(ends) > 1 and sorted(set(ends) - {None}) == [0, 75], told(box)
+    steps = [json.loads(line)["step"] for line in (run_dir(folder) / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] == 6000
