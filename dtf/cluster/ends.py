@@ -1,12 +1,12 @@
-"""When to give a run up that a platform would start again and again: it ends, each time in a way that another start may
-cure, and makes no progress.
+"""When a run that a platform would start again has ended: it is finished, or it makes no progress.
 
-For platforms without a script beside the run that could count: the count lies in the run folder.
+For platforms without a script beside the run that could know: what is known lies in the run folder.
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from dtf.checkpoint.storage import checkpoints
@@ -17,7 +17,7 @@ from dtf.core.files import replace_text
 COUNTED = (Exit.PEER, Exit.HARDWARE, Exit.IO)
 """Ends after which another start may help. A preemption is none of them: it says nothing against the run."""
 MOST = 3
-_FILE = "ends.json"
+_FILE, _BEGUN = "ends.json", "begun"
 
 
 def count_end(exit: int, run_dir: Path) -> None:
@@ -46,3 +46,21 @@ def count_end(exit: int, run_dir: Path) -> None:
             f"the job was started {MOST} times without a new checkpoint and ended with {int(exit)} at last; what it "
             "said then is in the logs"
         )
+
+
+def note_beginning(run_dir: Path, digest: str) -> None:
+    """Note that the run in `run_dir` is that of the bundle with this digest, so that `is_finished` knows it again."""
+    with suppress(OSError):  # whoever makes the run folder says what is wrong
+        (run_dir / JOB_FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
+        (run_dir / JOB_FOLDER / _BEGUN).write_text(digest)
+
+
+def is_finished(run_dir: Path, digest: str) -> bool:
+    """Whether the run of this bundle has ended well. A process that was lost then, a moment before its own end, would
+    wait for others that never come.
+    """
+    try:
+        begun = (run_dir / JOB_FOLDER / _BEGUN).read_text()
+        return bool(digest) and begun == digest and json.loads((run_dir / "run.json").read_text())["exit"] == Exit.OK
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

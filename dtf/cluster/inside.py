@@ -18,12 +18,12 @@ from dtf.api.launcher import failures_told
 from dtf.cluster.allocation import Allocation
 from dtf.cluster.allocation_of import allocation_of
 from dtf.cluster.bundle import Bundle, BundledRun, Unpacked, unpacked
-from dtf.cluster.ends import count_end
+from dtf.cluster.ends import count_end, is_finished, note_beginning
 from dtf.cluster.names import wait_for_names
 from dtf.cluster.platform import JOB_FOLDER
 from dtf.config.compose import Composed, Composer
 from dtf.config.python_overrides import as_texts
-from dtf.core.errors import ConfigError, DtfError, error_line
+from dtf.core.errors import ConfigError, DtfError, Exit, error_line
 from dtf.core.files import flat
 from dtf.core.types import Failed
 from dtf.core.version import __version__
@@ -56,14 +56,19 @@ def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[s
         bundle, run = content.bundle, _choose(content.bundle, trial)
         _prepare(content, allocation)
         composed = _composed(content, run, allocation, overrides)
-        launcher = composed.config["launcher"]["name"]
+        launcher, run_dir = composed.config["launcher"]["name"], Path(composed.config["run"]["dir"])
+        if is_finished(run_dir, digest):
+            print(f"dtf: the run in {run_dir} has ended: nothing is left to do", file=sys.stderr)
+            return Exit.OK
         prestart([f"launcher={launcher}", f"job={composed.config['job']['name']}"])
         if bundle.token:
             os.environ[TOKEN] = bundle.token
         wait_for_names([*filter(None, (allocation.address,)), *allocation.endpoints], allocation.meet_timeout_s)
-        with _ends(allocation, Path(run.run_dir)) as ends:
+        if digest and not allocation.node and not allocation.number:
+            note_beginning(run_dir, digest)
+        with _ends(allocation, run_dir) as ends:
             if launcher == "static" and run.config["launcher"]["doctor"] and not allocation.restarts:
-                code = _examine(composed, Path(run.run_dir), allocation)
+                code = _examine(composed, run_dir, allocation)
                 if code:
                     return ends(code)
             return ends(composed.job.run(composed))
@@ -212,8 +217,6 @@ def _reasons(file: str) -> Iterator[None]:
             Path(file).write_text(f"{text}\n")
 
     def hear(failure: Failed, raised: BaseException | None) -> bool:
-        from dtf.core.errors import Exit
-
         tell(error_line(Exit(failure.exit), failure.message, failure.rank, failure.step))
         return False
 

@@ -7,6 +7,7 @@ is imported only then.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from dtf.cluster.kubernetes_objects import INSTANCE, objects_of, unique_name
 from dtf.cluster.kubernetes_options import KubernetesOptions
 from dtf.cluster.kubernetes_patch import checked_patches, patched
 from dtf.cluster.platform import JobRequest, JobState
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, DtfError
 from dtf.core.text import bytes_text
 
 if TYPE_CHECKING:
@@ -62,8 +63,15 @@ class Kubernetes(KubernetesOptions):
     def submit(self, request: JobRequest, files: dict[str, Path]) -> dict[str, str]:
         cluster = self._cluster()
         objects = [value for path in files.values() for value in yaml.load_all(path.read_text(), _LOADER)]
-        made = [cluster.create(value) for value in objects]
-        jobs = [value for value in made if INSTANCE in value["metadata"].get("labels", {}) and _is_job(value)]
+        made: list[dict[str, Any]] = []
+        try:
+            made += (cluster.create(value) for value in objects)
+        except DtfError:
+            for value in made:
+                with suppress(DtfError):
+                    cluster.delete(value["kind"], value["metadata"]["name"])
+            raise
+        jobs = [value for value in made if _is_job(value)]
         for value in made:  # what the jobs need goes with the last of them
             if not _is_job(value):
                 cluster.own(value, jobs)

@@ -50,9 +50,8 @@ class Cluster:
         try:
             try:
                 config.load_kube_config(context=context or None, client_configuration=configuration)
-                known: Any = config.list_kube_config_contexts()
-                contexts, current = known
-                chosen = next((one for one in contexts if one["name"] == context), current)
+                known: tuple[list[Any], Any] = config.list_kube_config_contexts()
+                chosen = next((one for one in known[0] if one["name"] == context), known[1])
                 default = chosen["context"].get("namespace", "default")
             except config.ConfigException:
                 if context:
@@ -177,9 +176,8 @@ class Cluster:
 
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         headers = {"Accept": "application/json, */*", "Content-Type": kind}
-        settings: Any = self._configuration.auth_settings()
-        for setting in settings.values():
-            headers[setting["key"]] = setting["value"]
+        settings: dict[str, Any] = dict(self._configuration.auth_settings())
+        headers |= {setting["key"]: setting["value"] for setting in settings.values()}
         where = self._configuration.host
         content = None if body is None else json.dumps(body).encode()
         try:

@@ -82,8 +82,10 @@ def wait_for_end(box: KubeBox, kind: str, name: str) -> Object:
     return end
 
 
-def _exit_code(pod: Object) -> int:
-    return pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"]
+def _exit_code(pod: Object) -> int | None:
+    """None for a pod that went before it began."""
+    states = [one["state"] for one in pod["status"].get("containerStatuses", [])]
+    return states[0]["terminated"]["exitCode"] if states else None
 
 
 def told(box: KubeBox) -> str:
@@ -125,6 +127,7 @@ def same_tensors(one: Path, other: Path, step: int) -> None:
         ("jobset", "fsdp", 2, 1000, ["launcher.doctor=false"]),
         ("job", "ddp", 1, 5000, []),
         ("trainjob", "fsdp", 1, 2500, []),
+        ("jobset", "pserver", 2, 1000, ["launcher.allow_insecure=true"]),
     ],
 )
 def test_a_job_that_is_evicted_again_and_again_ends_with_the_same_bits(
@@ -146,6 +149,40 @@ def test_a_job_that_is_evicted_again_and_again_ends_with_the_same_bits(
     ends = Counter(_exit_code(pod) for pod in [*box.store.deleted, *box.pods()] if pod["kind"] == "Pod")
     saved = sum("saved" in box.kubelet.text(pod) for pod in box.store.deleted if pod["kind"] == "Pod")
     for pod in box.store.deleted:
-        if pod["kind"] == "Pod" and _exit_code(pod) not in (0, 75, 143):
+        if pod["kind"] == "Pod" and _exit_code(pod) not in (None, 0, 75, 143):
             print(pod["metadata"]["name"], box.kubelet.text(pod))
     print(f"{evictions} evictions; exit codes of pods {dict(ends)}; {saved} of the evicted said what they had saved")
+
+
+@pytest.mark.slow
+def test_a_sweep_is_the_pods_of_one_job_and_goes_on_after_an_eviction(box: KubeBox, tmp_path: Path) -> None:
+    claim = tmp_path / "claim"
+    claim.mkdir()
+    options = ["launcher.image=dtf", "launcher.claim=runs", f"launcher.mount={claim}", "launcher.processes=1"]
+    values = ["optimizer.momentum=0.5,0.9", "train.steps=200"]
+    done = dtf(box, tmp_path, "-m", "launcher=kubernetes", *options, *SMALL, *values, "sweep.parallel=1")
+    assert done.returncode == 0, done.stderr
+    (record,) = tmp_path.glob("**/job/job.json")
+    name = json.loads(record.read_text())["handle"]["names"]
+    deadline = time.monotonic() + WAIT_S
+    while not list(claim.glob("**/checkpoints/step_*")):
+        assert time.monotonic() < deadline, told(box)
+        time.sleep(0.1)
+    (pod,) = (pod["metadata"]["name"] for pod in box.pods() if not is_over(pod))
+    assert box.evict(pod)
+    assert wait_for_end(box, "job", name)["type"] == "Complete", told(box)
+    records = [json.loads(path.read_text()) for path in claim.glob("**/run.json")]
+    assert [one["exit"] for one in records] == [0, 0]
+    assert sorted(len(one.get("earlier", [])) for one in records) == [0, 1]
+    assert "finished" in dtf(box, tmp_path, "job=status", f"job.run_folder={record.parents[1]}").stdout
+
+
+@pytest.mark.slow
+def test_a_pod_whose_time_is_over_has_saved_and_the_next_goes_on(box: KubeBox, tmp_path: Path) -> None:
+    words = ["launcher.processes=1", "train.steps=6000", "launcher.hours=0.01"]
+    folder, name = submit(box, tmp_path, "job", *words)
+    assert wait_for_end(box, "job", name)["type"] == "Complete", told(box)
+    ends = [_exit_code(pod) for pod in box.pods()]
+    assert len(ends) > 1 and sorted(set(ends) - {None}) == [0, 75], told(box)
+    steps = [json.loads(line)["step"] for line in (run_dir(folder) / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] == 6000

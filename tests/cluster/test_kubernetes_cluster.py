@@ -73,6 +73,8 @@ def test_a_cluster_without_the_kind_is_told_by_name(
     monkeypatch.delitem(box_module._KINDS, "jobsets")
     with pytest.raises(ConfigError, match="the cluster has no JobSet in namespace default.*launcher.kind=job"):
         submitted(tmp_path, platform(queue="team"), request())
+    with box.store.lock:
+        assert all("deletionTimestamp" in value["metadata"] for value in box.store.objects.values()), "nothing stays"
 
 
 def test_a_cluster_that_does_not_answer_may_later(box: KubeBox) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dtf.cluster import names
-from dtf.cluster.ends import MOST, count_end
+from dtf.cluster.ends import MOST, count_end, is_finished, note_beginning
 from dtf.cluster.kubernetes import Kubernetes
 from dtf.cluster.platform import JobRequest, State
 from dtf.core.errors import ConfigError, Exit, NoProgressError
@@ -141,6 +141,16 @@ def test_a_run_that_makes_no_progress_is_given_up(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "job" / "ends.json").read_text()) == {"newest": "step_000010", "ends": MOST - 1}
     with pytest.raises(NoProgressError, match="started 3 times without a new checkpoint and ended with 69"):
         count_end(Exit.PEER, tmp_path)
+
+
+def test_a_process_that_comes_after_the_end_knows_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert not is_finished(folder, "abc")
+    note_beginning(folder, "abc")
+    for exit, finished in ((None, False), (75, False), (0, True)):
+        (folder / "run.json").write_text(json.dumps({"exit": exit}))
+        assert is_finished(folder, "abc") is finished
+    assert not is_finished(folder, "abd") and not is_finished(folder, ""), "the run may be submitted again, to go on"
 
 
 def test_a_folder_that_cannot_be_written_counts_nothing(tmp_path: Path) -> None:

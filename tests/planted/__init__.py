@@ -3,7 +3,7 @@
 `python -m tests.planted` plants them all and takes some minutes; see `__main__`.
 """
 
-from tests.planted import adapters, clouds, data, models, numbers, pserver, runs, state
+from tests.planted import adapters, clouds, clusters, data, models, numbers, pserver, runs, state
 
 FAULTS = [
     *data.FAULTS,
@@ -14,4 +14,5 @@ FAULTS = [
     *runs.FAULTS,
     *adapters.FAULTS,
     *clouds.FAULTS,
+    *clusters.FAULTS,
 ]
