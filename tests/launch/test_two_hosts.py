@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -50,7 +50,10 @@ TORCHRUN = [
     "launcher.meet_timeout_s=120",
 ]
 
-RUN = ["step.batch_size=24", "train.steps=8", "launcher.devices=cpu", "launcher.threads=1"]
+PLUGGED = [
+    "plugins=[mine]", "recipe=mine", "step.batch_size=24", "train.steps=8", "launcher.devices=cpu",
+    "launcher.threads=1",
+]  # fmt: skip
 PLUGIN = """
 from dtf.api.registry import register
 from tests.support.toy import Toy
@@ -105,11 +108,20 @@ def ends(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
     return found
 
 
+LAUNCHERS = {"static": STATIC, "torchrun": TORCHRUN}
+
+
+def start(
+    host: Host, node: int, tmp_path: Path, launcher: str, *more: str, path: str = "", base: Sequence[str] = SMALL
+) -> subprocess.Popen[str]:
+    """The command of host `node`."""
+    place = [f"launcher.node_rank={node}"] if launcher == "static" else []
+    words = [*base, *LAUNCHERS[launcher], *place, f"run.dir={tmp_path / 'run'}", *more]
+    return host.dtf(*words, cwd=tmp_path, path=path)
+
+
 def static(pair: tuple[Host, Host], tmp_path: Path, *more: str) -> list[subprocess.Popen[str]]:
-    return [
-        host.dtf(*SMALL, *STATIC, f"launcher.node_rank={node}", f"run.dir={tmp_path / 'run'}", *more, cwd=tmp_path)
-        for node, host in enumerate(pair)
-    ]
+    return [start(host, node, tmp_path, "static", *more) for node, host in enumerate(pair)]
 
 
 def saved(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
@@ -123,6 +135,10 @@ def saved(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def descendants(pid: int) -> list[int]:
+    return [found for child in children(pid) for found in (child, *descendants(child))]
 
 
 def newest(folder: Path) -> int:
@@ -164,17 +180,21 @@ def test_a_killed_rank_is_replaced_on_all_hosts(pair: tuple[Host, Host], alone: 
     assert evidence(tmp_path / "run") == evidence(alone)
 
 
-def test_a_host_that_was_killed_may_come_back(pair: tuple[Host, Host], tmp_path: Path) -> None:
-    a, b = static(pair, tmp_path, "train.steps=2000")
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_host_that_was_killed_may_come_back(launcher: str, pair: tuple[Host, Host], tmp_path: Path) -> None:
+    a, b = (start(host, node, tmp_path, launcher, "train.steps=20000") for node, host in enumerate(pair))
     saved(tmp_path / "run", 4, a)
+    mine = descendants(b.pid)
     b.kill()
     b.communicate()
-    again = static((pair[1], pair[1]), tmp_path, "train.steps=2000")
-    again[0].kill()  # of host 0 there is one already
-    again[0].communicate()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in mine):
+        assert time.monotonic() < deadline, "its ranks train on"
+        time.sleep(0.02)
+    again = start(pair[1], 1, tmp_path, launcher, "train.steps=20000")
     saved(tmp_path / "run", newest(tmp_path / "run") + 8, a)
     a.send_signal(signal.SIGTERM)
-    for code, err in ends(a, again[1]):
+    for code, err in ends(a, again):
         assert code == Exit.PREEMPTED, err
     steps = [
         json.loads(line)["step"]
@@ -193,25 +213,26 @@ def test_a_cut_cable_is_noticed_on_both_sides(pair: tuple[Host, Host], tmp_path:
     assert "hang_timeout_s=3" in err_a and "hang_timeout_s=3" in err_b
 
 
-def test_a_mixture_of_versions_is_refused(pair: tuple[Host, Host], tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_mixture_of_versions_is_refused(launcher: str, pair: tuple[Host, Host], tmp_path: Path) -> None:
     other = tmp_path / "other" / "numpy-0.0.1.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 0.0.1\n")
-    words = [*SMALL, *STATIC, f"run.dir={tmp_path / 'run'}"]
-    a = pair[0].dtf(*words, "launcher.node_rank=0", cwd=tmp_path)
-    b = pair[1].dtf(*words, "launcher.node_rank=1", cwd=tmp_path, path=str(other.parent))
-    for (code, err), text in zip(
-        ends(a, b), (': versions.numpy="0.0.1", host 0 has ', " in versions.numpy; host 0 says how"), strict=True
-    ):
-        assert code == Exit.CONFIG
-        assert f"host host-b differs from host 0{text}" in err
+    a = start(pair[0], 0, tmp_path, launcher)
+    b = start(pair[1], 1, tmp_path, launcher, path=str(other.parent))
+    (code_a, err_a), (code_b, err_b) = ends(a, b)
+    assert code_a == code_b == Exit.CONFIG
+    first = "host 0" if launcher == "static" else "rank 0"
+    how = f'host-b differs from {first}: versions.numpy="0.0.1", {first} has '
+    assert how in err_a
+    assert (how if launcher == "torchrun" else "differs from host 0 in versions.numpy; host 0 says how") in err_b
     assert not (tmp_path / "run").exists(), "nothing was written"
 
 
-@pytest.mark.parametrize("launcher", [STATIC, TORCHRUN], ids=["static", "torchrun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("at_once", [True, False])
 def test_another_file_of_a_plugin_is_named(
-    launcher: list[str], at_once: bool, pair: tuple[Host, Host], tmp_path: Path
+    launcher: str, at_once: bool, pair: tuple[Host, Host], tmp_path: Path
 ) -> None:
     """The versions are the same. Not `at_once`: ranks alone import it, for the model."""
     processes = []
@@ -220,9 +241,7 @@ def test_another_file_of_a_plugin_is_named(
         (folder / "mine").mkdir(parents=True)
         (folder / "mine" / "__init__.py").write_text(PLUGIN.format("import mine.width" if at_once else ""))
         (folder / "mine" / "width.py").write_text(f"WIDTH = 4  # {node}\n")
-        place = [f"launcher.node_rank={node}"] if launcher is STATIC else []
-        words = [*RUN, *launcher, *place, "plugins=[mine]", "recipe=mine", f"run.dir={tmp_path / 'run'}"]
-        processes.append(host.dtf(*words, cwd=tmp_path, path=str(folder)))
+        processes.append(start(host, node, tmp_path, launcher, path=str(folder), base=PLUGGED))
     found = ends(*processes)
     assert [code for code, _ in found] == [Exit.CONFIG] * 2, found
     assert "host-b" in found[0][1] and "code.mine/width.py=" in found[0][1], found
@@ -270,15 +289,18 @@ def test_torchrun_takes_in_a_host_that_comes_later(pair: tuple[Host, Host], tmp_
     assert steps == sorted(set(steps)), "each step was measured once"
 
 
-def test_a_run_folder_that_one_host_does_not_see_is_refused(pair: tuple[Host, Host], tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_run_folder_that_one_host_does_not_see_is_refused(
+    launcher: str, pair: tuple[Host, Host], tmp_path: Path
+) -> None:
     (tmp_path / "run").mkdir()
-    words = [*SMALL, *STATIC, f"run.dir={tmp_path / 'run'}"]
-    a = pair[0].dtf(*words, "launcher.node_rank=0", cwd=tmp_path)
+    a = start(pair[0], 0, tmp_path, launcher)
     hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {tmp_path}; cd /; exec "$0" "$@"']
-    b = Host(pair[1].pid, pair[1].name, pair[1].cable, hidden).dtf(*words, "launcher.node_rank=1", cwd=tmp_path)
+    b = start(Host(pair[1].pid, pair[1].name, pair[1].cable, hidden), 1, tmp_path, launcher)
+    text = f"host 1 (host-b) does not see the run folder {tmp_path / 'run'}"
     for code, err in ends(a, b):
         assert code == Exit.CONFIG, err
-        assert f"host 1 (host-b) does not see the run folder {tmp_path / 'run'}" in err
+        assert (text if launcher == "static" else "rank 1 on host-b: finds the run folder=false") in err
 
 
 def test_doctor_finds_nothing_wrong_and_then_a_slow_link(pair: tuple[Host, Host], tmp_path: Path) -> None:
