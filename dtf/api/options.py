@@ -56,10 +56,11 @@ class SweepOptions:
     """Config node `sweep`: how the trials of `-m` are run. One value for all of them; a single run has none."""
 
     parallel: int = option(
-        default=1,
-        least=1,
+        default=0,
+        least=0,
         most=1024,
-        doc="trials at once on this host, each with its share of the cores, or with GPUs of its own",
+        doc="trials at once: on this host each with its share of the cores, or with GPUs of its own; 0: one here, and "
+        "as many as a scheduler gives",
         unit="trials",
     )
     prune: Prune = option(
@@ -74,6 +75,11 @@ class SweepOptions:
         most=1024,
         doc="rungs of sweep.prune lie after 1/factor, 1/factor^2, ... of a trial's evaluations",
     )
+
+    @property
+    def places(self) -> int:
+        """Trials at once on this host."""
+        return max(1, self.parallel)
 
     @property
     def given(self) -> list[str]:

@@ -298,8 +298,6 @@ class Schedule:
         config = dict(trial.composed.config)
         config["train"] = config["train"] | {"until": self._until(trial)}
         config["sweep"] = to_plain(SweepOptions())
-        if price := config["budget"]["cost_per_hour"]:
-            config["budget"] = config["budget"] | {"cost_per_hour": price / self._rules.options.parallel}
         folder = trial.shown.folder
         if folder and (mirror := config["checkpoint"].get("mirror")):  # it belongs to one run, as a run folder does
             place = f"{mirror.rstrip('/')}/{folder.parent.name}/{folder.name}"

@@ -192,11 +192,11 @@ def _make_plan(composer: Composer, overrides: Sequence[str]) -> _Plan:
 @contextmanager
 def _executor(plan: _Plan, reported: Reported) -> Iterator[TrialExecutor]:
     """What runs the trials: this process, or slots."""
-    if plan.options.parallel == 1:
+    if plan.options.places == 1:
         yield HereExecutor(reported)
         return
     forkserver_cache.shut_down()  # each slot has its own
-    with SlotExecutor(plan.options.parallel) as executor:
+    with SlotExecutor(plan.options.places) as executor:
         yield executor
 
 
@@ -275,11 +275,10 @@ def _check_rules(plan: _Plan, trials: Sequence[Composed]) -> None:
         raise ConfigError(
             f"{options.given[0]} is for jobs that keep each trial in a folder, as job=train does; leave it out"
         )
-    for trial in trials if options.parallel > 1 else ():
-        for slot in range(options.parallel):
-            share_of_devices(trial.config["launcher"], slot, options.parallel)
-    if options.parallel > 1:
-        share_of_cores(options.parallel)
+    if options.places > 1:
+        share_of_cores(options.places)
+        for trial in trials:
+            share_of_devices(trial.config["launcher"], 0, options.places)
     if options.prune is Prune.none:
         if options.factor != SweepOptions().factor:
             raise ConfigError(f"sweep.factor={options.factor} is of sweep.prune, which is none; choose asha or median")
@@ -352,7 +351,8 @@ def _total(done: Sequence[Trial], plan: _Plan, folder: Path) -> str:
     if number is not None:
         parts.append(f"the best is trial {number}")
     spent, price = seconds(folder), plan.first.settings.budget.cost_per_hour
-    price = price and price / plan.options.parallel  # each of them occupies its share
+    if price and plan.first.config["launcher"]["name"] in SIDE_BY_SIDE:
+        price /= plan.options.places  # each of them occupies its share
     parts.append(f"{time_text(spent)} in all" + (f" at a cost of {spent / 3600 * price:.3g}" if price else ""))
     return f"dtf: {', '.join(parts)}, in {display_path(folder)}"
 

@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dtf.cli import slots
 from dtf.cli.main import main
 from dtf.core.errors import ConfigError, Exit
 from dtf.host import devices
+from dtf.runs.budget import spent_s
 from dtf.runs.results import read_runs
 
 ROOT = Path(__file__).parents[2]
@@ -259,3 +261,22 @@ def test_optuna_with_two_in_flight_is_told_of_both_and_goes_on_after_a_stop(caps
     again = json.loads((elsewhere / "home/proposals.json").read_text())
     assert again["proposals"][:9] == first["proposals"] and len(again["proposals"]) == 12
     assert "of 12 trials finished" in capsys.readouterr().out
+
+
+@needs_two_cores
+@pytest.mark.slow
+def test_trials_at_once_pay_for_their_share_of_the_machine(capsys: Capture, elsewhere: Path) -> None:
+    """The budget is that of all that run together: each counts the seconds of the others too."""
+    long = [word for word in HOLDING if not word.startswith(("train.steps", "train.eval", "checkpoint.every"))]
+    words = [*long, "recipe.hold=none", "lr.peak=0.1,0.2", "train.steps=1000000", "train.eval_every=0"]
+    words += ["checkpoint.every_steps=1000000", "budget.cost_per_hour=7200"]
+    assert main([*words, "budget.cost=6"]) == Exit.BUDGET
+    out, err = capsys.readouterr()
+    assert out.count("E_BUDGET") >= 2 and "the sweep stops here" in err
+    spent = sum(spent_s(folder) for folder in (elsewhere / "home").iterdir())
+    assert spent >= 6, "a dollar a second for each of them"
+    assert all(
+        yaml.safe_load(path.read_text())["budget"]["cost_per_hour"] == 3600
+        for path in (elsewhere / "home").glob("*/config.yaml")
+    )
+    assert float(out.splitlines()[-1].partition("at a cost of ")[2].split(",")[0]) == pytest.approx(spent, rel=0.1)
