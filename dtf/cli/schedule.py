@@ -217,11 +217,16 @@ class Schedule:
         print(f"dtf: trial {number}{self._rules.of_all}: {shown.title}", flush=True)
 
         def look() -> int:
-            trial.composed = self._compose(number, overrides)
-            folder = self._rules.folder_of(overrides)
+            composed, folder = self._compose(number, overrides), self._rules.folder_of(overrides)
+            trial.composed = composed
             if folder is None:
                 return Exit.OK
-            shown.folder = folder
+            shown.folder, checkpoint = folder, composed.config["checkpoint"]
+            if mirror := checkpoint.get("mirror"):  # it belongs to one run, as a run folder does
+                place = f"{mirror.rstrip('/')}/{folder.parent.name}/{folder.name}"
+                trial.composed = replace(
+                    composed, config=composed.config | {"checkpoint": checkpoint | {"mirror": place}}
+                )
             if (found := find(folder, trial.composed.config)) is not None:
                 self._take(trial, found, before=True)
             return Exit.OK
@@ -298,12 +303,8 @@ class Schedule:
         config = dict(trial.composed.config)
         config["train"] = config["train"] | {"until": self._until(trial)}
         config["sweep"] = to_plain(SweepOptions())
-        folder = trial.shown.folder
-        if folder and (mirror := config["checkpoint"].get("mirror")):  # it belongs to one run, as a run folder does
-            place = f"{mirror.rstrip('/')}/{folder.parent.name}/{folder.name}"
-            config["checkpoint"] = config["checkpoint"] | {"mirror": place}
         composed = replace(trial.composed, config=config)
-        self._executor.start(TrialOrder(trial.number, trial.shown.title, composed, folder))
+        self._executor.start(TrialOrder(trial.number, trial.shown.title, composed, trial.shown.folder))
 
     def _settle(self, end: TrialEnd) -> None:
         """A trial has ended, or come to its rung."""
