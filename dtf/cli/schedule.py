@@ -217,16 +217,11 @@ class Schedule:
         print(f"dtf: trial {number}{self._rules.of_all}: {shown.title}", flush=True)
 
         def look() -> int:
-            composed, folder = self._compose(number, overrides), self._rules.folder_of(overrides)
-            trial.composed = composed
+            folder = self._rules.folder_of(overrides)
+            trial.composed = as_trial(self._compose(number, overrides), folder)
             if folder is None:
                 return Exit.OK
-            shown.folder, checkpoint = folder, composed.config["checkpoint"]
-            if mirror := checkpoint.get("mirror"):  # it belongs to one run, as a run folder does
-                place = f"{mirror.rstrip('/')}/{folder.parent.name}/{folder.name}"
-                trial.composed = replace(
-                    composed, config=composed.config | {"checkpoint": checkpoint | {"mirror": place}}
-                )
+            shown.folder = folder
             if (found := find(folder, trial.composed.config)) is not None:
                 self._take(trial, found, before=True)
             return Exit.OK
@@ -302,7 +297,6 @@ class Schedule:
         trial.phase = Phase.running
         config = dict(trial.composed.config)
         config["train"] = config["train"] | {"until": self._until(trial)}
-        config["sweep"] = to_plain(SweepOptions())
         composed = replace(trial.composed, config=config)
         self._executor.start(TrialOrder(trial.number, trial.shown.title, composed, trial.shown.folder))
 
@@ -349,3 +343,12 @@ class Schedule:
         if self._record is None:
             return float(shown.code)
         return shown.best[1] if shown.code == Exit.OK and shown.best else math.nan
+
+
+def as_trial(composed: Composed, folder: Path | None) -> Composed:
+    """The config of one run of a sweep: without the sweep's own options, and with a mirror of its own."""
+    config = composed.config | {"sweep": to_plain(SweepOptions())}
+    if folder and (mirror := config["checkpoint"].get("mirror")):  # it belongs to one run, as a run folder does
+        place = f"{mirror.rstrip('/')}/{folder.parent.name}/{folder.name}"
+        config["checkpoint"] = config["checkpoint"] | {"mirror": place}
+    return replace(composed, config=config)

@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +27,9 @@ from dtf.api.trials import TrialExecutor
 from dtf.cli.hydra_sweep import HydraSweep, OptunaTrials
 from dtf.cli.optuna_search import OptunaSearch
 from dtf.cli.run_trial import HereExecutor, JobWithFolder, Reported
-from dtf.cli.schedule import ENDS, Rules, Schedule, SweepStopped
+from dtf.cli.schedule import ENDS, Rules, Schedule, SweepStopped, as_trial
 from dtf.cli.slots import SIDE_BY_SIDE, SlotExecutor, share_of_cores, share_of_devices
+from dtf.cli.submitted_sweep import each_as_a_job, platform_of, show_first, submit_together
 from dtf.cli.sweep_overrides import as_typed, combinations, distinct, title_of
 from dtf.cli.trials import NOT_STARTED, Trial, best_of, digest, folder_name, seconds, table
 from dtf.config.advice import print_notes
@@ -43,6 +44,7 @@ from dtf.runs.sweep_record import SweepRecord
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
+    from dtf.cluster.platform import Platform
     from dtf.config.compose import Composed, Composer
 
 
@@ -82,13 +84,16 @@ def sweep(composer: Composer, overrides: Sequence[str], reported: Reported) -> i
     first trial starts when one of them cannot be composed.
     """
     plan = _make_plan(composer, overrides)
+    decides = not plan.complete or plan.options.prune is not Prune.none
+    if plan.platform is not None and (plan.platform.dry_run or not decides):
+        return _submit(plan, plan.platform, decides)
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="dtf-sweep-"))
         stack.enter_context(_LockedFolder(plan.folder))
         requests = stack.enter_context(_StopRequests())
         record = SweepRecord(plan.folder, plan.first.config["sweep"]) if plan.folder else None
         hydra = HydraSweep(composer, plan.trials[0], plan.arguments, scratch)
-        executor = stack.enter_context(_executor(plan, reported))
+        executor = stack.enter_context(_executor(plan, reported, requests.__bool__))
 
         def compose(number: int, words: list[str]) -> Composed:
             composed = hydra.compose(number, words)
@@ -119,8 +124,17 @@ class _Plan:
     shared: set[str]  # overrides that all trials have
     trials: list[list[str]]  # the overrides of each
     complete: bool  # whether these are all; else a sweeper chooses values as it goes, and there is one possible trial
-    first: Composed  # the first trial
+    composed: list[Composed]  # the same, composed
     folder: Path | None  # of the sweep, where runs are kept
+
+    @property
+    def first(self) -> Composed:
+        return self.composed[0]
+
+    @property
+    def platform(self) -> Platform | None:
+        """The scheduler that the trials are handed to; None: they run on this host."""
+        return platform_of(self.first) if self.folder else None
 
     @property
     def options(self) -> SweepOptions:
@@ -184,14 +198,31 @@ def _make_plan(composer: Composer, overrides: Sequence[str]) -> _Plan:
         _check_trial(first, config)
     is_kept = isinstance(first.job, JobWithFolder)
     folder = _sweep_folder([str(override.input_line) for override in swept], composed) if is_kept else None
-    plan = _Plan(overrides, parsed, shared, trials, complete, first, folder)
+    plan = _Plan(overrides, parsed, shared, trials, complete, composed, folder)
     _check_rules(plan, composed)
     return plan
 
 
+def _submit(plan: _Plan, platform: Platform, decides: bool) -> int:
+    """Hand all trials to a scheduler at once, or print that. `decides`: which trials there are, or go on, is decided by
+    what others come to; then the first one is printed. Returns the exit code.
+    """
+    folders = [plan.rules.folder_of(trial) for trial in plan.trials]
+    trials = [(folder, as_trial(one, folder)) for folder, one in zip(folders, plan.composed, strict=True) if folder]
+    if platform.dry_run:
+        return show_first(platform, *trials[0]) if decides else submit_together(platform, trials, plan.options.parallel)
+    with _LockedFolder(plan.folder):
+        SweepRecord(trials[0][0].parent, plan.first.config["sweep"])
+        return submit_together(platform, trials, plan.options.parallel)
+
+
 @contextmanager
-def _executor(plan: _Plan, reported: Reported) -> Iterator[TrialExecutor]:
-    """What runs the trials: this process, or slots."""
+def _executor(plan: _Plan, reported: Reported, requested: Callable[[], bool]) -> Iterator[TrialExecutor]:
+    """What runs the trials: this process, slots, or jobs of a scheduler."""
+    if plan.platform is not None:
+        with each_as_a_job(plan.platform, plan.options.parallel or plan.rules.trials or 1, requested) as jobs:
+            yield jobs
+        return
     if plan.options.places == 1:
         yield HereExecutor(reported)
         return
@@ -261,8 +292,10 @@ def _sweep_folder(swept: list[str], composed: Sequence[Composed]) -> Path:
     assert isinstance(options, dict)
     options.pop("n_trials", None)  # more trials go on
     same = digest([*swept, str(sorted(options.items(), key=str))], [config.config for config in composed])
+    platform = platform_of(composed[0])
+    run_dir = config["run"]["dir"] if platform is None or platform.sees_folder else ""  # else a place of the job
     return Path(
-        config["run"]["dir"] or Path("outputs", config["run"]["name"] or config["recipe"]["name"], f"sweep-{same}")
+        run_dir or Path("outputs", config["run"]["name"] or config["recipe"]["name"], f"sweep-{same}")
     ).absolute()
 
 
@@ -275,7 +308,7 @@ def _check_rules(plan: _Plan, trials: Sequence[Composed]) -> None:
         raise ConfigError(
             f"{options.given[0]} is for jobs that keep each trial in a folder, as job=train does; leave it out"
         )
-    if options.places > 1:
+    if options.places > 1 and plan.platform is None:
         share_of_cores(options.places)
         for trial in trials:
             share_of_devices(trial.config["launcher"], 0, options.places)
@@ -307,8 +340,8 @@ def _check_pruning(plan: _Plan, given: str, trials: Sequence[Composed]) -> None:
             (checkpoint["every_steps"] == 0, "needs checkpoints to go on from; use checkpoint=every"),
             (checkpoint["resume"] == "never", "goes on from checkpoints; use checkpoint.resume=auto"),
             (
-                launcher not in SIDE_BY_SIDE,
-                f"runs trials on this host, not with launcher={launcher}; use launcher=local",
+                launcher not in SIDE_BY_SIDE and plan.platform is None,
+                f"does not go with launcher={launcher}; use launcher=local, or one that submits each trial",
             ),
         ]
         for wrong, text in refused:
@@ -351,7 +384,7 @@ def _total(done: Sequence[Trial], plan: _Plan, folder: Path) -> str:
     if number is not None:
         parts.append(f"the best is trial {number}")
     spent, price = seconds(folder), plan.first.settings.budget.cost_per_hour
-    if price and plan.first.config["launcher"]["name"] in SIDE_BY_SIDE:
+    if price and plan.platform is None:
         price /= plan.options.places  # each of them occupies its share
     parts.append(f"{time_text(spent)} in all" + (f" at a cost of {spent / 3600 * price:.3g}" if price else ""))
     return f"dtf: {', '.join(parts)}, in {display_path(folder)}"
