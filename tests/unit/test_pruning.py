@@ -145,6 +145,11 @@ class FakeRuns:
             raise Killed
         return TrialEnd(number, code)
 
+    def until(self, order: TrialOrder) -> int | None:
+        """Where its last launch was to stop."""
+        assert order.folder is not None
+        return yaml.safe_load((order.folder / "config.yaml").read_text())["train"]["until"]
+
     def _train(self, order: TrialOrder, cut: bool) -> int:
         assert order.folder is not None
         config = order.composed.config
@@ -202,7 +207,7 @@ def check_start(home: Path, runs: FakeRuns, schedule: Schedule, factor: int) -> 
     def checked(order: TrialOrder) -> None:
         done = runs.steps.get(order.number, 0) // EVERY
         places = rungs(len(runs.curves[0]), factor, len(runs.curves))
-        if done in places[:-1] and runs.steps[order.number] % EVERY == 0:
+        if done in places[:-1] and runs.until(order) == EVERY * done:  # else it was cut on its way
             come = []
             for number, trial in schedule.trials.items():
                 values = trial.standing.values
