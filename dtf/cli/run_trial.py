@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from dtf.api.trials import TrialEnd, TrialOrder
 from dtf.cli.trials import seconds
+from dtf.cluster.submit import is_submitted, submit
 from dtf.config.compose import Composed
 from dtf.core.errors import DataError
 from dtf.runs.budget import limit_s
@@ -57,7 +58,7 @@ def run_trial(composed: Composed, folder: Path | None, reported: Reported) -> tu
     def run() -> int:
         job = composed.job
         if folder is None or not isinstance(job, JobWithFolder):
-            return job.run(composed)
+            return submit(composed) if is_submitted(composed) else job.run(composed)
         job.folder, job.elsewhere_s = folder, _Elsewhere(folder, limit_s(composed.settings.budget) < math.inf)
         try:
             return job.run(composed)

@@ -355,7 +355,7 @@ def _check_trial(first: Composed, other: Composed) -> None:
     """
     if not isinstance(other.job, JobWithFolder):
         return
-    if not other.settings.launcher.starts_ranks:
+    if not other.settings.launcher.starts_ranks and platform_of(other) is None:
         name = other.config["launcher"]["name"]
         raise ConfigError(
             f"launcher={name} takes part as a rank that others started, for one run; a sweep starts its own ranks: "

@@ -280,3 +280,26 @@ def test_trials_at_once_pay_for_their_share_of_the_machine(capsys: Capture, else
         for path in (elsewhere / "home").glob("*/config.yaml")
     )
     assert float(out.splitlines()[-1].partition("at a cost of ")[2].split(",")[0]) == pytest.approx(spent, rel=0.1)
+
+
+def test_a_scheduler_gets_a_sweep_as_one_job_and_nothing_is_kept_of_a_dry_run(capsys: Capture, elsewhere: Path) -> None:
+    words = ["-m", "launcher=slurm", "launcher.dry_run=true", "train.steps=2", "seed=1,2,3"]
+    assert main([*words, "sweep.parallel=2"]) == Exit.OK
+    assert "#SBATCH --array=0-2%2\n" in capsys.readouterr().out
+    assert main([*words, "sweep.prune=asha", "train.eval_every=1", "sweep.factor=2"]) == Exit.OK
+    out = capsys.readouterr().out
+    assert "--array" not in out and "#SBATCH" in out, "a job for each trial, this is the first"
+    assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.slow
+def test_trials_that_are_decided_as_they_go_are_jobs_of_a_scheduler(capsys: Capture, elsewhere: Path) -> None:
+    """The scheduler runs processes on this host; what they have come to is read from their folders."""
+    words = [word for word in PAPER if not word.startswith(("launcher", "plugins"))]
+    words += ["plugins=[tests.support.paper_runs,tests.support.toy,tests.support.here]", "launcher=here"]
+    words += ["launcher.devices=cpu", "sweep.prune=asha", "sweep.parallel=2", "lr.peak=0.01,0.1,1"]
+    assert main(words) == Exit.OK
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("dtf: 1 of 3 trials finished, 2 pruned, the best is trial 2, "), out
+    assert main(words) == Exit.OK
+    assert "it was finished before" in capsys.readouterr().out
