@@ -173,6 +173,7 @@ def test_nothing_outlives_a_sweep_that_is_killed_and_it_goes_on(
             ["launcher=static", *HOSTS, "sweep.parallel=2"],
             "launcher=static starts processes elsewhere; use launcher=local",
         ),
+        (["launcher=slurm", "budget.hours=2"], "budget.hours=2 is that of all trials of a sweep together, and jobs of"),
         (["sweep.factor=4"], "sweep.factor=4 is of sweep.prune, which is none; choose asha or median"),
         (["sweep.prune=asha", "sweep.factor=4"], "lets one trial in sweep.factor=4 go on, and there are 3; give more"),
         (["sweep.prune=asha", "train.eval_every=0"], "compares evaluations, and train.eval_every=0 turns them off"),
@@ -189,7 +190,7 @@ def test_what_a_sweep_cannot_do_is_refused_before_a_trial_starts(
     words: list[str], message: str, capsys: Capture, elsewhere: Path
 ) -> None:
     given = [word for word in PAPER if not word.startswith(tuple(f"{word.split('=')[0]}=" for word in words))]
-    given = [word for word in given if "launcher=static" not in words or not word.startswith("launcher")]
+    given = [word for word in given if not words[0].startswith("launcher=") or not word.startswith("launcher")]
     assert main([*given, *words, "seed=1,2,3"]) == Exit.CONFIG
     assert message in capsys.readouterr().err
     assert not list(elsewhere.iterdir())
