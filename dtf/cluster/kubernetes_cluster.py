@@ -50,7 +50,8 @@ class Cluster:
         try:
             try:
                 config.load_kube_config(context=context or None, client_configuration=configuration)
-                contexts, current = config.list_kube_config_contexts()
+                known: Any = config.list_kube_config_contexts()
+                contexts, current = known
                 chosen = next((one for one in contexts if one["name"] == context), current)
                 default = chosen["context"].get("namespace", "default")
             except config.ConfigException:
@@ -176,7 +177,8 @@ class Cluster:
 
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         headers = {"Accept": "application/json, */*", "Content-Type": kind}
-        for setting in self._configuration.auth_settings().values():
+        settings: Any = self._configuration.auth_settings()
+        for setting in settings.values():
             headers[setting["key"]] = setting["value"]
         where = self._configuration.host
         content = None if body is None else json.dumps(body).encode()

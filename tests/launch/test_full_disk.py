@@ -95,7 +95,7 @@ def full(*args: Any, **kwargs: Any) -> Any:
 
 def test_a_budget_ends_where_its_seconds_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", full)
-    with BudgetMeter(tmp_path, BudgetOptions(hours=1e-9), 0.0, lambda text: None):
+    with BudgetMeter(tmp_path, BudgetOptions(hours=1e-9), lambda: 0.0, lambda text: None):
         pass
     assert is_spent(tmp_path)
 
