@@ -17,7 +17,7 @@ from dtf.api.schema import to_plain
 from dtf.api.trials import TrialEnd, TrialExecutor, TrialOrder
 from dtf.checkpoint.storage import checkpoints, step_of
 from dtf.cli.pruning import Phase, Standing, champion, is_out, next_of, rungs
-from dtf.cli.trials import Found, Trial, find
+from dtf.cli.trials import NOT_STARTED, Found, Trial, find
 from dtf.core.errors import INTERRUPTED, ConfigError, DtfError, Exit
 from dtf.core.text import number_text
 from dtf.runs.objective_log import MOST_EVALUATIONS, evaluations, plan_of
@@ -156,8 +156,8 @@ class Schedule:
         for trial in self.trials.values():
             if trial.phase is Phase.waiting and not self._stopping:
                 trial.phase = Phase.pruned
-            if trial.phase is Phase.pruned:
-                trial.shown.pruned = trial.step
+            if trial.phase in (Phase.waiting, Phase.pruned):
+                trial.shown.rung, trial.shown.pruned = trial.step, trial.phase is Phase.pruned
         if self._record:
             self._record.prune(self.pruned)
 
@@ -231,6 +231,8 @@ class Schedule:
             trial.phase = Phase.failed
             if shown.code in ENDS:
                 self.stopped = shown.code
+        elif trial.phase is Phase.cut:
+            shown.code = NOT_STARTED
         elif trial.phase is Phase.finished:
             shown.before = True
             print("dtf: it was finished before", flush=True)
@@ -246,8 +248,8 @@ class Schedule:
         if trial.plan is not None:
             self._agree(trial)
         reached = found.until is not None and found.until in trial.evaluations
-        if trial.phase is not Phase.finished:
-            trial.phase = Phase.waiting if reached else Phase.cut
+        if trial.phase is not Phase.finished:  # before its first rung it only told how long its plan is
+            trial.phase = Phase.waiting if reached and trial.standing.passed(self._rungs) else Phase.cut
         if before and trial.phase is Phase.waiting and self._rule is Prune.median and self._was_pruned(trial):
             trial.phase = Phase.pruned
 

@@ -193,8 +193,8 @@ class _LockedFolder:
 
 def _total(done: Sequence[Trial], plan: SweepPlan, folder: Path) -> str:
     """The last line: trials that finished, the best of them, time and cost, the folder."""
-    pruned = sum(trial.pruned is not None for trial in done)
-    parts = [f"{sum(trial.code == Exit.OK for trial in done) - pruned} of {len(done)} trials finished"]
+    whole, pruned = [trial for trial in done if trial.rung is None], sum(trial.pruned for trial in done)
+    parts = [f"{sum(trial.code == Exit.OK for trial in whole)} of {len(done)} trials finished"]
     parts += [f"{pruned} pruned"] if pruned else []
     number = best_of(done, plan.first.settings.objective[1])
     if number is not None:
