@@ -265,7 +265,7 @@ FAULTS = [
         "dtf/cli/schedule.py",
         "if reached and trial.standing.passed(self._rungs) else",
         "if reached else",
-        ("tests/unit/test_pruning.py::test_a_sweep_killed_anywhere_goes_on_by_what_its_folders_say",),
+        ("tests/unit/test_pruning.py::test_a_trial_goes_on_at_once_from_where_it_learnt_how_long_it_is",),
     ),
     Fault(
         "trials at once have the same cores",

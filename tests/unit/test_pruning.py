@@ -305,3 +305,20 @@ def test_a_sweep_that_is_stopped_says_which_trials_wait_and_which_have_not_begun
         schedule.run(Batch([[f"seed={number}"] for number in range(6)], 1))
     schedule.close()
     assert [trial.shown.outcome for trial in schedule.trials.values()] == ["waits at step 15", "waits at step 15"]
+
+
+@pytest.mark.parametrize(("every", "first"), [(None, 1), (EVERY, EVERY)])
+def test_a_trial_goes_on_at_once_from_where_it_learnt_how_long_it_is(
+    tmp_path: Path, every: int | None, first: int
+) -> None:
+    runs = FakeRuns([[0.01 * number] * 18 for number in range(9)], 1, lambda running: 0, maximise=True, every=every)
+    orders, start = [], runs.start
+
+    def noted(order: TrialOrder) -> None:
+        orders.append((order.number, order.composed.config["train"]["until"]))
+        start(order)
+
+    runs.start = noted  # type: ignore[method-assign]
+    schedule_of(tmp_path, Prune.asha, 3, runs).run(Batch([[f"seed={number}"] for number in range(9)], 1))
+    assert orders[:4] == [(1, first), (1, 2 * EVERY), (2, first), (2, 2 * EVERY)]
+    assert orders[18:] == [(9, 6 * EVERY), (8, 6 * EVERY), (7, 6 * EVERY), (9, None)]
