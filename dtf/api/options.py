@@ -55,12 +55,12 @@ class Prune(Enum):
 class SweepOptions:
     """Config node `sweep`: how the trials of `-m` are run. One value for all of them; a single run has none."""
 
-    parallel: int | None = option(
-        default=None,
-        least=1,
+    parallel: int = option(
+        default=0,
+        least=0,
         most=1024,
-        doc="trials at once; on this host each has its share of the cores, or GPUs of its own. null: one on this host, "
-        "and as many as a scheduler gives where the launcher is one",
+        doc="trials at once: on this host each with its share of the cores, or with GPUs of its own; 0: one here, and "
+        "as many as a scheduler gives",
         unit="trials",
     )
     prune: Prune = option(
@@ -79,7 +79,7 @@ class SweepOptions:
     @property
     def places(self) -> int:
         """Trials at once on this host."""
-        return self.parallel or 1
+        return max(1, self.parallel)
 
     @property
     def given(self) -> list[str]:

@@ -13,8 +13,8 @@ from dtf.api.job import ComposedConfig
 class TrialOrder:
     """A trial, or the part of one up to a rung, that is to be run.
 
-    `composed.config` is what runs, with all that the sweep has decided in it (`train.until`, `checkpoint.mirror`, the
-    price of its share of the machine). `composed.command` composes all else in another process.
+    `composed.config` is what runs, with all that the sweep has decided in it (`train.until`, `checkpoint.mirror`).
+    `composed.command` composes all else in another process.
     """
 
     number: int  # of the trial, from 1

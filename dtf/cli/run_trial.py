@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from dtf.api.options import SweepOptions
-from dtf.api.schema import to_plain
 from dtf.api.trials import TrialEnd, TrialOrder
 from dtf.cli.trials import seconds
+from dtf.cluster.submit import is_submitted, submit
 from dtf.config.compose import Composed
 from dtf.core.errors import DataError
 from dtf.runs.budget import limit_s
@@ -60,7 +58,7 @@ def run_trial(composed: Composed, folder: Path | None, reported: Reported) -> tu
     def run() -> int:
         job = composed.job
         if folder is None or not isinstance(job, JobWithFolder):
-            return job.run(composed)
+            return submit(composed) if is_submitted(composed) else job.run(composed)
         job.folder, job.elsewhere_s = folder, _Elsewhere(folder, limit_s(composed.settings.budget) < math.inf)
         try:
             return job.run(composed)
@@ -69,20 +67,6 @@ def run_trial(composed: Composed, folder: Path | None, reported: Reported) -> tu
 
     code = reported(run)
     return code, best[0] if best else None
-
-
-def as_trial(composed: Composed, folder: Path | None, options: SweepOptions, until: int | None = None) -> Composed:
-    """A trial as it is to be run up to a step, in its folder: without what is of the sweep alone."""
-    config: dict[str, Any] = dict(composed.config)
-    if until is not None:
-        config["train"] = config["train"] | {"until": until}
-    config["sweep"] = to_plain(SweepOptions())
-    if price := config["budget"]["cost_per_hour"]:
-        config["budget"] = config["budget"] | {"cost_per_hour": price / options.places}
-    if folder and (mirror := config["checkpoint"].get("mirror")):  # it belongs to one run, as a run folder does
-        place = f"{mirror.rstrip('/')}/{folder.parent.name}/{folder.name}"
-        config["checkpoint"] = config["checkpoint"] | {"mirror": place}
-    return replace(composed, config=config)
 
 
 class _Elsewhere:

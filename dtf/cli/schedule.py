@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from dtf.api.options import Prune, SweepOptions
+from dtf.api.schema import to_plain
 from dtf.api.trials import TrialEnd, TrialExecutor, TrialOrder
 from dtf.checkpoint.storage import checkpoints, step_of
 from dtf.cli.pruning import Phase, Standing, champion, is_out, next_of, rungs
-from dtf.cli.run_trial import as_trial
-from dtf.cli.trials import Found, Trial, find
+from dtf.cli.trials import NOT_STARTED, Found, Trial, find
 from dtf.core.errors import INTERRUPTED, ConfigError, DtfError, Exit
 from dtf.core.text import number_text
 from dtf.runs.objective_log import MOST_EVALUATIONS, evaluations, plan_of
@@ -156,8 +156,8 @@ class Schedule:
         for trial in self.trials.values():
             if trial.phase is Phase.waiting and not self._stopping:
                 trial.phase = Phase.pruned
-            if trial.phase is Phase.pruned:
-                trial.shown.pruned = trial.step
+            if trial.phase in (Phase.waiting, Phase.pruned):
+                trial.shown.rung, trial.shown.pruned = trial.step, trial.phase is Phase.pruned
         if self._record:
             self._record.prune(self.pruned)
 
@@ -217,8 +217,8 @@ class Schedule:
         print(f"dtf: trial {number}{self._rules.of_all}: {shown.title}", flush=True)
 
         def look() -> int:
-            trial.composed = self._compose(number, overrides)
             folder = self._rules.folder_of(overrides)
+            trial.composed = as_trial(self._compose(number, overrides), folder)
             if folder is None:
                 return Exit.OK
             shown.folder = folder
@@ -231,6 +231,8 @@ class Schedule:
             trial.phase = Phase.failed
             if shown.code in ENDS:
                 self.stopped = shown.code
+        elif trial.phase is Phase.cut:
+            shown.code = NOT_STARTED
         elif trial.phase is Phase.finished:
             shown.before = True
             print("dtf: it was finished before", flush=True)
@@ -246,8 +248,8 @@ class Schedule:
         if trial.plan is not None:
             self._agree(trial)
         reached = found.until is not None and found.until in trial.evaluations
-        if trial.phase is not Phase.finished:
-            trial.phase = Phase.waiting if reached else Phase.cut
+        if trial.phase is not Phase.finished:  # before its first rung it only told how long its plan is
+            trial.phase = Phase.waiting if reached and trial.standing.passed(self._rungs) else Phase.cut
         if before and trial.phase is Phase.waiting and self._rule is Prune.median and self._was_pruned(trial):
             trial.phase = Phase.pruned
 
@@ -295,9 +297,10 @@ class Schedule:
         if trial.phase is not Phase.cut:
             print(f"dtf: trial {trial.number} goes on from step {trial.step}", flush=True)
         trial.phase = Phase.running
-        folder = trial.shown.folder
-        composed = as_trial(trial.composed, folder, self._rules.options, self._until(trial))
-        self._executor.start(TrialOrder(trial.number, trial.shown.title, composed, folder))
+        config = dict(trial.composed.config)
+        config["train"] = config["train"] | {"until": self._until(trial)}
+        composed = replace(trial.composed, config=config)
+        self._executor.start(TrialOrder(trial.number, trial.shown.title, composed, trial.shown.folder))
 
     def _settle(self, end: TrialEnd) -> None:
         """A trial has ended, or come to its rung."""
@@ -342,3 +345,12 @@ class Schedule:
         if self._record is None:
             return float(shown.code)
         return shown.best[1] if shown.code == Exit.OK and shown.best else math.nan
+
+
+def as_trial(composed: Composed, folder: Path | None) -> Composed:
+    """The config of one run of a sweep: without the sweep's own options, and with a mirror of its own."""
+    config = composed.config | {"sweep": to_plain(SweepOptions())}
+    if folder and (mirror := config["checkpoint"].get("mirror")):  # it belongs to one run, as a run folder does
+        place = f"{mirror.rstrip('/')}/{folder.parent.name}/{folder.name}"
+        config["checkpoint"] = config["checkpoint"] | {"mirror": place}
+    return replace(composed, config=config)

@@ -119,6 +119,8 @@ class SlotExecutor:
         config = dict(order.composed.config)
         launcher = config["launcher"]
         config["launcher"] = launcher | {"devices": share_of_devices(launcher, number, self.places)}
+        if price := config["budget"]["cost_per_hour"]:  # of the machine, and this is a share of it
+            config["budget"] = config["budget"] | {"cost_per_hour": price / self.places}
         slot = self._slots[number] = self._slots[number] or self._started(number, launcher["name"] == "local")
         slot.order = replace(order, composed=replace(order.composed, config=config))
         message = {

@@ -13,29 +13,24 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from omegaconf import OmegaConf
-
-from dtf.api.options import Prune, SweepOptions
-from dtf.api.schema import build, show
+from dtf.api.options import Prune
 from dtf.api.trials import TrialExecutor
 from dtf.cli.hydra_sweep import HydraSweep, OptunaTrials
 from dtf.cli.optuna_search import OptunaSearch
-from dtf.cli.run_trial import HereExecutor, JobWithFolder, Reported
-from dtf.cli.schedule import ENDS, Rules, Schedule, SweepStopped
-from dtf.cli.slots import SIDE_BY_SIDE, SlotExecutor, share_of_cores, share_of_devices
-from dtf.cli.sweep_jobs import check_platform, platform_of, submit_trials
-from dtf.cli.sweep_overrides import as_typed, combinations, distinct, title_of
-from dtf.cli.trials import NOT_STARTED, Trial, best_of, digest, folder_name, seconds, table
-from dtf.cluster.trial_jobs import TrialJobs
+from dtf.cli.run_trial import HereExecutor, Reported
+from dtf.cli.schedule import ENDS, Schedule, SweepStopped, as_trial
+from dtf.cli.slots import SlotExecutor
+from dtf.cli.submitted_sweep import each_as_a_job, show_first, submit_together
+from dtf.cli.sweep_plan import SweepPlan, check_trial, make_plan
+from dtf.cli.trials import Trial, best_of, seconds, table
 from dtf.config.advice import print_notes
-from dtf.config.hydra_sources import BASIC_SWEEPER, OPTUNA, OptunaOptions
-from dtf.config.messages import display_path, parse
+from dtf.config.hydra_sources import OPTUNA
+from dtf.config.messages import display_path
 from dtf.core.errors import BusyError, ConfigError, Exit
 from dtf.core.text import time_text
 from dtf.launch import forkserver_cache
@@ -43,8 +38,6 @@ from dtf.runs.run_folder import take_lock
 from dtf.runs.sweep_record import SweepRecord
 
 if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
-
     from dtf.cluster.platform import Platform
     from dtf.config.compose import Composed, Composer
 
@@ -84,9 +77,10 @@ def sweep(composer: Composer, overrides: Sequence[str], reported: Reported) -> i
     Returns the exit code of the trial which stopped the sweep, else the first that is not 0. ConfigError before the
     first trial starts when one of them cannot be composed.
     """
-    plan = _make_plan(composer, overrides)
-    if (code := _submitted(plan)) is not None:
-        return code
+    plan = make_plan(composer, overrides)
+    decides = not plan.complete or plan.options.prune is not Prune.none
+    if plan.platform is not None and (plan.platform.dry_run or not decides):
+        return _submit(plan, plan.platform, decides)
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="dtf-sweep-"))
         stack.enter_context(_LockedFolder(plan.folder))
@@ -98,7 +92,7 @@ def sweep(composer: Composer, overrides: Sequence[str], reported: Reported) -> i
         def compose(number: int, words: list[str]) -> Composed:
             composed = hydra.compose(number, words)
             print_notes(composed.notes)
-            _check_trial(plan.first, composed)
+            check_trial(plan.first, composed)
             return composed
 
         schedule = Schedule(plan.rules, executor, compose, reported, requests.__bool__, record)
@@ -115,99 +109,24 @@ def sweep(composer: Composer, overrides: Sequence[str], reported: Reported) -> i
     return code
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What a sweep is to do."""
-
-    overrides: Sequence[str]  # of the command line
-    parsed: list[Override]  # the same, parsed
-    shared: set[str]  # overrides that all trials have
-    trials: list[list[str]]  # the overrides of each
-    composed: list[Composed]
-    complete: bool  # whether these are all; else a sweeper chooses values as it goes, and there is one possible trial
-    first: Composed  # the first trial
-    folder: Path | None  # of the sweep, where runs are kept
-
-    @property
-    def platform(self) -> Platform | None:
-        """To which the trials are submitted."""
-        return platform_of(self.first)
-
-    @property
-    def options(self) -> SweepOptions:
-        return build(SweepOptions, self.first.config["sweep"])
-
-    @property
-    def arguments(self) -> list[Override]:
-        """The overrides that are not for Hydra."""
-        return [override for override in self.parsed if not override.is_hydra_override()]
-
-    @property
-    def sweeper(self) -> str:
-        return self.first.tree.hydra.runtime.choices.get("hydra/sweeper") or BASIC_SWEEPER
-
-    @property
-    def optuna(self) -> OptunaOptions:
-        """The options of the search. Where there is none, its defaults."""
-        node = OmegaConf.to_container(self.first.tree.hydra.sweeper) if self.sweeper == OPTUNA else {}
-        return OptunaOptions(**node)  # type: ignore[arg-type]
-
-    @property
-    def rules(self) -> Rules:
-        known = len(self.trials) if self.complete else self.optuna.n_trials if self.sweeper == OPTUNA else None
-        of_all = f" of {len(self.trials)}" if self.complete and len(self.trials) > 1 else ""
-        objective = self.first.settings.objective if self.folder else ("", "max")
-        return Rules(self.options, objective, known, of_all, self._title_of, self.folder_of)
-
-    def with_those_not_started(self, begun: Mapping[int, Trial]) -> list[Trial]:
-        """Trials for the table, by number: where a sweep was stopped, some have not been begun."""
-        titles = [self._title_of(trial) for trial in self.trials] if self.complete else []
-        rest = {number: Trial(title=title, code=NOT_STARTED) for number, title in enumerate(titles, 1)}
-        return [trial for _, trial in sorted((rest | dict(begun)).items())]
-
-    def _title_of(self, overrides: Sequence[str]) -> str:
-        return title_of(_without_hydra(overrides), self.shared)
-
-    def folder_of(self, overrides: Sequence[str]) -> Path | None:
-        if self.folder is None:
-            return None
-        return self.folder / folder_name(distinct(_without_hydra(overrides), self.shared))
-
-
-def _without_hydra(overrides: Sequence[str]) -> list[str]:
-    return [text for text in overrides if not text.startswith(("hydra.", "hydra/"))]
-
-
-def _make_plan(composer: Composer, overrides: Sequence[str]) -> _Plan:
-    """The trials of a sweep. ConfigError for one that cannot be composed, or does not agree with the first."""
-    parsed = parse(overrides, composer.loader)
-    swept = [override for override in parsed if override.is_sweep_override()]
-    fixed = [override for override in parsed if not override.is_sweep_override()]
-    shared = {as_typed(f"{override.get_key_element()}={override.get_value_element_as_str()}") for override in fixed}
-    trials, complete = combinations(parsed)
-    several = complete and len(trials) > 1
-    composed = [
-        _composed(composer, trial, f"trial {number} of {len(trials)} ({title_of(trial, shared)}): " if several else "")
-        for number, trial in enumerate(trials, 1)
-    ]
-    first = composed[0]
-    for config in composed:
-        _check_trial(first, config)
-    is_kept = isinstance(first.job, JobWithFolder)
-    folder = _sweep_folder([str(override.input_line) for override in swept], composed) if is_kept else None
-    plan = _Plan(overrides, parsed, shared, trials, composed, complete, first, folder)
-    _check_rules(plan, composed)
-    if plan.platform:
-        check_platform(plan.platform, composed)
-    return plan
+def _submit(plan: SweepPlan, platform: Platform, decides: bool) -> int:
+    """Hand all trials to a scheduler at once, or print that. `decides`: which trials there are, or go on, is decided by
+    what others come to; then the first one is printed. Returns the exit code.
+    """
+    folders = [plan.rules.folder_of(trial) for trial in plan.trials]
+    trials = [(folder, as_trial(one, folder)) for folder, one in zip(folders, plan.composed, strict=True) if folder]
+    if platform.dry_run:
+        return show_first(platform, *trials[0]) if decides else submit_together(platform, trials, plan.options.parallel)
+    with _LockedFolder(plan.folder):
+        SweepRecord(trials[0][0].parent, plan.first.config["sweep"])
+        return submit_together(platform, trials, plan.options.parallel)
 
 
 @contextmanager
-def _executor(plan: _Plan, reported: Reported, requested: Callable[[], bool]) -> Iterator[TrialExecutor]:
-    """What runs the trials: this process, slots, or a scheduler."""
-    if plan.platform:
-        jobs = TrialJobs(plan.platform, plan.options.parallel or (len(plan.trials) if plan.complete else 1), requested)
-        with closing(jobs):
+def _executor(plan: SweepPlan, reported: Reported, requested: Callable[[], bool]) -> Iterator[TrialExecutor]:
+    """What runs the trials: this process, slots, or jobs of a scheduler."""
+    if plan.platform is not None:
+        with each_as_a_job(plan.platform, plan.options.parallel or plan.rules.trials or 1, requested) as jobs:
             yield jobs
         return
     if plan.options.places == 1:
@@ -218,18 +137,7 @@ def _executor(plan: _Plan, reported: Reported, requested: Callable[[], bool]) ->
         yield executor
 
 
-def _submitted(plan: _Plan) -> int | None:
-    """Submit the trials as one job where a scheduler runs them and all are known. The exit code; None where they are to
-    be run one by one, or are finished.
-    """
-    if plan.platform is None or plan.folder is None or not plan.complete or plan.options.prune is not Prune.none:
-        return None
-    folders = {plan.folder_of(words): one for words, one in zip(plan.trials, plan.composed, strict=True)}
-    known = {folder: one for folder, one in folders.items() if folder is not None}
-    return submit_trials(plan.platform, known, plan.folder, plan.options)
-
-
-def _run(plan: _Plan, hydra: HydraSweep, schedule: Schedule) -> None:
+def _run(plan: SweepPlan, hydra: HydraSweep, schedule: Schedule) -> None:
     """Let the chosen sweeper have its trials run. Optuna's is ours, any other a plugin of Hydra."""
     if plan.sweeper != OPTUNA:
         hydra.run(schedule)
@@ -242,7 +150,7 @@ def _run(plan: _Plan, hydra: HydraSweep, schedule: Schedule) -> None:
     schedule.run(OptunaTrials(search))
 
 
-def _print_result(done: Sequence[Trial], plan: _Plan) -> None:
+def _print_result(done: Sequence[Trial], plan: SweepPlan) -> None:
     """The table of trials, and what became of the sweep."""
     for line in table(done):
         print(line)
@@ -283,112 +191,16 @@ class _LockedFolder:
             os.close(self._lock)
 
 
-def _sweep_folder(swept: list[str], composed: Sequence[Composed]) -> Path:
-    """The folder of the sweep: `run.dir`, or one whose name is the same whenever the same sweep is started."""
-    config = composed[0].config
-    options = OmegaConf.to_container(composed[0].tree.hydra.sweeper)
-    assert isinstance(options, dict)
-    options.pop("n_trials", None)  # more trials go on
-    same = digest([*swept, str(sorted(options.items(), key=str))], [config.config for config in composed])
-    return Path(
-        config["run"]["dir"] or Path("outputs", config["run"]["name"] or config["recipe"]["name"], f"sweep-{same}")
-    ).absolute()
-
-
-def _check_rules(plan: _Plan, trials: Sequence[Composed]) -> None:
-    """Raise ConfigError for options of the sweep that these trials cannot follow."""
-    options = plan.options
-    if not options.given:
-        return
-    if plan.folder is None:
-        raise ConfigError(
-            f"{options.given[0]} is for jobs that keep each trial in a folder, as job=train does; leave it out"
-        )
-    here = options.places if plan.platform is None else 1
-    for trial in trials if here > 1 else ():
-        for slot in range(here):
-            share_of_devices(trial.config["launcher"], slot, here)
-    if here > 1:
-        share_of_cores(here)
-    if options.prune is Prune.none:
-        if options.factor != SweepOptions().factor:
-            raise ConfigError(f"sweep.factor={options.factor} is of sweep.prune, which is none; choose asha or median")
-        return
-    _check_pruning(plan, f"sweep.prune={options.prune.name}", trials)
-
-
-def _check_pruning(plan: _Plan, given: str, trials: Sequence[Composed]) -> None:
-    """Raise ConfigError where trials cannot stop at rungs, or cannot be compared there."""
-    if plan.sweeper not in (BASIC_SWEEPER, OPTUNA):
-        raise ConfigError(
-            f"{given} goes with a list of values and with hydra/sweeper={OPTUNA}; hydra/sweeper={plan.sweeper} waits "
-            "for the ends of its trials"
-        )
-    number, factor = plan.rules.trials, plan.options.factor
-    if plan.options.prune is Prune.asha and number is not None and number < factor:
-        raise ConfigError(
-            f"{given} lets one trial in sweep.factor={factor} go on, and there are {number}; give more values, or a "
-            "smaller factor"
-        )
-    for config in (trial.config for trial in trials):
-        train, checkpoint, launcher = config["train"], config["checkpoint"], config["launcher"]["name"]
-        refused = [
-            (train["eval_every"] == 0, "compares evaluations, and train.eval_every=0 turns them off; give it steps"),
-            (train["until"] is not None, "sets train.until of its trials; leave it out"),
-            (checkpoint["every_steps"] == 0, "needs checkpoints to go on from; use checkpoint=every"),
-            (checkpoint["resume"] == "never", "goes on from checkpoints; use checkpoint.resume=auto"),
-            (
-                launcher not in SIDE_BY_SIDE and plan.platform is None,
-                f"runs trials on this host or as jobs, not with launcher={launcher}; use launcher=local",
-            ),
-        ]
-        for wrong, text in refused:
-            if wrong:
-                raise ConfigError(f"{given} {text}")
-
-
-def _check_trial(first: Composed, other: Composed) -> None:
-    """Raise ConfigError for a launcher that cannot start ranks again, and for a trial with another run folder or budget
-    than the first, or with other options of the sweep.
-    """
-    if not isinstance(other.job, JobWithFolder):
-        return
-    if not other.settings.launcher.starts_ranks and platform_of(other) is None:
-        name = other.config["launcher"]["name"]
-        raise ConfigError(
-            f"launcher={name} takes part as a rank that others started, for one run; a sweep starts its own ranks: "
-            "use launcher=local"
-        )
-    for group, names in (
-        ("run", ("dir", "name")),
-        ("budget", tuple(first.config["budget"])),
-        ("sweep", tuple(first.config["sweep"])),
-    ):
-        for name in names:
-            value, other_value = first.config[group][name], other.config[group][name]
-            if value != other_value:
-                raise ConfigError(
-                    f"{group}.{name}={show(other_value)} is {show(value)} in another trial; {group}.{name} belongs to "
-                    "the whole sweep, give one value"
-                )
-
-
-def _total(done: Sequence[Trial], plan: _Plan, folder: Path) -> str:
+def _total(done: Sequence[Trial], plan: SweepPlan, folder: Path) -> str:
     """The last line: trials that finished, the best of them, time and cost, the folder."""
-    pruned = sum(trial.pruned is not None for trial in done)
-    parts = [f"{sum(trial.code == Exit.OK for trial in done) - pruned} of {len(done)} trials finished"]
+    whole, pruned = [trial for trial in done if trial.rung is None], sum(trial.pruned for trial in done)
+    parts = [f"{sum(trial.code == Exit.OK for trial in whole)} of {len(done)} trials finished"]
     parts += [f"{pruned} pruned"] if pruned else []
     number = best_of(done, plan.first.settings.objective[1])
     if number is not None:
         parts.append(f"the best is trial {number}")
     spent, price = seconds(folder), plan.first.settings.budget.cost_per_hour
-    price = price and price / plan.options.places  # each of them occupies its share
+    if price and plan.platform is None:
+        price /= plan.options.places  # each of them occupies its share
     parts.append(f"{time_text(spent)} in all" + (f" at a cost of {spent / 3600 * price:.3g}" if price else ""))
     return f"dtf: {', '.join(parts)}, in {display_path(folder)}"
-
-
-def _composed(composer: Composer, overrides: list[str], name: str) -> Composed:
-    try:
-        return composer.compose(overrides)
-    except ConfigError as error:
-        raise ConfigError(f"{name}{error}") from error

@@ -40,12 +40,13 @@ class Trial:
     before: bool = False  # it was finished when the sweep started
     folder: Path | None = None
     best: tuple[str, float] | None = None  # the objective and its best value
-    pruned: int | None = None  # the step at which it stopped for good
+    rung: int | None = None  # the step at which it waits, or
+    pruned: bool = False  # has stopped for good
 
     @property
     def outcome(self) -> str:
-        if self.pruned is not None:
-            return f"pruned at step {self.pruned}"
+        if self.rung is not None:
+            return f"{'pruned' if self.pruned else 'waits'} at step {self.rung}"
         known = {NOT_STARTED: "not started", Exit.OK: "ok, before" if self.before else "ok"}
         return known.get(self.code) or (
             code_name(Exit(self.code)) if self.code in set(Exit) else f"exit code {self.code}"
@@ -134,9 +135,9 @@ def seconds(home: Path, but: Path | None = None, needed: bool = False) -> float:
 
 
 def best_of(trials: Sequence[Trial], direction: str) -> int | None:
-    """Number of the best trial, from 1, of those that were not pruned; None where no two have the same objective."""
+    """Number of the best trial, from 1, of those that came to their ends; None where no two have the same objective."""
     whole = [(number, trial) for number, trial in enumerate(trials, 1) if trial.best and trial.code == Exit.OK]
-    valued = [(trial.best[1], number) for number, trial in whole if trial.best and trial.pruned is None]
+    valued = [(trial.best[1], number) for number, trial in whole if trial.best and trial.rung is None]
     if not valued or len(whole) < 2 or len({trial.best[0] for trial in trials if trial.best}) > 1:
         return None
     return max(valued, key=lambda pair: pair[0])[1] if direction == "max" else min(valued)[1]

@@ -28,7 +28,7 @@ def prestart(argv: Sequence[str]) -> None:
         and not word.startswith(("-cd", "--config-", "-cn"))
     ]
     words = dict(word.split("=", 1) for word in argv if "=" in word)
-    in_slots = words.get("sweep.parallel", "1") != "1"  # each has its own
+    in_slots = words.get("sweep.parallel", "0") not in ("0", "1")  # each has its own
     own_environment = any(key.lstrip("+").startswith("launcher.env") for key in words)
     forks = words.get("launcher", "local") in ("local", "static") and words.get("job", "train") in (
         "train",

@@ -45,7 +45,9 @@ class Standing:
         if self.exit is None:
             return "killed, or its host is not this one"
         known = code_name(Exit(self.exit)) if self.exit in set(Exit) else f"exit code {self.exit}"
-        return "finished" if self.exit == Exit.OK else f"ended with {known}: {self.cause}"
+        if self.exit == Exit.OK:
+            return "stopped at train.until" if self.cause == "stopped" else "finished"
+        return f"ended with {known}: {self.cause}"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "state": self.state}

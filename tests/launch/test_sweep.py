@@ -131,6 +131,8 @@ def test_the_table_of_a_sweep_says_where_each_run_is_and_how_good(capsys: Captur
         r"dtf: 3 of 3 trials finished, the best is trial (\d), \d\d:\d\d in all, in outputs/toy/sweep-\w{8}", total
     )
     assert values[int(total.split("trial ")[1][0]) - 1] == max(values)
+    assert main(["-m", *SMALL, "train.steps=4", "train.eval_every=2", *MIRROR, "seed=1,2,3"]) == Exit.OK
+    assert capsys.readouterr().out.count("it was finished before") == 3, "mirrors of trials are their own"
 
 
 def test_a_trial_that_fails_stops_no_other_and_is_named(capsys: Capture, elsewhere: Path) -> None:

@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dtf.cli import slots
 from dtf.cli.main import main
 from dtf.core.errors import ConfigError, Exit
 from dtf.host import devices
+from dtf.runs.budget import spent_s
 from dtf.runs.results import read_runs
 
 ROOT = Path(__file__).parents[2]
@@ -171,6 +173,7 @@ def test_nothing_outlives_a_sweep_that_is_killed_and_it_goes_on(
             ["launcher=static", *HOSTS, "sweep.parallel=2"],
             "launcher=static starts processes elsewhere; use launcher=local",
         ),
+        (["launcher=slurm", "budget.hours=2"], "budget.hours=2 is that of all trials of a sweep together, and jobs of"),
         (["sweep.factor=4"], "sweep.factor=4 is of sweep.prune, which is none; choose asha or median"),
         (["sweep.prune=asha", "sweep.factor=4"], "lets one trial in sweep.factor=4 go on, and there are 3; give more"),
         (["sweep.prune=asha", "train.eval_every=0"], "compares evaluations, and train.eval_every=0 turns them off"),
@@ -187,7 +190,7 @@ def test_what_a_sweep_cannot_do_is_refused_before_a_trial_starts(
     words: list[str], message: str, capsys: Capture, elsewhere: Path
 ) -> None:
     given = [word for word in PAPER if not word.startswith(tuple(f"{word.split('=')[0]}=" for word in words))]
-    given = [word for word in given if "launcher=static" not in words or not word.startswith("launcher")]
+    given = [word for word in given if not words[0].startswith("launcher=") or not word.startswith("launcher")]
     assert main([*given, *words, "seed=1,2,3"]) == Exit.CONFIG
     assert message in capsys.readouterr().err
     assert not list(elsewhere.iterdir())
@@ -259,3 +262,45 @@ def test_optuna_with_two_in_flight_is_told_of_both_and_goes_on_after_a_stop(caps
     again = json.loads((elsewhere / "home/proposals.json").read_text())
     assert again["proposals"][:9] == first["proposals"] and len(again["proposals"]) == 12
     assert "of 12 trials finished" in capsys.readouterr().out
+
+
+@needs_two_cores
+@pytest.mark.slow
+def test_trials_at_once_pay_for_their_share_of_the_machine(capsys: Capture, elsewhere: Path) -> None:
+    """The budget is that of all that run together: each counts the seconds of the others too."""
+    long = [word for word in HOLDING if not word.startswith(("train.steps", "train.eval", "checkpoint.every"))]
+    words = [*long, "recipe.hold=none", "lr.peak=0.1,0.2", "train.steps=1000000", "train.eval_every=0"]
+    words += ["checkpoint.every_steps=1000000", "budget.cost_per_hour=7200"]
+    assert main([*words, "budget.cost=6"]) == Exit.BUDGET
+    out, err = capsys.readouterr()
+    assert out.count("E_BUDGET") >= 2 and "the sweep stops here" in err
+    spent = sum(spent_s(folder) for folder in (elsewhere / "home").iterdir())
+    assert spent >= 6, "a dollar a second for each of them"
+    assert all(
+        yaml.safe_load(path.read_text())["budget"]["cost_per_hour"] == 3600
+        for path in (elsewhere / "home").glob("*/config.yaml")
+    )
+    assert float(out.splitlines()[-1].partition("at a cost of ")[2].split(",")[0]) == pytest.approx(spent, rel=0.1)
+
+
+def test_a_scheduler_gets_a_sweep_as_one_job_and_nothing_is_kept_of_a_dry_run(capsys: Capture, elsewhere: Path) -> None:
+    words = ["-m", "launcher=slurm", "launcher.dry_run=true", "train.steps=2", "seed=1,2,3"]
+    assert main([*words, "sweep.parallel=2"]) == Exit.OK
+    assert "#SBATCH --array=0-2%2\n" in capsys.readouterr().out
+    assert main([*words, "sweep.prune=asha", "train.eval_every=1", "sweep.factor=2"]) == Exit.OK
+    out = capsys.readouterr().out
+    assert "--array" not in out and "#SBATCH" in out, "a job for each trial, this is the first"
+    assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.slow
+def test_trials_that_are_decided_as_they_go_are_jobs_of_a_scheduler(capsys: Capture, elsewhere: Path) -> None:
+    """The scheduler runs processes on this host; what they have come to is read from their folders."""
+    words = [word for word in PAPER if not word.startswith(("launcher", "plugins"))]
+    words += ["plugins=[tests.support.paper_runs,tests.support.toy,tests.support.here]", "launcher=here"]
+    words += ["launcher.devices=cpu", "sweep.prune=asha", "sweep.parallel=2", "lr.peak=0.01,0.1,1"]
+    assert main(words) == Exit.OK
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("dtf: 1 of 3 trials finished, 2 pruned, the best is trial 2, "), out
+    assert main(words) == Exit.OK
+    assert "it was finished before" in capsys.readouterr().out

@@ -261,6 +261,13 @@ FAULTS = [
         ("tests/unit/test_pruning.py::test_a_sweep_killed_anywhere_goes_on_by_what_its_folders_say",),
     ),
     Fault(
+        "a trial waits before its first rung",
+        "dtf/cli/schedule.py",
+        "if reached and trial.standing.passed(self._rungs) else",
+        "if reached else",
+        ("tests/unit/test_pruning.py::test_a_trial_goes_on_at_once_from_where_it_learnt_how_long_it_is",),
+    ),
+    Fault(
         "trials at once have the same cores",
         "dtf/cli/slots.py",
         '"cores": self._cores[number],',

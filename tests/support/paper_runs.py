@@ -26,7 +26,7 @@ EVERY = 5
 class Paper(Job):
     """The objective is better the nearer lr.peak is to 0.1, and the longer it trains."""
 
-    trains = True
+    trains = submits = True
 
     hold: str = option(default="", doc="a file: while it is there, the run waits after its first evaluation")
     dies: float = option(default=0.0, doc="the lr.peak whose process kills itself")
@@ -38,7 +38,7 @@ class Paper(Job):
 
     def run(self, composed: Any) -> int:
         config, settings = composed.config, composed.settings
-        assert self.folder is not None
+        self.folder = self.folder or Path(config["run"]["dir"])
         total = EVERY * round(config["train"]["epochs"])
         until = min(config["train"]["until"] or total, total)
         path, peak = self.folder / "run.json", config["lr"]["peak"]
@@ -68,6 +68,7 @@ class Paper(Job):
         record = {
             "id": "paper",
             "started": "",
+            "ended": None if code is None else "",
             "identity": {},
             "results": True,
             "exit": code,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from dtf.api.options import Prune, SweepOptions
 from dtf.api.trials import TrialEnd, TrialOrder
 from dtf.cli.pruning import Phase, Standing, champion, is_out, next_of, rungs
-from dtf.cli.schedule import Batch, Rules, Schedule
+from dtf.cli.schedule import Batch, Rules, Schedule, SweepStopped
 from dtf.core.errors import Exit
 from dtf.runs.sweep_record import SweepRecord
 
@@ -127,6 +128,7 @@ class FakeRuns:
     places: int
     draw: Any
     maximise: bool
+    every: int | None = None  # train.eval_every
     running: dict[int, TrialOrder] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     starts: int = 0
@@ -144,6 +146,14 @@ class FakeRuns:
         if chosen < 0:
             raise Killed
         return TrialEnd(number, code)
+
+    def stop(self) -> None:
+        """They end when they are waited for."""
+
+    def until(self, order: TrialOrder) -> int | None:
+        """Where its last launch was to stop."""
+        assert order.folder is not None
+        return yaml.safe_load((order.folder / "config.yaml").read_text())["train"]["until"]
 
     def _train(self, order: TrialOrder, cut: bool) -> int:
         assert order.folder is not None
@@ -176,9 +186,11 @@ class FakeRuns:
         return code
 
 
-def schedule_of(home: Path, rule: Prune, factor: int, runs: FakeRuns) -> Schedule:
+def schedule_of(
+    home: Path, rule: Prune, factor: int, runs: FakeRuns, requested: Callable[[], bool] = lambda: False
+) -> Schedule:
     def compose(number: int, words: list[str]) -> Any:
-        nodes = {"train": {"until": None, "eval_every": None, "epochs": len(runs.curves[0])}, "budget": {}}
+        nodes = {"train": {"until": None, "eval_every": runs.every, "epochs": len(runs.curves[0])}, "budget": {}}
         return FakeConfig(
             {**nodes, "seed": number, "budget": {"cost_per_hour": None}, "checkpoint": {"mirror": ""}, "run": {}}
         )
@@ -192,7 +204,7 @@ def schedule_of(home: Path, rule: Prune, factor: int, runs: FakeRuns) -> Schedul
         lambda words: home / words[0],
     )
     record = SweepRecord(home, {})
-    return Schedule(rules, cast(Any, runs), compose, lambda action: action(), lambda: False, record)
+    return Schedule(rules, cast(Any, runs), compose, lambda action: action(), requested, record)
 
 
 def check_start(home: Path, runs: FakeRuns, schedule: Schedule, factor: int) -> None:
@@ -202,7 +214,7 @@ def check_start(home: Path, runs: FakeRuns, schedule: Schedule, factor: int) -> 
     def checked(order: TrialOrder) -> None:
         done = runs.steps.get(order.number, 0) // EVERY
         places = rungs(len(runs.curves[0]), factor, len(runs.curves))
-        if done in places[:-1] and runs.steps[order.number] % EVERY == 0:
+        if done in places[:-1] and runs.until(order) == EVERY * done:  # else it was cut on its way
             come = []
             for number, trial in schedule.trials.items():
                 values = trial.standing.values
@@ -248,6 +260,7 @@ def check_sweep(data: st.DataObject, home: Path, rule: Prune, factor: int, curve
         return end
 
     runs = FakeRuns(curves, data.draw(st.integers(1, 3), "places"), draw, data.draw(st.booleans(), "maximise"))
+    runs.every = data.draw(st.sampled_from([None, EVERY]), "eval_every")
     start, words = runs.start, [[f"seed={number}"] for number in range(1, count + 1)]
     while True:
         schedule = schedule_of(home, rule, factor, runs)
@@ -263,6 +276,9 @@ def check_sweep(data: st.DataObject, home: Path, rule: Prune, factor: int, curve
     schedule.close()
     phases = [trial.phase for trial in schedule.trials.values()]
     assert len(phases) == count and set(phases) <= {Phase.finished, Phase.pruned, Phase.failed}
+    places = rungs(len(curves[0]), factor, count if rule is Prune.asha else None)
+    stopped = [trial for trial in schedule.trials.values() if trial.phase is Phase.pruned]
+    assert all(len(trial.standing.values) in places[:-1] for trial in stopped), "each at a rung"
     assert Phase.finished in phases or all(
         trial.phase is Phase.failed or not any(map(math.isfinite, trial.standing.values))
         for trial in schedule.trials.values()
@@ -277,3 +293,32 @@ def check_sweep(data: st.DataObject, home: Path, rule: Prune, factor: int, curve
     if Phase.failed not in phases:
         assert runs.starts == before
         assert [trial.phase for trial in again.trials.values()] == phases
+
+
+def test_a_sweep_that_is_stopped_says_which_trials_wait_and_which_have_not_begun(tmp_path: Path) -> None:
+    runs = FakeRuns([[0.1 * number] * 9 for number in range(6)], 1, lambda running: 0, maximise=True)
+    stops: list[bool] = []
+    schedule = schedule_of(tmp_path, Prune.asha, 3, runs, lambda: len(stops) == 4)
+    wait = runs.wait
+    runs.wait = lambda: (stops.append(True), wait())[1]  # type: ignore[method-assign]
+    with pytest.raises(SweepStopped):
+        schedule.run(Batch([[f"seed={number}"] for number in range(6)], 1))
+    schedule.close()
+    assert [trial.shown.outcome for trial in schedule.trials.values()] == ["waits at step 15", "waits at step 15"]
+
+
+@pytest.mark.parametrize(("every", "first"), [(None, 1), (EVERY, EVERY)])
+def test_a_trial_goes_on_at_once_from_where_it_learnt_how_long_it_is(
+    tmp_path: Path, every: int | None, first: int
+) -> None:
+    runs = FakeRuns([[0.01 * number] * 18 for number in range(9)], 1, lambda running: 0, maximise=True, every=every)
+    orders, start = [], runs.start
+
+    def noted(order: TrialOrder) -> None:
+        orders.append((order.number, order.composed.config["train"]["until"]))
+        start(order)
+
+    runs.start = noted  # type: ignore[method-assign]
+    schedule_of(tmp_path, Prune.asha, 3, runs).run(Batch([[f"seed={number}"] for number in range(9)], 1))
+    assert orders[:4] == [(1, first), (1, 2 * EVERY), (2, first), (2, 2 * EVERY)]
+    assert orders[18:] == [(9, 6 * EVERY), (8, 6 * EVERY), (7, 6 * EVERY), (9, None)]
