@@ -163,8 +163,11 @@ class SlurmBox:
         if record["JobState"] != "PENDING" or record["Reason"] != "BeginTime" or not eligible[:1].isdecimal():
             return
         if datetime.fromisoformat(eligible) - datetime.now() > timedelta(seconds=5):
-            # in the second of its end slurmd would still take it for killed
-            self.call("scontrol", "update", f"JobId={record['JobId']}", "StartTime=now+2")
+            # the number of an array's last task is that of the array
+            task = f"{record['ArrayJobId']}_{record['ArrayTaskId']}" if "ArrayTaskId" in record else record["JobId"]
+            with contextlib.suppress(Refused):  # it has started meanwhile
+                # in the second of its end slurmd would still take it for killed
+                self.call("scontrol", "update", f"JobId={task}", "StartTime=now+2")
 
     @contextmanager
     def preempted(self, nodes: int) -> Iterator[None]:
