@@ -240,19 +240,29 @@ class Campaign:
             self.dtf("launcher=local", *_trial(trial), f"run.dir={plain}", login=False)
         self.dtf_python(f"from tests.support.slurm_campaign import submit_sweep; submit_sweep({str(folder)!r})")
         job = str(json.loads((folder / "job" / "job.json").read_text())["handle"]["job"])
-        kinds = [self.lose_node, self.signal, self.preempt]
+        kinds, last = [self.lose_node, self.signal, self.preempt], 0
+
+        def saved() -> int:
+            return sum(newest(folder / trial) for trial in TRIALS)
+
         for at in range(events):
             self.box.wait(lambda: self._running(job), "tasks that run", PATIENCE_S)
-            after_s = self.rng.random() * 8
-            time.sleep(after_s)
+            after = "a save"
+            if at % 2:  # in the middle of the training of some
+                self.box.wait(lambda: saved() > last or not self._running(job, waiting=True), after, PATIENCE_S)
+            else:
+                after_s = self.rng.random() * 8
+                time.sleep(after_s)  # the moment is what is varied; nothing is waited for
+                after = f"{after_s:.2f} s"
             if not self._running(job):
                 break
             before = {trial: newest(folder / trial) for trial in TRIALS}
             act = kinds[at % len(kinds)]
             act(job)
-            event = Event("sweep", act.__name__, f"{after_s:.2f} s", act != self.lose_node)
+            event = Event("sweep", act.__name__, after, act != self.lose_node)
             lost = [trial for trial in TRIALS if newest(folder / trial) < before[trial]]
             event.wrong = f"checkpoints of {lost} were lost" if lost else ""
+            last = saved()
             self.note(event)
         self.box.wait(lambda: not self._running(job, waiting=True), "the end of the array", 400.0)
         states = [record["JobState"] for record in self.box.jobs(job)]
