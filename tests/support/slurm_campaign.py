@@ -249,7 +249,9 @@ class Campaign:
             self.box.wait(lambda: self._running(job), "tasks that run", PATIENCE_S)
             after = "a save"
             if at % 2:  # in the middle of the training of some
-                self.box.wait(lambda: saved() > last or not self._running(job, waiting=True), after, PATIENCE_S)
+                self.box.wait(
+                    lambda last=last: saved() > last or not self._running(job, waiting=True), after, PATIENCE_S
+                )
             else:
                 after_s = self.rng.random() * 8
                 time.sleep(after_s)  # the moment is what is varied; nothing is waited for
