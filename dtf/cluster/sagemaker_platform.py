@@ -159,10 +159,11 @@ class SageMaker(Platform):
         return {name: json.dumps(job, indent=2) + "\n" for name, job in jobs.items()}
 
     def _job(self, request: JobRequest, trial: int | None) -> dict[str, Any]:
-        suffix = "" if trial is None else f"-{trial}"
+        # a name is taken for ever, and a sweep may be submitted again; the same request has the same name
+        name = f"{request.name}-{request.digest[:6]}{'' if trial is None else f'-{trial}'}"
         entry = request.command(self.python or "python", f"{INPUT}/{_BUNDLE}/bundle.zip")
         job = {
-            "TrainingJobName": f"{request.name}{suffix}",
+            "TrainingJobName": name,
             "RoleArn": self.role,
             "AlgorithmSpecification": {
                 "TrainingImage": self.image,
@@ -179,7 +180,8 @@ class SageMaker(Platform):
         }
         if not self.file_system:
             kept = self.checkpoints.rstrip("/") or f"{self.store.rstrip('/')}/{request.name}/run"
-            job["CheckpointConfig"] = {"S3Uri": f"{kept}{suffix}", "LocalPath": CHECKPOINTS}
+            own = kept if trial is None else f"{kept}/{request.trials[trial]}"
+            job["CheckpointConfig"] = {"S3Uri": own, "LocalPath": CHECKPOINTS}
         if self.retries:
             job["RetryStrategy"] = {"MaximumRetryAttempts": self.retries}
         if self.subnets:

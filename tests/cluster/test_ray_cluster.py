@@ -275,30 +275,12 @@ def test_a_time_limit_ends_in_a_save_and_the_next_start_goes_on(box, tmp_path) -
     assert {end.split(":")[0] for end in state["runs"][""]["ends"][:-1]} == {"exit code 75"}, state
 
 
-_SWEEP = """
-import sys
-from pathlib import Path
-from dtf.cluster.submit import hand_in, request_of
-from dtf.config.compose import compose
-folder, *words = sys.argv[1:]
-peaks = ["0.05", "1e30", "0.1"]
-composed = [compose([*words, f"lr.peak={peak}"]) for peak in peaks]
-platform = composed[0].settings.launcher
-hand_in(platform, request_of(platform, composed, Path(folder), folder, "sweep", [f"lr.peak={p}" for p in peaks], 2))
-"""
-
-
 def test_trials_of_a_sweep_are_placements_of_one_job_and_one_that_fails_ends_no_other(box, tmp_path) -> None:
-    words = ["launcher=ray", f"launcher.address={box.address}", "launcher.processes=1", *RUN, "train.skip_nonfinite=0"]
-    done = subprocess.run(
-        [sys.executable, "-c", _SWEEP, str(tmp_path), *words],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-    )
+    launcher = ["launcher=ray", f"launcher.address={box.address}", "launcher.processes=1"]
+    sweep = ["-m", "lr.peak=0.05,1e30,0.1", "sweep.parallel=2", f"run.dir={tmp_path / 'sweep'}"]
+    done = dtf(*sweep, *launcher, *RUN, "train.skip_nonfinite=0", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    file, most = tmp_path / "job" / "ray-state.json", 0
+    file, most = tmp_path / "sweep" / "job" / "ray-state.json", 0
 
     def ended() -> bool:
         nonlocal most
@@ -316,7 +298,7 @@ def test_trials_of_a_sweep_are_placements_of_one_job_and_one_that_fails_ends_no_
         "lr.peak=0.1": "finished",
     }
     assert state["state"] == "failed" and "3 trials" in state["detail"] and most == 2, state
-    assert all(tensors(tmp_path / f"lr.peak={peak}") for peak in ("0.05", "0.1"))
+    assert all(tensors(tmp_path / "sweep" / f"lr.peak={peak}") for peak in ("0.05", "0.1"))
 
 
 def _read(path: Path) -> bytes:

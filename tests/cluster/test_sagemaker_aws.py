@@ -85,7 +85,7 @@ def test_a_job_is_submitted_and_found_again(aws: Any, elsewhere: Path, capsys: p
     name = known.handle["jobs"]
     described = aws.client("sagemaker").describe_training_job(TrainingJobName=name)
     assert described["AlgorithmSpecification"]["ContainerEntrypoint"][-1] == f"--digest={known.digest}"
-    body = aws.client("s3").get_object(Bucket="mine", Key=f"dtf/{name}/bundle/bundle.zip")["Body"].read()
+    body = aws.client("s3").get_object(Bucket="mine", Key=f"dtf/{known.handle['job']}/bundle/bundle.zip")["Body"].read()
     assert body == (folder / "job" / "bundle.zip").read_bytes()
     assert known.platform.state(known.handle).state is State.finished, "moto's jobs are Completed at once"
     capsys.readouterr()

@@ -89,7 +89,7 @@ def test_the_whole_request_of_a_spot_job() -> None:
         return {"ChannelName": name, "DataSource": {"S3DataSource": source}}
 
     assert job == {
-        "TrainingJobName": "shapes-1",
+        "TrainingJobName": "shapes-1-000000",
         "RoleArn": ROLE,
         "AlgorithmSpecification": {"TrainingImage": IMAGE, "TrainingInputMode": "File"},
         "InputDataConfig": [
@@ -151,9 +151,10 @@ def test_roles_are_groups_of_instances() -> None:
 
 def test_each_trial_of_a_sweep_is_a_job() -> None:
     made = jobs(trials=("lr.peak=0.1", "lr.peak=0.2"))
-    assert [job["TrainingJobName"] for job in made] == ["shapes-1-0", "shapes-1-1"]
+    assert [job["TrainingJobName"] for job in made] == ["shapes-1-000000-0", "shapes-1-000000-1"]
     assert [job["AlgorithmSpecification"]["ContainerEntrypoint"][-1] for job in made] == ["--trial=0", "--trial=1"]
-    assert len({job["CheckpointConfig"]["S3Uri"] for job in made}) == 2
+    kept = [job["CheckpointConfig"]["S3Uri"] for job in made]
+    assert kept == [f"s3://mine/dtf/shapes-1/run/lr.peak={peak}" for peak in ("0.1", "0.2")]
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ FAULTS = [
     Fault(
         "trials share one folder in S3",
         "dtf/cluster/sagemaker_platform.py",
-        '{"S3Uri": f"{kept}{suffix}",',
+        '{"S3Uri": own,',
         '{"S3Uri": kept,',
         (f"{_SAGEMAKER}test_each_trial_of_a_sweep_is_a_job",),
     ),
