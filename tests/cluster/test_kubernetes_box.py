@@ -127,7 +127,7 @@ def same_tensors(one: Path, other: Path, step: int) -> None:
         ("jobset", "fsdp", 2, 1000, ["launcher.doctor=false"]),
         ("job", "ddp", 1, 5000, []),
         ("trainjob", "fsdp", 1, 2500, []),
-        ("jobset", "pserver", 2, 1000, ["launcher.allow_insecure=true"]),
+        ("jobset", "pserver strategy.servers=2", 2, 5000, ["launcher.allow_insecure=true"]),
     ],
 )
 def test_a_job_that_is_evicted_again_and_again_ends_with_the_same_bits(
@@ -135,7 +135,7 @@ def test_a_job_that_is_evicted_again_and_again_ends_with_the_same_bits(
 ) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
-    task = [f"strategy={strategy}", f"train.steps={steps}"]
+    task = [*f"strategy={strategy}".split(), f"train.steps={steps}"]
     spread = [f"launcher.nodes={nodes}", f"launcher.processes={2 // nodes}"]
     folder, name = submit(box, tmp_path, kind, *task, *spread, *words)
     evictions = disturb(box, kind, name, 8, random.Random(seed))
