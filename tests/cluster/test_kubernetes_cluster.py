@@ -15,7 +15,7 @@ from dtf.cluster.platform import JobRequest, State
 from dtf.core.errors import ConfigError, PeerError
 from tests.support import kubebox as box_module
 from tests.support.kubebox import KubeBox, kubebox
-from tests.support.kubernetes_requests import platform, request
+from tests.support.kubernetes_requests import JOBSET_FIRST, platform, request
 
 KINDS = {"jobset": "JobSet", "trainjob": "TrainJob", "job": "Job"}
 
@@ -39,7 +39,7 @@ def submitted(tmp_path: Path, options: Kubernetes, wanted: JobRequest) -> dict[s
     return options.submit(wanted, files)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", JOBSET_FIRST)
 def test_a_submission_is_the_same_when_it_is_repeated_and_goes_as_a_whole(
     box: KubeBox, tmp_path: Path, kind: str
 ) -> None:

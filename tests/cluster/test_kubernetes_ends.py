@@ -16,7 +16,7 @@ from dtf.cluster.kubernetes import Kubernetes
 from dtf.cluster.platform import JobRequest, State
 from dtf.core.errors import ConfigError, Exit, NoProgressError
 from tests.support.kubebox import KubeBox, kubebox
-from tests.support.kubernetes_requests import platform, request
+from tests.support.kubernetes_requests import JOBSET_FIRST, platform, request
 
 ONE = {"nodes": 1, "roles": {"trainer": 1}}
 END_S = 30.0
@@ -74,7 +74,7 @@ def test_a_pod_that_may_start_again_does(run: Run) -> None:
     assert (state, detail, len(starts)) == (State.finished, "", 1 + len(codes.split()))
 
 
-@pytest.mark.parametrize("kind", ["jobset", "trainjob", "job"])
+@pytest.mark.parametrize("kind", JOBSET_FIRST)
 def test_a_final_code_fails_the_job_at_once_with_its_reason(run: Run, kind: str) -> None:
     script = 'echo "dtf: error[E_CONFIG] lr=-1" > $DTF_REASON_FILE; [ $DTF_NODE = 1 ] && exit 2; exec sleep 60'
     state, detail, starts = run(kind, script)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from dtf.cluster.kubernetes import Kubernetes
@@ -13,6 +14,11 @@ from dtf.cluster.platform import JobRequest
 
 Object = dict[str, Any]
 ROLES = {"server": 2, "trainer": 4}
+JOBSET_FIRST = [
+    "jobset",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("trainjob", "job")),
+]
+"""Kinds of jobs, for tests of what is alike in all."""
 
 
 def platform(kind: str = "jobset", **options: Any) -> Kubernetes:
