@@ -161,6 +161,11 @@ class Platform(RankOptions, Launcher):
                 f"strategy={name_of('strategy', strategy)} has {sum(roles.values())} process(es), which do not divide "
                 f"among launcher.nodes={self.nodes}; use another strategy, or launcher.nodes=1"
             )
+        if len(roles) > 1 and self.nodes > 1 and self.pin:
+            raise ConfigError(
+                f"launcher.pin=true divides the cores of a node among its ranks, and on launcher.nodes={self.nodes} each "
+                "process of a role is placed by itself; use launcher.pin=false"
+            )
         if len(roles) > 1 and self.nodes > 1 and self.tls.mode is TlsMode.none and not self.allow_insecure:
             raise ConfigError(
                 f"processes of the roles {' and '.join(roles)} talk between launcher.nodes={self.nodes} nodes; give "

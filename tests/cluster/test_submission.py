@@ -174,6 +174,7 @@ def test_a_sweeps_bundle_needs_the_number_of_a_trial(tmp_path: Path) -> None:
         (["train.dry_run=true"], "train.dry_run"),
         (["launcher.gpus=1", "launcher.processes=2"], "launcher.gpus=1"),
         (["strategy=pserver", "strategy.servers=1", "launcher.nodes=2"], "launcher.allow_insecure=true"),
+        (["strategy=pserver", "strategy.servers=1", "launcher.nodes=2", "launcher.pin=true"], "launcher.pin=false"),
         (["job=verify", "train.steps=2"], "job=verify starts many"),
         (["run.dir=foreign"], "holds no run"),
     ],

@@ -16,7 +16,7 @@ import pytest
 BUDGET_S = {
     "laws": 212.0,
     "launch": 80.0,
-    "cluster": 8.0,
+    "cluster": 22.0,
     "pserver": 31.0,
     "docs": 15.0,
     "unit": 124.0,
