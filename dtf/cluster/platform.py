@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 JOB_FOLDER = "job"
 """The folder of a submission, in the folder of its run."""
 
+_LONGEST_NAME, _LONGEST_ID = 50, 30
 WITHOUT_GPUS = 2
 """Ranks of a node where `launcher.processes=auto` and no GPUs are asked for, as elsewhere."""
 
@@ -161,16 +162,35 @@ class Platform(RankOptions, Launcher):
                 f"strategy={name_of('strategy', strategy)} has {sum(roles.values())} process(es), which do not divide "
                 f"among launcher.nodes={self.nodes}; use another strategy, or launcher.nodes=1"
             )
-        if len(roles) > 1 and self.nodes > 1 and self.pin:
+        self._check_devices()
+        separate = len(roles) > 1 and self.nodes > 1
+        if separate and self.pin:
             raise ConfigError(
                 f"launcher.pin=true divides the cores of a node among its ranks, and on launcher.nodes={self.nodes} each "
                 "process of a role is placed by itself; use launcher.pin=false"
             )
-        if len(roles) > 1 and self.nodes > 1 and self.tls.mode is TlsMode.none and not self.allow_insecure:
+        if not separate and (self.tls != TlsOptions() or self.allow_insecure):
+            key = "allow_insecure" if self.allow_insecure else "tls"
+            raise ConfigError(
+                f"launcher.{key} is for roles on several nodes, and strategy={name_of('strategy', strategy)} on "
+                f"launcher.nodes={self.nodes} has none: what its ranks send each other is never encrypted; leave "
+                f"launcher.{key} out"
+            )
+        if separate and self.tls.mode is TlsMode.none and not self.allow_insecure:
             raise ConfigError(
                 f"processes of the roles {' and '.join(roles)} talk between launcher.nodes={self.nodes} nodes; give "
                 "launcher.tls.mode=mtls with certificates that lie on each node, or, on a network that no stranger "
                 "reaches, launcher.allow_insecure=true"
+            )
+
+    def _check_devices(self) -> None:
+        """Ranks find the GPUs that the scheduler gives the job, and no others."""
+        if self.devices == "cpu" and self.gpus:
+            raise ConfigError(f"launcher.gpus={self.gpus}: launcher.devices=cpu uses none; give launcher.devices=auto")
+        if self.devices not in ("auto", "cpu") and not self.gpus:
+            raise ConfigError(
+                f"launcher.devices={self.devices} needs GPUs, and launcher.gpus=0 asks for none; give launcher.gpus=N, "
+                "for each node"
             )
 
     def open(self, config: dict[str, Any], make: Callable[[str], AnyRun], command: Sequence[str] = ()) -> AnyRun:
@@ -216,7 +236,9 @@ class Platform(RankOptions, Launcher):
         """Lines that the job printed, the oldest first. `follow`: until it ends. `folder`: as `JobRequest.folder`."""
 
 
-def job_name(text: str) -> str:
-    """A name that every scheduler takes, made of one that people gave."""
-    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:50].rstrip("-")
-    return name if name[:1].isalpha() else f"dtf-{name}"[:50].rstrip("-")
+def job_name(text: str, id: str = "") -> str:
+    """A name that every scheduler takes, made of one that people gave, and of an `id` that is kept where it is cut."""
+    name, tail = (re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in (text, id))
+    name = name if name[:1].isalpha() else f"dtf-{name}"
+    tail = tail[-_LONGEST_ID:].strip("-")
+    return "-".join(filter(None, (name[: _LONGEST_NAME - len(tail) - bool(tail)].strip("-"), tail)))

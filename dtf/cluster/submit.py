@@ -52,7 +52,7 @@ def submit(composed: Composed) -> int:
         run_dir = settings.run.dir or platform.default_run_dir(job_name(name), id)
     if platform.sees_folder and folder.exists():
         check_folder(folder, composed.config)
-    return hand_over(platform, request_of(platform, [composed], folder, run_dir, job_name(f"{name}-{id[-6:]}")))
+    return hand_over(platform, request_of(platform, [composed], folder, run_dir, job_name(name, id[-6:])))
 
 
 def hand_over(platform: Platform, request: JobRequest) -> int:

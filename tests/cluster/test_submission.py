@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -115,6 +117,22 @@ def test_config_files_are_those_of_the_submission(tmp_path: Path) -> None:
     assert difference(composed_inside(path, Allocation()), submitted) == {"launcher", "run"}
 
 
+def test_a_config_dir_with_run_folders_gives_its_config_files_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("experiment/mine.yaml", "outputs/toy/1/config.yaml", "outputs/toy/1/job/x.yaml", ".venv/a.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("# @package _global_\nlr: {peak: 0.3}\n")
+    (tmp_path / "outputs/toy/1/run.json").touch()
+    submitted = compose([*HERE, f"--config-dir={tmp_path}", "experiment=mine"])
+    path, _ = bundle(tmp_path, submitted)
+    with zipfile.ZipFile(path) as archive:
+        assert [name for name in archive.namelist() if name.endswith(".yaml")] == ["conf/experiment/mine.yaml"]
+    monkeypatch.setattr("dtf.cluster.bundle.MOST_BYTES", 10)
+    with pytest.raises(ConfigError, match="in 1 YAML files"):
+        bundle(tmp_path, submitted)
+
+
 def test_whoever_runs_a_bundle_by_hand_may_change_it(tmp_path: Path) -> None:
     path, _ = bundle(tmp_path, compose([*HERE, "lr.peak=0.3"]))
     found = composed_inside(path, Allocation(), "lr.peak=0.4", "run.dir=mine")
@@ -152,6 +170,19 @@ def test_a_bundle_that_was_changed_is_not_run(tmp_path: Path, capsys: pytest.Cap
     assert main([f"--bundle={tmp_path / 'none.zip'}"]) == Exit.DATA
 
 
+def test_a_bundle_that_cannot_be_unpacked_now_may_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = bundle(tmp_path, compose(HERE))
+    for owner, method, number in (
+        (zipfile.ZipFile, "extractall", errno.ENOSPC),
+        (Path, "read_bytes", errno.ESTALE),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, Mock(side_effect=OSError(number, os.strerror(number))))
+            assert main([f"--bundle={path}"]) == Exit.IO
+
+
 def test_a_node_with_another_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = bundle(tmp_path, compose(HERE))
     monkeypatch.setattr(inside, "__version__", "99.0")
@@ -172,11 +203,16 @@ def test_a_sweeps_bundle_needs_the_number_of_a_trial(tmp_path: Path) -> None:
     ("words", "reason"),
     [
         (["train.dry_run=true"], "train.dry_run"),
-        (["launcher.gpus=1", "launcher.processes=2"], "launcher.gpus=1"),
+        (["launcher.devices=auto", "launcher.gpus=1", "launcher.processes=2"], "launcher.gpus=1"),
         (["strategy=pserver", "strategy.servers=1", "launcher.nodes=2"], "launcher.allow_insecure=true"),
         (["strategy=pserver", "strategy.servers=1", "launcher.nodes=2", "launcher.pin=true"], "launcher.pin=false"),
         (["job=verify", "train.steps=2"], "job=verify starts many"),
         (["run.dir=foreign"], "holds no run"),
+        (["strategy=ddp", "launcher.nodes=2", "launcher.tls.mode=mtls"], "launcher.tls is for roles"),
+        (["strategy=ddp", "launcher.nodes=2", "launcher.allow_insecure=true"], "launcher.allow_insecure is for roles"),
+        (["launcher.devices=cuda"], "launcher.gpus=0 asks for none"),
+        (["launcher.devices='\"0,1\"'"], "launcher.gpus=0 asks for none"),
+        (["launcher.gpus=2"], "launcher.devices=cpu uses none"),
     ],
 )
 def test_what_no_job_could_run_is_refused_before_it_is_submitted(
@@ -208,6 +244,8 @@ def test_names_that_every_scheduler_takes() -> None:
     assert job_name("ResNet50_imagenet v2!") == "resnet50-imagenet-v2"
     assert job_name("50 shapes") == "dtf-50-shapes"
     assert len(job_name("x" * 80)) == 50 and job_name("___") == "dtf"
+    assert job_name("x" * 80, "A_1") == f"{'x' * 46}-a-1" and job_name("mine", "20261126-101010-abcdef").endswith("abcdef")
+    assert len(job_name("x" * 80, "y" * 80)) == 50 and job_name("", "7") == "dtf-7"
 
 
 @pytest.fixture
