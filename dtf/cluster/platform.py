@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dtf.api.launcher import WORK, Launcher
 from dtf.api.registry import name_of, option
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, PeerError
 from dtf.launch.manual import TlsMode, TlsOptions
 from dtf.launch.rank_options import RankOptions
 
@@ -56,6 +56,8 @@ class JobRequest:
     `launcher.grace_s`."""
     token: str = ""
     """A secret that all processes of the job share; the bundle has it too."""
+    again: bool = False
+    """Whether an earlier submission of this request was cut off: the scheduler may have its job."""
     trials: tuple[str, ...] = ()
     """Of a sweep: the names of its trials. Number N of them is `--trial N` of the bundle."""
     parallel: int = 0
@@ -97,6 +99,10 @@ class State(Enum):
     def is_live(self) -> bool:
         """Whether the scheduler still has work to do for it."""
         return self in (State.queued, State.running, State.requeued)
+
+
+class Unanswered(PeerError):
+    """Whether the scheduler has taken a job is not known. The same submission again finds it."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +225,8 @@ class Platform(RankOptions, Launcher):
     def submit(self, request: JobRequest, files: dict[str, Path]) -> dict[str, str]:
         """Submit what `render` made, which lies in `files`. Returns what finds the job again, in texts.
 
-        Less than a second, and the same job when it is submitted twice. PeerError when the scheduler does not take it,
+        Less than a second, and the same job when `request.again`. PeerError when the scheduler does not take it,
+        Unanswered where it may have,
         ConfigError when its programs or its client library are not there.
         """
 
