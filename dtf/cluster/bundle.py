@@ -43,16 +43,20 @@ class BundledRun:
 class Bundle:
     """`runs`: one, or the trials of a sweep. `directory`: where it was submitted; "" where the job does not see that
     folder. `token`: a secret that the job's processes share. `config_name`: of the root config, "" for dtf's own.
+    `grace_s`: what the scheduler was told that a save may take after a notice, see `JobRequest`.
     """
 
     runs: list[BundledRun]
     config_name: str
     directory: str
     token: str
+    grace_s: float
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, composed: Sequence[Composed], run_dirs: Sequence[str], directory: str, token: str) -> Bundle:
+    def of(
+        cls, composed: Sequence[Composed], run_dirs: Sequence[str], directory: str, token: str, grace_s: float
+    ) -> Bundle:
         """Of runs that were composed by one composer."""
         composer = composed[0].composer
         runs = [
@@ -60,7 +64,7 @@ class Bundle:
             for one, run_dir in zip(composed, run_dirs, strict=True)
         ]
         name = composer.config_name if composer.config_dir else ""
-        return cls(runs, name, directory, token, versions())
+        return cls(runs, name, directory, token, grace_s, versions())
 
     def to_bytes(self, composed: Sequence[Composed]) -> bytes:
         """The zip file. ConfigError when the code of plugins, or what lies in the config dir, is too much."""

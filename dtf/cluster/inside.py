@@ -9,6 +9,7 @@ import io
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -23,7 +24,7 @@ from dtf.cluster.names import wait_for_names
 from dtf.cluster.platform import JOB_FOLDER
 from dtf.config.compose import Composed, Composer
 from dtf.config.python_overrides import as_texts
-from dtf.core.errors import ConfigError, DtfError, Exit, error_line
+from dtf.core.errors import ConfigError, DtfError, Exit, NoProgressError, Preempted, error_line
 from dtf.core.files import flat
 from dtf.core.types import Failed
 from dtf.core.version import __version__
@@ -40,6 +41,8 @@ _PASSED_ON = [field.name for field in fields(RankOptions) if field.name != "proc
 _SEPARATE = ("tls", "allow_insecure")
 _OF_THIS_MACHINE = ("launcher", "run.dir")
 """Keys whose values follow from where the bundle runs."""
+_EARLY_S = 60.0
+"""By how much a scheduler may be early with its notice of the time limit, as Slurm is."""
 _EXAMINED = "examined"
 """In the folder of the submission: job=doctor found nothing wrong."""
 
@@ -71,7 +74,32 @@ def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[s
                 code = _examine(composed, run_dir, allocation)
                 if code:
                     return ends(code)
-            return ends(composed.job.run(composed))
+            return ends(_run(composed, allocation))
+
+
+def _run(composed: Composed, allocation: Allocation) -> int:
+    """The job itself. See `_refuse_loop` for what it raises beside its own errors."""
+    try:
+        code = composed.job.run(composed)
+    except Preempted:
+        _refuse_loop(composed.config, allocation.deadline)
+        raise
+    if code == Exit.PREEMPTED:
+        _refuse_loop(composed.config, allocation.deadline)
+    return code
+
+
+def _refuse_loop(config: Mapping[str, Any], deadline: float | None) -> None:
+    """Raise NoProgressError where a run that saves nothing was stopped by the time limit, or just before it: each start
+    of the job would begin at step 0 and end there.
+    """
+    saves = config["job"]["name"] != "train" or config["checkpoint"]["every_steps"] != 0
+    if saves or deadline is None or deadline - time.time() > config["launcher"]["grace_s"] + _EARLY_S:
+        return
+    raise NoProgressError(
+        "the time limit of the job ended the run, and with checkpoint=off its next start would begin at step 0 again; "
+        "give launcher.hours that the whole run fits in, or checkpoint=every"
+    )
 
 
 def _choose(bundle: Bundle, trial: int | None) -> BundledRun:
@@ -113,7 +141,7 @@ def _composed(content: Unpacked, run: BundledRun, allocation: Allocation, overri
     composer = Composer(str(content.conf) if content.conf else None, content.bundle.config_name or None)
     submitted = composer.compose(run.overrides)
     inside = as_texts({"launcher": _launcher(run.config, allocation), "run.dir": run.run_dir})
-    composed = submitted.recompose([*inside, *_options(run.config["launcher"], allocation)])
+    composed = submitted.recompose([*inside, *_options(run.config["launcher"], allocation, content.bundle.grace_s)])
     if changed := _as_submitted(composed.config, run.config):
         composed = composed.recompose(changed)
     return composed.recompose(overrides) if overrides else composed
@@ -128,9 +156,11 @@ def _launcher(config: Mapping[str, Any], allocation: Allocation) -> str:
     return "static" if allocation.nodes > 1 else "local"
 
 
-def _options(node: Mapping[str, Any], allocation: Allocation) -> list[str]:
-    """The options of the launcher inside: those that were submitted, and this process's place."""
-    known = {name: node[name] for name in _PASSED_ON if name in node}
+def _options(node: Mapping[str, Any], allocation: Allocation, grace_s: float) -> list[str]:
+    """The options of the launcher inside: those that were submitted, and this process's place. Ranks get as much time
+    to save as the scheduler gives.
+    """
+    known = {name: node[name] for name in _PASSED_ON if name in node} | {"grace_s": grace_s}
     per_node = node["processes"] if isinstance(node["processes"], int) else node.get("gpus") or 2
     if allocation.role:
         place = {

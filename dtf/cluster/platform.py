@@ -52,8 +52,8 @@ class JobRequest:
     config: dict[str, Any]
     """Resolved."""
     grace_s: float
-    """What a save may take after a notice: three times the longest save of this run so far, at least
-    `launcher.grace_s`."""
+    """What a save may take after a notice, of the scheduler and of the launcher inside: three times the longest save of
+    this run so far, where this machine sees its folder; at least `launcher.grace_s`."""
     token: str = ""
     """A secret that all processes of the job share; the bundle has it too."""
     again: bool = False

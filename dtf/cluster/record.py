@@ -27,6 +27,7 @@ class Intent:
     name: str
     digest: str
     token: str
+    grace_s: float
 
 
 @dataclass(frozen=True)

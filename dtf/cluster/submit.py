@@ -77,7 +77,7 @@ def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
         folder.mkdir(exist_ok=True, mode=0o700)
     lock = take_lock(request.job_folder)
     try:
-        intent = record.Intent(request.name, request.digest, request.token)
+        intent = record.Intent(request.name, request.digest, request.token, request.grace_s)
         request = replace(request, again=record.intent(request.folder) == intent)
         if not request.again:
             refuse_live(request.folder)
@@ -135,9 +135,13 @@ def request_of(
     """The request of one run, or of a sweep: `trials` are then the names of the folders in `run_dir`."""
     first = composed[0]
     cut_off = record.intent(folder)
-    name, token = (cut_off.name, cut_off.token) if cut_off else (name, secrets.token_hex(32))
+    if cut_off:
+        name, token, grace_s = cut_off.name, cut_off.token, cut_off.grace_s
+    else:
+        token = secrets.token_hex(32)
+        grace_s = max(time_to_save_s(folder / trial, platform.grace_s) for trial in trials or [""])
     run_dirs = [f"{run_dir.rstrip('/')}/{trial}" for trial in trials] or [run_dir]
-    bundle = Bundle.of(composed, run_dirs, os.getcwd() if platform.sees_folder else "", token)
+    bundle = Bundle.of(composed, run_dirs, os.getcwd() if platform.sees_folder else "", token, grace_s)
     content = bundle.to_bytes(composed)
     return JobRequest(
         name=name,
@@ -148,7 +152,7 @@ def request_of(
         roles=first.settings.strategy.roles(platform.count()),
         nodes=platform.nodes,
         config=first.config,
-        grace_s=time_to_save_s(folder, platform.grace_s),
+        grace_s=grace_s,
         token=token,
         trials=tuple(trials),
         parallel=parallel,

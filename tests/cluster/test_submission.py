@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,11 @@ from dtf.cluster.allocation import Allocation
 from dtf.cluster.bundle import Bundle, digest_of, unpacked
 from dtf.cluster.platform import JobRequest, Platform, Unanswered, job_name
 from dtf.cluster.plugin_code import code_of
+from dtf.cluster.submit import request_of
 from dtf.config.compose import Composed, compose
-from dtf.core.errors import ConfigError, Exit, PeerError
+from dtf.core.errors import ConfigError, DtfError, Exit, PeerError, Preempted
 from dtf.core.files import flat
+from dtf.core.run_record import LONGEST_SAVE
 
 SUPPORT = Path(__file__).parents[1] / "support"
 HERE = ["plugins=[here_platform]", "launcher=here", "launcher.devices=cpu"]
@@ -49,7 +52,7 @@ def platform(platform_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def bundle(tmp_path: Path, *composed: Composed) -> tuple[Path, str]:
     """A bundle of these runs, and its digest."""
     run_dirs = [str(tmp_path / f"run{number}") for number in range(len(composed))]
-    content = Bundle.of(composed, run_dirs, "", "t" * 64).to_bytes(composed)
+    content = Bundle.of(composed, run_dirs, "", "t" * 64, 300.0).to_bytes(composed)
     path = tmp_path / "bundle.zip"
     path.write_bytes(content)
     return path, digest_of(content)
@@ -87,7 +90,7 @@ def test_the_launcher_inside_follows_from_the_allocation_and_all_else_is_as_subm
     )
     path, _ = bundle(tmp_path, submitted)
     found = composed_inside(path, allocation)
-    passed_on = {"threads": 2, "env": {"NCCL_DEBUG": "INFO"}, "devices": "cpu", "grace_s": 25.0}
+    passed_on = {"threads": 2, "env": {"NCCL_DEBUG": "INFO"}, "devices": "cpu", "grace_s": 300.0}
     assert found.config["launcher"].items() >= (expected | passed_on).items()
     assert found.config["run"]["dir"] == str(tmp_path / "run0")
     assert difference(found, submitted) == {"launcher", "run"}
@@ -158,6 +161,36 @@ def test_the_code_of_plugins_is_what_they_import_of_their_own(tmp_path: Path, mo
     os.truncate(tmp_path / "two_package" / "weights.bin", 65 << 20)
     with pytest.raises(ConfigError, match="two_package"):
         code_of(["one"])
+
+
+def test_ranks_and_the_scheduler_get_the_time_that_a_save_takes(tmp_path: Path) -> None:
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "run.json").write_text(json.dumps({LONGEST_SAVE: 100.0}))
+    composed = compose([*HERE, "launcher.grace_s=30"])
+    platform = composed.settings.launcher
+    assert isinstance(platform, Platform)
+    for folder, trials in ((tmp_path / "two", []), (tmp_path, ["one", "two"])):
+        request = request_of(platform, [composed] * max(1, len(trials)), folder, str(folder), "mine", trials)
+        path = tmp_path / "bundle.zip"
+        path.write_bytes(request.content)
+        inside_s = composed_inside(path, Allocation()).config["launcher"]["grace_s"]
+        assert (request.grace_s, inside_s) == (300.0, 300.0)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_run_without_checkpoints_that_its_time_limit_ends_is_not_started_again(raises: bool) -> None:
+    outcome = Mock(side_effect=Preempted("asked to stop")) if raises else Mock(return_value=Exit.PREEMPTED)
+
+    def run(left_s: float | None, *words: str) -> int:
+        config = compose([*HERE[:1], "launcher=local", "launcher.grace_s=25", *words]).config
+        deadline = None if left_s is None else time.time() + left_s
+        try:
+            return inside._run(Mock(config=config, job=Mock(run=outcome)), Allocation(deadline=deadline))
+        except DtfError as error:
+            return error.exit
+
+    assert run(50, "checkpoint=off") == Exit.NO_PROGRESS
+    assert [run(3600, "checkpoint=off"), run(None, "checkpoint=off"), run(50)] == [Exit.PREEMPTED] * 3
 
 
 def test_a_bundle_that_was_changed_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
