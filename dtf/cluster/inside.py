@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf.api.launcher import failures_told
-from dtf.cluster.allocation import Allocation
+from dtf.cluster.allocation import ADDRESS, Allocation
 from dtf.cluster.allocation_of import allocation_of
 from dtf.cluster.bundle import Bundle, BundledRun, Unpacked, unpacked
 from dtf.cluster.ends import count_end, is_finished, note_beginning
@@ -25,12 +25,14 @@ from dtf.cluster.platform import JOB_FOLDER
 from dtf.config.compose import Composed, Composer
 from dtf.config.python_overrides import as_texts
 from dtf.core.errors import ConfigError, DtfError, Exit, NoProgressError, Preempted, error_line
-from dtf.core.files import flat
+from dtf.core.files import flat, open_private
 from dtf.core.types import Failed
 from dtf.core.version import __version__
 from dtf.host.deadline import VARIABLE as DEADLINE
+from dtf.host.network import endpoint
 from dtf.host.signals import sent_by_scheduler
 from dtf.launch.forkserver_cache import prestart
+from dtf.launch.host_job import job_of_node_0
 from dtf.launch.manual_checks import TOKEN
 from dtf.launch.rank_options import RankOptions
 
@@ -44,7 +46,7 @@ _OF_THIS_MACHINE = ("launcher", "run.dir")
 _EARLY_S = 60.0
 """By how much a scheduler may be early with its notice of the time limit, as Slurm is."""
 _EXAMINED = "examined"
-"""In the folder of the submission: job=doctor found nothing wrong."""
+"""In the folder of the submission: the digest of the bundle in whose job job=doctor found nothing wrong."""
 
 
 def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[str]) -> int:
@@ -70,8 +72,10 @@ def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[s
         if digest and not allocation.node and not allocation.number:
             note_beginning(run_dir, digest)
         with _ends(allocation, run_dir) as ends:
-            if launcher == "static" and run.config["launcher"]["doctor"] and not allocation.restarts:
-                code = _examine(composed, run_dir, allocation)
+            wanted = run.config["launcher"]["doctor"] and composed.config["job"]["name"] != "doctor"
+            examined = run_dir / JOB_FOLDER / _EXAMINED
+            if launcher == "static" and wanted and _is_to_examine(examined, digest, allocation, bundle.token):
+                code = _examine(composed, examined, digest, allocation)
                 if code:
                     return ends(code)
             return ends(_run(composed, allocation))
@@ -214,15 +218,25 @@ def _ends(allocation: Allocation, run_dir: Path) -> Iterator[Callable[[int], int
         raise
 
 
-def _examine(composed: Composed, run_dir: Path, allocation: Allocation) -> int:
+def _is_to_examine(examined: Path, digest: str, allocation: Allocation, token: str) -> bool:
+    """Whether the nodes are examined before the run. Node 0 decides: no start of this submission has done it. The
+    others ask it: they may see an older state of the folder, and one that comes in the place of a lost one, in the
+    midst of the run, examines nothing.
+    """
+    if allocation.node:
+        address = endpoint(allocation.address, ADDRESS)
+        return job_of_node_0(address, allocation.node, token, allocation.meet_timeout_s) == "doctor"
+    try:
+        return examined.read_text() != digest
+    except OSError:
+        return True
+
+
+def _examine(composed: Composed, examined: Path, digest: str, allocation: Allocation) -> int:
     """`job=doctor` over the nodes of this job, before its run begins. Collective. Returns the exit code.
 
-    ConfigError with the verdict on a node that sees what is wrong. A node that comes later, in the place of one that
-    was lost, must not wait for others to examine.
+    ConfigError with the verdict on a node that sees what is wrong.
     """
-    done = run_dir / JOB_FOLDER / _EXAMINED
-    if done.exists() or (run_dir / "run.json").exists():
-        return 0
     printed = io.StringIO()
     examining = composed.recompose(["job=doctor"])
     with contextlib.redirect_stdout(printed):
@@ -233,8 +247,9 @@ def _examine(composed: Composed, run_dir: Path, allocation: Allocation) -> int:
         raise ConfigError(f"job=doctor, before the run began: {'; '.join(wrong)}")
     if not code and not allocation.node:
         with contextlib.suppress(OSError):  # whoever makes the run folder says what is wrong
-            done.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            done.touch()
+            examined.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open_private(examined, "w") as file:
+                file.write(digest)
     return code
 
 

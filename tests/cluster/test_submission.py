@@ -274,6 +274,23 @@ def test_submitting_imports_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_node_0_decides_whether_the_nodes_of_a_submission_are_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the submission, whatever another node sees of the folder, and however often the job was started."""
+    examined, said = tmp_path / "examined", []
+    monkeypatch.setattr(inside, "job_of_node_0", lambda *asked: said.append(asked) or "train")
+
+    def decides(node: int, digest: str) -> bool:
+        allocation = Allocation(nodes=2, node=node, address="10.0.0.1:29500", restarts=node)
+        return inside._is_to_examine(examined, digest, allocation, "t")
+
+    assert decides(0, "a") and not decides(1, "a")
+    examined.write_text("a")
+    assert not decides(0, "a") and decides(0, "b") and not decides(1, "b")
+    assert said == [(("10.0.0.1", 29500), 1, "t", 600)] * 2
+
+
 def test_names_that_every_scheduler_takes() -> None:
     assert job_name("ResNet50_imagenet v2!") == "resnet50-imagenet-v2"
     assert job_name("50 shapes") == "dtf-50-shapes"
