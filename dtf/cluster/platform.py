@@ -172,8 +172,8 @@ class Platform(RankOptions, Launcher):
         separate = len(roles) > 1 and self.nodes > 1
         if separate and self.pin:
             raise ConfigError(
-                f"launcher.pin=true divides the cores of a node among its ranks, and on launcher.nodes={self.nodes} each "
-                "process of a role is placed by itself; use launcher.pin=false"
+                f"launcher.pin=true divides the cores of a node among its ranks, and on launcher.nodes={self.nodes} "
+                "each process of a role is placed by itself; use launcher.pin=false"
             )
         if not separate and (self.tls != TlsOptions() or self.allow_insecure):
             key = "allow_insecure" if self.allow_insecure else "tls"

@@ -69,7 +69,7 @@ def introduce(connection: Connection, node: int, token: str, said: dict[str, Any
     answer = connection.next_message(deadline)
     if "exit" not in answer and not equal(answer["proof"], proof(token, connection.nonce, nonce, "node 0")):
         where = endpoint_text(*connection.socket.getpeername()[:2])
-        raise ConfigError(f"who answers at {where}, launcher.address, does not know DTF_TOKEN; is it host 0 of this run?")
+        raise ConfigError(f"who answers at launcher.address={where} does not know DTF_TOKEN; is it host 0 of this run?")
     return answer
 
 

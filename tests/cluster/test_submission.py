@@ -2,65 +2,28 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
-from dtf.api.registry import lookup
 from dtf.cli.main import main
 from dtf.cluster import inside, record
 from dtf.cluster.allocation import Allocation
-from dtf.cluster.bundle import Bundle, digest_of, unpacked
-from dtf.cluster.platform import JobRequest, Platform, Unanswered, job_name
+from dtf.cluster.bundle import unpacked
+from dtf.cluster.platform import job_name
 from dtf.cluster.plugin_code import code_of
-from dtf.cluster.submit import request_of
 from dtf.config.compose import Composed, compose
-from dtf.core.errors import ConfigError, DtfError, Exit, PeerError, Preempted
+from dtf.core.errors import ConfigError, Exit
 from dtf.core.files import flat
-from dtf.core.run_record import LONGEST_SAVE
-
-SUPPORT = Path(__file__).parents[1] / "support"
-HERE = ["plugins=[here_platform]", "launcher=here", "launcher.devices=cpu"]
-SMALL = [*HERE, "step.batch_size=48", "train.steps=2", "train.eval_rows=96", "launcher.processes=1"]
+from tests.support.submission import HERE, SMALL, bundle, composed_inside
 
 pytestmark = pytest.mark.usefixtures("elsewhere", "platform")
-
-
-@pytest.fixture(scope="session")
-def platform_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of one plugin: a bundle of it takes nothing else along, as one of `tests.support` would."""
-    folder = tmp_path_factory.mktemp("plugins")
-    (folder / "here_platform.py").write_text((SUPPORT / "here.py").read_text())
-    return folder
-
-
-@pytest.fixture
-def platform(platform_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(platform_folder)
-    monkeypatch.setenv("PYTHONPATH", f"{platform_folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-
-
-def bundle(tmp_path: Path, *composed: Composed) -> tuple[Path, str]:
-    """A bundle of these runs, and its digest."""
-    run_dirs = [str(tmp_path / f"run{number}") for number in range(len(composed))]
-    content = Bundle.of(composed, run_dirs, "", "t" * 64, 300.0).to_bytes(composed)
-    path = tmp_path / "bundle.zip"
-    path.write_bytes(content)
-    return path, digest_of(content)
-
-
-def composed_inside(path: Path, allocation: Allocation, *overrides: str) -> Composed:
-    with unpacked(path, "") as content:
-        return inside._composed(content, content.bundle.runs[0], allocation, overrides)
 
 
 def difference(one: Composed, other: Composed) -> set[str]:
@@ -121,22 +84,6 @@ def test_config_files_are_those_of_the_submission(tmp_path: Path) -> None:
     assert difference(composed_inside(path, Allocation()), submitted) == {"launcher", "run"}
 
 
-def test_a_config_dir_with_run_folders_gives_its_config_files_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("experiment/mine.yaml", "outputs/toy/1/config.yaml", "outputs/toy/1/job/x.yaml", ".venv/a.yaml"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("# @package _global_\nlr: {peak: 0.3}\n")
-    (tmp_path / "outputs/toy/1/run.json").touch()
-    submitted = compose([*HERE, f"--config-dir={tmp_path}", "experiment=mine"])
-    path, _ = bundle(tmp_path, submitted)
-    with zipfile.ZipFile(path) as archive:
-        assert [name for name in archive.namelist() if name.endswith(".yaml")] == ["conf/experiment/mine.yaml"]
-    monkeypatch.setattr("dtf.cluster.bundle.MOST_BYTES", 10)
-    with pytest.raises(ConfigError, match="in 1 YAML files"):
-        bundle(tmp_path, submitted)
-
-
 def test_whoever_runs_a_bundle_by_hand_may_change_it(tmp_path: Path) -> None:
     path, _ = bundle(tmp_path, compose([*HERE, "lr.peak=0.3"]))
     found = composed_inside(path, Allocation(), "lr.peak=0.4", "run.dir=mine")
@@ -163,36 +110,6 @@ def test_the_code_of_plugins_is_what_they_import_of_their_own(tmp_path: Path, mo
         code_of(["one"])
 
 
-def test_ranks_and_the_scheduler_get_the_time_that_a_save_takes(tmp_path: Path) -> None:
-    (tmp_path / "two").mkdir()
-    (tmp_path / "two" / "run.json").write_text(json.dumps({LONGEST_SAVE: 100.0}))
-    composed = compose([*HERE, "launcher.grace_s=30"])
-    platform = composed.settings.launcher
-    assert isinstance(platform, Platform)
-    for folder, trials in ((tmp_path / "two", []), (tmp_path, ["one", "two"])):
-        request = request_of(platform, [composed] * max(1, len(trials)), folder, str(folder), "mine", trials)
-        path = tmp_path / "bundle.zip"
-        path.write_bytes(request.content)
-        inside_s = composed_inside(path, Allocation()).config["launcher"]["grace_s"]
-        assert (request.grace_s, inside_s) == (300.0, 300.0)
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_a_run_without_checkpoints_that_its_time_limit_ends_is_not_started_again(raises: bool) -> None:
-    outcome = Mock(side_effect=Preempted("asked to stop")) if raises else Mock(return_value=Exit.PREEMPTED)
-
-    def run(left_s: float | None, *words: str) -> int:
-        config = compose([*HERE[:1], "launcher=local", "launcher.grace_s=25", *words]).config
-        deadline = None if left_s is None else time.time() + left_s
-        try:
-            return inside._run(Mock(config=config, job=Mock(run=outcome)), Allocation(deadline=deadline))
-        except DtfError as error:
-            return error.exit
-
-    assert run(50, "checkpoint=off") == Exit.NO_PROGRESS
-    assert [run(3600, "checkpoint=off"), run(None, "checkpoint=off"), run(50)] == [Exit.PREEMPTED] * 3
-
-
 def test_a_bundle_that_was_changed_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, digest = bundle(tmp_path, compose(HERE))
     with zipfile.ZipFile(path, "a") as archive:
@@ -202,19 +119,6 @@ def test_a_bundle_that_was_changed_is_not_run(tmp_path: Path, capsys: pytest.Cap
     path.write_bytes(b"PK no more")
     assert main([f"--bundle={path}"]) == Exit.DATA
     assert main([f"--bundle={tmp_path / 'none.zip'}"]) == Exit.DATA
-
-
-def test_a_bundle_that_cannot_be_unpacked_now_may_be_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, _ = bundle(tmp_path, compose(HERE))
-    for owner, method, number in (
-        (zipfile.ZipFile, "extractall", errno.ENOSPC),
-        (Path, "read_bytes", errno.ESTALE),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, method, Mock(side_effect=OSError(number, os.strerror(number))))
-            assert main([f"--bundle={path}"]) == Exit.IO
 
 
 def test_a_node_with_another_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,28 +178,11 @@ def test_submitting_imports_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_node_0_decides_whether_the_nodes_of_a_submission_are_examined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the submission, whatever another node sees of the folder, and however often the job was started."""
-    examined, said = tmp_path / "examined", []
-    monkeypatch.setattr(inside, "job_of_node_0", lambda *asked: said.append(asked) or "train")
-
-    def decides(node: int, digest: str) -> bool:
-        allocation = Allocation(nodes=2, node=node, address="10.0.0.1:29500", restarts=node)
-        return inside._is_to_examine(examined, digest, allocation, "t")
-
-    assert decides(0, "a") and not decides(1, "a")
-    examined.write_text("a")
-    assert not decides(0, "a") and decides(0, "b") and not decides(1, "b")
-    assert said == [(("10.0.0.1", 29500), 1, "t", 600)] * 2
-
-
 def test_names_that_every_scheduler_takes() -> None:
     assert job_name("ResNet50_imagenet v2!") == "resnet50-imagenet-v2"
     assert job_name("50 shapes") == "dtf-50-shapes"
     assert len(job_name("x" * 80)) == 50 and job_name("___") == "dtf"
-    assert job_name("x" * 80, "A_1") == f"{'x' * 46}-a-1" and job_name("mine", "20261126-101010-abcdef").endswith("abcdef")
+    assert job_name("x" * 80, "A_1") == f"{'x' * 46}-a-1"
     assert len(job_name("x" * 80, "y" * 80)) == 50 and job_name("", "7") == "dtf-7"
 
 
@@ -352,53 +239,6 @@ def test_a_live_job_keeps_its_folder_until_it_is_cancelled(capsys: pytest.Captur
     assert main(["plugins=[here_platform]", "job=cancel", "job.run_folder=mine"]) == Exit.OK
     _, status = os.waitpid(int(known.handle["pids"]), 0)
     assert os.waitstatus_to_exitcode(status) == Exit.PREEMPTED
-
-
-def test_a_submission_that_was_cut_off_is_made_again_as_the_same(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A process that is killed after the scheduler took its job, and before it recorded that."""
-    requests: list[JobRequest] = []
-
-    def take(outcome: BaseException | None) -> None:
-        def submit(self: Platform, request: JobRequest, files: dict[str, Path]) -> dict[str, str]:
-            requests.append(request)
-            if outcome:
-                raise outcome
-            return {"job": "1", "pids": ""}
-
-        monkeypatch.setattr(lookup("launcher", "here"), "submit", submit)
-
-    words = [*SMALL, "run.dir=mine"]
-    compose(HERE)
-    take(KeyboardInterrupt())
-    main(words)
-    take(Unanswered("who knows"))
-    assert main(words) == Exit.PEER
-    capsys.readouterr()
-    assert main([*words, "seed=7"]) == Exit.BUSY
-    assert main(["plugins=[here_platform]", "job=cancel", "job.run_folder=mine"]) == Exit.BUSY
-    assert capsys.readouterr().err.count(f"a job {requests[0].name} may wait or run") == 2
-    take(None)
-    assert main(words) == Exit.OK
-    assert [request.again for request in requests] == [False, True, True]
-    assert {(request.name, request.digest) for request in requests} == {(requests[0].name, requests[0].digest)}
-    assert main(words) == Exit.OK and not requests[3].again
-    assert requests[3].digest != requests[0].digest
-    take(PeerError("no such partition"))
-    assert main(words) == Exit.PEER and main([*words, "seed=7"]) == Exit.PEER
-
-
-def test_the_folders_of_a_submission_are_their_owners_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = os.umask(0o022)
-    try:
-        compose(HERE)
-        monkeypatch.setattr(lookup("launcher", "here"), "submit", lambda *_: {"job": "1", "pids": ""})
-        assert main([*SMALL, "run.dir=new/mine"]) == Exit.OK
-    finally:
-        os.umask(before)
-    assert [Path("new/mine", name).stat().st_mode & 0o777 for name in ("", "job")] == [0o700, 0o700]
-    assert {path.stat().st_mode & 0o777 for path in Path("new/mine/job").iterdir()} == {0o600}
 
 
 # ---------------------------------------------------------------- sweeps

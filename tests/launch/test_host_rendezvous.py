@@ -21,7 +21,6 @@ from dtf.core.errors import BusyError, ConfigError, Exit, PeerError, Preempted
 from dtf.core.types import Failed
 from dtf.launch import host_connection, host_rendezvous
 from dtf.launch.exit_cause import GroupResult
-from dtf.launch.host_job import job_of_node_0
 from dtf.launch.host_rendezvous import HostRendezvous
 from tests.support.launching import HANG_S
 
@@ -68,26 +67,6 @@ def test_hosts_meet_whoever_comes_first(meeting: Meeting) -> None:
     others = [meeting.start(meeting.host(node, 3).join_as_follower, TASK, HANG_S) for node in (2, 1)]
     meeting.host(0, 3).join_as_leader(TASK, HANG_S, lambda: ANSWER)
     assert [other.result() for other in others] == [ANSWER, ANSWER]
-
-
-def test_a_host_asks_which_job_node_0_begins_or_is_in(meeting: Meeting) -> None:
-    """Also before node 0 listens, and of one with another token nothing."""
-    task = TASK | {"config": {"job": {"name": "doctor"}}}
-    asking = meeting.start(job_of_node_0, meeting.address, 1, "secret", HANG_S)
-    leader = meeting.host(0, token="secret")
-    joining = meeting.start(leader.join_as_leader, task, HANG_S, lambda: ANSWER)
-    assert asking.result() == "doctor"
-    with pytest.raises(ConfigError, match="DTF_TOKEN"):
-        job_of_node_0(meeting.address, 1, "other", HANG_S)
-    assert meeting.host(1, token="secret").join_as_follower(task, HANG_S) == ANSWER
-    joining.result()
-    asking = meeting.start(job_of_node_0, meeting.address, 1, "secret", HANG_S)
-    while not asking.done():
-        leader.wait_briefly()
-    assert asking.result() == "doctor" and leader.failed is None
-    leader.close()
-    with pytest.raises(PeerError, match="within 0 s"):
-        job_of_node_0(meeting.address, 1, "secret", 0.0)
 
 
 def test_a_host_that_differs_is_named_to_all(meeting: Meeting) -> None:
