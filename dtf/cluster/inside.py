@@ -23,12 +23,15 @@ from dtf.cluster.ends import count_end, is_finished, note_beginning
 from dtf.cluster.names import wait_for_names
 from dtf.cluster.platform import JOB_FOLDER
 from dtf.config.compose import Composed, Composer
+from dtf.config.plugin_modules import entry_point_modules
 from dtf.config.python_overrides import as_texts
 from dtf.core.errors import ConfigError, DtfError, Exit, NoProgressError, Preempted, error_line
 from dtf.core.files import flat, open_private
+from dtf.core.own_code import is_own
 from dtf.core.types import Failed
 from dtf.core.version import __version__
 from dtf.host.deadline import VARIABLE as DEADLINE
+from dtf.host.devices import processes_for
 from dtf.host.network import endpoint
 from dtf.host.signals import sent_by_scheduler
 from dtf.launch.forkserver_cache import prestart
@@ -61,6 +64,7 @@ def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[s
         bundle, run = content.bundle, _choose(content.bundle, trial)
         _prepare(content, allocation)
         composed = _composed(content, run, allocation, overrides)
+        _refuse_live_code(bundle.directory, content.code)
         launcher, run_dir = composed.config["launcher"]["name"], Path(composed.config["run"]["dir"])
         if is_finished(run_dir, digest):
             print(f"dtf: the run in {run_dir} has ended: nothing is left to do", file=sys.stderr)
@@ -140,6 +144,32 @@ def _prepare(content: Unpacked, allocation: Allocation) -> None:
         os.environ[DEADLINE] = f"{allocation.deadline:.0f}"
 
 
+def _refuse_live_code(directory: str, code: Path) -> None:
+    """Raise ConfigError where a plugin has loaded a file from the folder of the submission, which may have changed
+    since: an import that no file names, as of `importlib`, is not in the bundle.
+    """
+    installed = {name.partition(".")[0] for name in entry_point_modules()}  # also where pip installed it as editable
+    files = [
+        getattr(module, "__file__", None)
+        for name, module in sorted(sys.modules.items())
+        if name.partition(".")[0] not in installed
+    ]
+    outside = [
+        file
+        for file in files
+        if isinstance(file, str)
+        and is_own(file)
+        and directory
+        and Path(file).is_relative_to(directory)
+        and not Path(file).is_relative_to(code)
+    ]
+    if outside:
+        raise ConfigError(
+            f"a plugin imports {outside[0]}, which is not part of what was submitted, as no import statement names it; "
+            "name its module in plugins, or write an import of it"
+        )
+
+
 def _composed(content: Unpacked, run: BundledRun, allocation: Allocation, overrides: Sequence[str]) -> Composed:
     """The submitted config with this process's launcher."""
     composer = Composer(str(content.conf) if content.conf else None, content.bundle.config_name or None)
@@ -165,7 +195,7 @@ def _options(node: Mapping[str, Any], allocation: Allocation, grace_s: float) ->
     to save as the scheduler gives.
     """
     known = {name: node[name] for name in _PASSED_ON if name in node} | {"grace_s": grace_s}
-    per_node = node["processes"] if isinstance(node["processes"], int) else node.get("gpus") or 2
+    per_node = processes_for(node["processes"], node.get("gpus", 0))
     if allocation.role:
         place = {
             "processes": node["nodes"] * per_node,

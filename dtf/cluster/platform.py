@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dtf.api.launcher import WORK, Launcher
 from dtf.api.registry import name_of, option
 from dtf.core.errors import ConfigError, PeerError
+from dtf.host.devices import processes_for
 from dtf.launch.manual import TlsMode, TlsOptions
 from dtf.launch.rank_options import RankOptions
 
@@ -28,8 +29,6 @@ JOB_FOLDER = "job"
 """The folder of a submission, in the folder of its run."""
 
 _LONGEST_NAME, _LONGEST_ID = 50, 30
-WITHOUT_GPUS = 2
-"""Ranks of a node where `launcher.processes=auto` and no GPUs are asked for, as elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +149,7 @@ class Platform(RankOptions, Launcher):
 
     def per_node(self) -> int:
         """Ranks of each node; of roles the trainers."""
-        return self.processes if isinstance(self.processes, int) else self.gpus or WITHOUT_GPUS
+        return processes_for(self.processes, self.gpus)
 
     def count(self) -> int:
         return self.nodes * self.per_node()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -99,3 +101,31 @@ def test_node_0_decides_whether_the_nodes_of_a_submission_are_examined(
     examined.write_text("a")
     assert not decides(0, "a") and decides(0, "b") and not decides(1, "b")
     assert said == [(("10.0.0.1", 29500), 1, "t", 600)] * 2
+
+
+def test_ranks_of_a_node_are_as_many_as_were_submitted(tmp_path: Path) -> None:
+    for words, ranks in ((["launcher.gpus=3", "launcher.devices=auto"], 3), ([], 2), (["launcher.processes=5"], 5)):
+        submitted = compose([*HERE, *words])
+        platform = submitted.settings.launcher
+        assert isinstance(platform, Platform)
+        path, _ = bundle(tmp_path, submitted)
+        assert composed_inside(path, Allocation()).config["launcher"]["processes"] == platform.per_node() == ranks
+
+
+def test_code_that_is_imported_from_the_folder_of_the_submission_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have changed since. What was submitted may be unpacked below that folder, too."""
+    for name in ("live", "bundled/mine"):
+        (tmp_path / f"{name}.py").parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "bundled")
+    importlib.import_module("mine")
+    code = tmp_path / "bundled"
+    inside._refuse_live_code(str(tmp_path), code)
+    monkeypatch.setitem(sys.modules, "live", importlib.import_module("live"))
+    with pytest.raises(ConfigError, match="imports .*live.py, which is not part of what was submitted"):
+        inside._refuse_live_code(str(tmp_path), code)
+    inside._refuse_live_code("", code)
+    del sys.modules["mine"]
