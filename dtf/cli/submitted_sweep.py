@@ -45,7 +45,7 @@ def submit_together(platform: Platform, trials: Sequence[tuple[Path, Composed]],
     run_dir = str(home)
     if not platform.sees_folder:
         run_dir = first.config["run"]["dir"] or platform.default_run_dir(job_name(home.parent.name), home.name)
-    name = job_name(f"{home.parent.name}-{home.name}")
+    name = job_name(home.parent.name, home.name)
     composed, names = [one for _, one in trials], [folder.name for folder, _ in trials]
     return hand_over(platform, request_of(platform, composed, home, run_dir, name, names, parallel))
 
@@ -68,7 +68,7 @@ def _check(trials: Sequence[Composed], platform: Platform) -> None:
 
 def show_first(platform: Platform, folder: Path, composed: Composed) -> int:
     """Print the job of one trial of a sweep that decides as it goes."""
-    name = job_name(f"{folder.parent.name}-1")
+    name = job_name(folder.parent.name, "1")
     return hand_over(platform, request_of(platform, [composed], folder, str(folder), name))
 
 

@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.cluster.plugin_code import code_of
+from dtf.cluster.plugin_code import MOST_BYTES, code_of
 from dtf.config.importable import plugins_of
-from dtf.core.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError, SaveError
+from dtf.core.text import bytes_text
 from dtf.host.scratch import scratch_folder
 from dtf.runs.run_folder import versions
 
@@ -42,16 +43,20 @@ class BundledRun:
 class Bundle:
     """`runs`: one, or the trials of a sweep. `directory`: where it was submitted; "" where the job does not see that
     folder. `token`: a secret that the job's processes share. `config_name`: of the root config, "" for dtf's own.
+    `grace_s`: what the scheduler was told that a save may take after a notice, see `JobRequest`.
     """
 
     runs: list[BundledRun]
     config_name: str
     directory: str
     token: str
+    grace_s: float
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, composed: Sequence[Composed], run_dirs: Sequence[str], directory: str, token: str) -> Bundle:
+    def of(
+        cls, composed: Sequence[Composed], run_dirs: Sequence[str], directory: str, token: str, grace_s: float
+    ) -> Bundle:
         """Of runs that were composed by one composer."""
         composer = composed[0].composer
         runs = [
@@ -59,14 +64,14 @@ class Bundle:
             for one, run_dir in zip(composed, run_dirs, strict=True)
         ]
         name = composer.config_name if composer.config_dir else ""
-        return cls(runs, name, directory, token, versions())
+        return cls(runs, name, directory, token, grace_s, versions())
 
     def to_bytes(self, composed: Sequence[Composed]) -> bytes:
-        """The zip file. ConfigError when the code of plugins is too much."""
+        """The zip file. ConfigError when the code of plugins, or what lies in the config dir, is too much."""
         modules = {name for one in composed for name in [*one.config["plugins"], *plugins_of(one.config)]}
         files = {f"{_CODE}/{name}": path for name, path in code_of(sorted(modules)).items()}
         if folder := composed[0].composer.config_dir:
-            files |= {f"{_CONF}/{path.relative_to(folder)}": path for path in sorted(Path(folder).rglob("*.yaml"))}
+            files |= {f"{_CONF}/{path.relative_to(folder)}": path for path in _config_files(Path(folder))}
         content = io.BytesIO()
         with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr(zipfile.ZipInfo(_MANIFEST, _DATE), json.dumps(asdict(self)), zipfile.ZIP_DEFLATED)
@@ -88,12 +93,15 @@ class Unpacked:
 def unpacked(path: Path, digest: str) -> Iterator[Unpacked]:
     """A context with the bundle's files in a temporary folder. `digest`: what the file must have; "": any.
 
-    DataError for a file that cannot be read, ConfigError for one that is not what was submitted.
+    DataError for a file that is not there or no bundle, ConfigError for one that is not what was submitted, SaveError
+    for what may pass, such as a full disk here.
     """
     try:
         content = path.read_bytes()
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         raise DataError(f"--bundle={path} cannot be read: {error.strerror}") from error
+    except OSError as error:
+        raise _passing(path, error) from error
     if digest and digest_of(content) != digest:
         raise ConfigError(
             f"--bundle={path} is not what was submitted: it has the digest {digest_of(content)}, not {digest}; submit "
@@ -105,10 +113,35 @@ def unpacked(path: Path, digest: str) -> Iterator[Unpacked]:
                 archive.extractall(scratch)
             manifest = json.loads((scratch / _MANIFEST).read_text())
             bundle = Bundle(**{**manifest, "runs": [BundledRun(**run) for run in manifest["runs"]]})
-        except (zipfile.BadZipFile, OSError, ValueError, KeyError, TypeError) as error:
+        except (zipfile.BadZipFile, FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"--bundle={path} is no bundle of dtf: {type(error).__name__}: {error}") from error
+        except OSError as error:
+            raise _passing(path, error) from error
         conf = scratch / _CONF
         yield Unpacked(bundle, scratch / _CODE, conf if os.path.isdir(conf) else None)
+
+
+def _config_files(folder: Path) -> list[Path]:
+    """The YAML files of a config dir. Those in run folders, which a config dir such as `.` has too, are none of it."""
+    found: list[Path] = []
+    for name, folders, files in os.walk(folder):
+        if "run.json" in files:
+            folders.clear()
+            continue
+        folders[:] = sorted(inner for inner in folders if not inner.startswith("."))
+        found += [Path(name, file) for file in sorted(files) if file.endswith(".yaml")]
+    size = sum(path.stat().st_size for path in found)
+    if size > MOST_BYTES:
+        raise ConfigError(
+            f"--config-dir={folder} has {bytes_text(size)} in {len(found)} YAML files; a job takes "
+            f"{bytes_text(MOST_BYTES)} along: give a folder of config files alone"
+        )
+    return found
+
+
+def _passing(path: Path, error: OSError) -> SaveError:
+    where = f" ({error.filename})" if error.filename else ""
+    return SaveError(f"--bundle={path} cannot be unpacked now: {error.strerror or error}{where}; start the job again")
 
 
 def digest_of(content: bytes) -> str:

@@ -9,27 +9,33 @@ import io
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf.api.launcher import failures_told
-from dtf.cluster.allocation import Allocation
+from dtf.cluster.allocation import ADDRESS, Allocation
 from dtf.cluster.allocation_of import allocation_of
 from dtf.cluster.bundle import Bundle, BundledRun, Unpacked, unpacked
 from dtf.cluster.ends import count_end, is_finished, note_beginning
 from dtf.cluster.names import wait_for_names
 from dtf.cluster.platform import JOB_FOLDER
 from dtf.config.compose import Composed, Composer
+from dtf.config.plugin_modules import entry_point_modules
 from dtf.config.python_overrides import as_texts
-from dtf.core.errors import ConfigError, DtfError, Exit, error_line
-from dtf.core.files import flat
+from dtf.core.errors import ConfigError, DtfError, Exit, NoProgressError, Preempted, error_line
+from dtf.core.files import flat, open_private
+from dtf.core.own_code import is_own
 from dtf.core.types import Failed
 from dtf.core.version import __version__
 from dtf.host.deadline import VARIABLE as DEADLINE
+from dtf.host.devices import processes_for
+from dtf.host.network import endpoint
 from dtf.host.signals import sent_by_scheduler
 from dtf.launch.forkserver_cache import prestart
+from dtf.launch.host_job import job_of_node_0
 from dtf.launch.manual_checks import TOKEN
 from dtf.launch.rank_options import RankOptions
 
@@ -40,8 +46,10 @@ _PASSED_ON = [field.name for field in fields(RankOptions) if field.name != "proc
 _SEPARATE = ("tls", "allow_insecure")
 _OF_THIS_MACHINE = ("launcher", "run.dir")
 """Keys whose values follow from where the bundle runs."""
+_EARLY_S = 60.0
+"""By how much a scheduler may be early with its notice of the time limit, as Slurm is."""
 _EXAMINED = "examined"
-"""In the folder of the submission: job=doctor found nothing wrong."""
+"""In the folder of the submission: the digest of the bundle in whose job job=doctor found nothing wrong."""
 
 
 def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[str]) -> int:
@@ -56,6 +64,7 @@ def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[s
         bundle, run = content.bundle, _choose(content.bundle, trial)
         _prepare(content, allocation)
         composed = _composed(content, run, allocation, overrides)
+        _refuse_live_code(bundle.directory, content.code)
         launcher, run_dir = composed.config["launcher"]["name"], Path(composed.config["run"]["dir"])
         if is_finished(run_dir, digest):
             print(f"dtf: the run in {run_dir} has ended: nothing is left to do", file=sys.stderr)
@@ -67,11 +76,38 @@ def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[s
         if digest and not allocation.node and not allocation.number:
             note_beginning(run_dir, digest)
         with _ends(allocation, run_dir) as ends:
-            if launcher == "static" and run.config["launcher"]["doctor"] and not allocation.restarts:
-                code = _examine(composed, run_dir, allocation)
+            wanted = run.config["launcher"]["doctor"] and composed.config["job"]["name"] != "doctor"
+            examined = run_dir / JOB_FOLDER / _EXAMINED
+            if launcher == "static" and wanted and _is_to_examine(examined, digest, allocation, bundle.token):
+                code = _examine(composed, examined, digest, allocation)
                 if code:
                     return ends(code)
-            return ends(composed.job.run(composed))
+            return ends(_run(composed, allocation))
+
+
+def _run(composed: Composed, allocation: Allocation) -> int:
+    """The job itself. See `_refuse_loop` for what it raises beside its own errors."""
+    try:
+        code = composed.job.run(composed)
+    except Preempted:
+        _refuse_loop(composed.config, allocation.deadline)
+        raise
+    if code == Exit.PREEMPTED:
+        _refuse_loop(composed.config, allocation.deadline)
+    return code
+
+
+def _refuse_loop(config: Mapping[str, Any], deadline: float | None) -> None:
+    """Raise NoProgressError where a run that saves nothing was stopped by the time limit, or just before it: each start
+    of the job would begin at step 0 and end there.
+    """
+    saves = config["job"]["name"] != "train" or config["checkpoint"]["every_steps"] != 0
+    if saves or deadline is None or deadline - time.time() > config["launcher"]["grace_s"] + _EARLY_S:
+        return
+    raise NoProgressError(
+        "the time limit of the job ended the run, and with checkpoint=off its next start would begin at step 0 again; "
+        "give launcher.hours that the whole run fits in, or checkpoint=every"
+    )
 
 
 def _choose(bundle: Bundle, trial: int | None) -> BundledRun:
@@ -108,12 +144,38 @@ def _prepare(content: Unpacked, allocation: Allocation) -> None:
         os.environ[DEADLINE] = f"{allocation.deadline:.0f}"
 
 
+def _refuse_live_code(directory: str, code: Path) -> None:
+    """Raise ConfigError where a plugin has loaded a file from the folder of the submission, which may have changed
+    since: an import that no file names, as of `importlib`, is not in the bundle.
+    """
+    installed = {name.partition(".")[0] for name in entry_point_modules()}  # also where pip installed it as editable
+    files = [
+        getattr(module, "__file__", None)
+        for name, module in sorted(sys.modules.items())
+        if name.partition(".")[0] not in installed
+    ]
+    outside = [
+        file
+        for file in files
+        if isinstance(file, str)
+        and is_own(file)
+        and directory
+        and Path(file).is_relative_to(directory)
+        and not Path(file).is_relative_to(code)
+    ]
+    if outside:
+        raise ConfigError(
+            f"a plugin imports {outside[0]}, which is not part of what was submitted, as no import statement names it; "
+            "name its module in plugins, or write an import of it"
+        )
+
+
 def _composed(content: Unpacked, run: BundledRun, allocation: Allocation, overrides: Sequence[str]) -> Composed:
     """The submitted config with this process's launcher."""
     composer = Composer(str(content.conf) if content.conf else None, content.bundle.config_name or None)
     submitted = composer.compose(run.overrides)
     inside = as_texts({"launcher": _launcher(run.config, allocation), "run.dir": run.run_dir})
-    composed = submitted.recompose([*inside, *_options(run.config["launcher"], allocation)])
+    composed = submitted.recompose([*inside, *_options(run.config["launcher"], allocation, content.bundle.grace_s)])
     if changed := _as_submitted(composed.config, run.config):
         composed = composed.recompose(changed)
     return composed.recompose(overrides) if overrides else composed
@@ -128,10 +190,12 @@ def _launcher(config: Mapping[str, Any], allocation: Allocation) -> str:
     return "static" if allocation.nodes > 1 else "local"
 
 
-def _options(node: Mapping[str, Any], allocation: Allocation) -> list[str]:
-    """The options of the launcher inside: those that were submitted, and this process's place."""
-    known = {name: node[name] for name in _PASSED_ON if name in node}
-    per_node = node["processes"] if isinstance(node["processes"], int) else node.get("gpus") or 2
+def _options(node: Mapping[str, Any], allocation: Allocation, grace_s: float) -> list[str]:
+    """The options of the launcher inside: those that were submitted, and this process's place. Ranks get as much time
+    to save as the scheduler gives.
+    """
+    known = {name: node[name] for name in _PASSED_ON if name in node} | {"grace_s": grace_s}
+    per_node = processes_for(node["processes"], node.get("gpus", 0))
     if allocation.role:
         place = {
             "processes": node["nodes"] * per_node,
@@ -184,15 +248,25 @@ def _ends(allocation: Allocation, run_dir: Path) -> Iterator[Callable[[int], int
         raise
 
 
-def _examine(composed: Composed, run_dir: Path, allocation: Allocation) -> int:
+def _is_to_examine(examined: Path, digest: str, allocation: Allocation, token: str) -> bool:
+    """Whether the nodes are examined before the run. Node 0 decides: no start of this submission has done it. The
+    others ask it: they may see an older state of the folder, and one that comes in the place of a lost one, in the
+    midst of the run, examines nothing.
+    """
+    if allocation.node:
+        address = endpoint(allocation.address, ADDRESS)
+        return job_of_node_0(address, allocation.node, token, allocation.meet_timeout_s) == "doctor"
+    try:
+        return examined.read_text() != digest
+    except OSError:
+        return True
+
+
+def _examine(composed: Composed, examined: Path, digest: str, allocation: Allocation) -> int:
     """`job=doctor` over the nodes of this job, before its run begins. Collective. Returns the exit code.
 
-    ConfigError with the verdict on a node that sees what is wrong. A node that comes later, in the place of one that
-    was lost, must not wait for others to examine.
+    ConfigError with the verdict on a node that sees what is wrong.
     """
-    done = run_dir / JOB_FOLDER / _EXAMINED
-    if done.exists() or (run_dir / "run.json").exists():
-        return 0
     printed = io.StringIO()
     examining = composed.recompose(["job=doctor"])
     with contextlib.redirect_stdout(printed):
@@ -203,8 +277,9 @@ def _examine(composed: Composed, run_dir: Path, allocation: Allocation) -> int:
         raise ConfigError(f"job=doctor, before the run began: {'; '.join(wrong)}")
     if not code and not allocation.node:
         with contextlib.suppress(OSError):  # whoever makes the run folder says what is wrong
-            done.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            done.touch()
+            examined.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open_private(examined, "w") as file:
+                file.write(digest)
     return code
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dtf.api.launcher import WORK, Launcher
 from dtf.api.registry import name_of, option
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, PeerError
+from dtf.host.devices import processes_for
 from dtf.launch.manual import TlsMode, TlsOptions
 from dtf.launch.rank_options import RankOptions
 
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 JOB_FOLDER = "job"
 """The folder of a submission, in the folder of its run."""
 
-WITHOUT_GPUS = 2
-"""Ranks of a node where `launcher.processes=auto` and no GPUs are asked for, as elsewhere."""
+_LONGEST_NAME, _LONGEST_ID = 50, 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,12 @@ class JobRequest:
     config: dict[str, Any]
     """Resolved."""
     grace_s: float
-    """What a save may take after a notice: three times the longest save of this run so far, at least
-    `launcher.grace_s`."""
+    """What a save may take after a notice, of the scheduler and of the launcher inside: three times the longest save of
+    this run so far, where this machine sees its folder; at least `launcher.grace_s`."""
     token: str = ""
     """A secret that all processes of the job share; the bundle has it too."""
+    again: bool = False
+    """Whether an earlier submission of this request was cut off: the scheduler may have its job."""
     trials: tuple[str, ...] = ()
     """Of a sweep: the names of its trials. Number N of them is `--trial N` of the bundle."""
     parallel: int = 0
@@ -96,6 +98,10 @@ class State(Enum):
     def is_live(self) -> bool:
         """Whether the scheduler still has work to do for it."""
         return self in (State.queued, State.running, State.requeued)
+
+
+class Unanswered(PeerError):
+    """Whether the scheduler has taken a job is not known. The same submission again finds it."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,7 @@ class Platform(RankOptions, Launcher):
 
     def per_node(self) -> int:
         """Ranks of each node; of roles the trainers."""
-        return self.processes if isinstance(self.processes, int) else self.gpus or WITHOUT_GPUS
+        return processes_for(self.processes, self.gpus)
 
     def count(self) -> int:
         return self.nodes * self.per_node()
@@ -161,16 +167,35 @@ class Platform(RankOptions, Launcher):
                 f"strategy={name_of('strategy', strategy)} has {sum(roles.values())} process(es), which do not divide "
                 f"among launcher.nodes={self.nodes}; use another strategy, or launcher.nodes=1"
             )
-        if len(roles) > 1 and self.nodes > 1 and self.pin:
+        self._check_devices()
+        separate = len(roles) > 1 and self.nodes > 1
+        if separate and self.pin:
             raise ConfigError(
-                f"launcher.pin=true divides the cores of a node among its ranks, and on launcher.nodes={self.nodes} each "
-                "process of a role is placed by itself; use launcher.pin=false"
+                f"launcher.pin=true divides the cores of a node among its ranks, and on launcher.nodes={self.nodes} "
+                "each process of a role is placed by itself; use launcher.pin=false"
             )
-        if len(roles) > 1 and self.nodes > 1 and self.tls.mode is TlsMode.none and not self.allow_insecure:
+        if not separate and (self.tls != TlsOptions() or self.allow_insecure):
+            key = "allow_insecure" if self.allow_insecure else "tls"
+            raise ConfigError(
+                f"launcher.{key} is for roles on several nodes, and strategy={name_of('strategy', strategy)} on "
+                f"launcher.nodes={self.nodes} has none: what its ranks send each other is never encrypted; leave "
+                f"launcher.{key} out"
+            )
+        if separate and self.tls.mode is TlsMode.none and not self.allow_insecure:
             raise ConfigError(
                 f"processes of the roles {' and '.join(roles)} talk between launcher.nodes={self.nodes} nodes; give "
                 "launcher.tls.mode=mtls with certificates that lie on each node, or, on a network that no stranger "
                 "reaches, launcher.allow_insecure=true"
+            )
+
+    def _check_devices(self) -> None:
+        """Ranks find the GPUs that the scheduler gives the job, and no others."""
+        if self.devices == "cpu" and self.gpus:
+            raise ConfigError(f"launcher.gpus={self.gpus}: launcher.devices=cpu uses none; give launcher.devices=auto")
+        if self.devices not in ("auto", "cpu") and not self.gpus:
+            raise ConfigError(
+                f"launcher.devices={self.devices} needs GPUs, and launcher.gpus=0 asks for none; give launcher.gpus=N, "
+                "for each node"
             )
 
     def open(self, config: dict[str, Any], make: Callable[[str], AnyRun], command: Sequence[str] = ()) -> AnyRun:
@@ -199,7 +224,8 @@ class Platform(RankOptions, Launcher):
     def submit(self, request: JobRequest, files: dict[str, Path]) -> dict[str, str]:
         """Submit what `render` made, which lies in `files`. Returns what finds the job again, in texts.
 
-        Less than a second, and the same job when it is submitted twice. PeerError when the scheduler does not take it,
+        Less than a second, and the same job when `request.again`. PeerError when the scheduler does not take it,
+        Unanswered where it may have,
         ConfigError when its programs or its client library are not there.
         """
 
@@ -216,7 +242,9 @@ class Platform(RankOptions, Launcher):
         """Lines that the job printed, the oldest first. `follow`: until it ends. `folder`: as `JobRequest.folder`."""
 
 
-def job_name(text: str) -> str:
-    """A name that every scheduler takes, made of one that people gave."""
-    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:50].rstrip("-")
-    return name if name[:1].isalpha() else f"dtf-{name}"[:50].rstrip("-")
+def job_name(text: str, id: str = "") -> str:
+    """A name that every scheduler takes, made of one that people gave, and of an `id` that is kept where it is cut."""
+    name, tail = (re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in (text, id))
+    name = name if name[:1].isalpha() else f"dtf-{name}"
+    tail = tail[-_LONGEST_ID:].strip("-")
+    return "-".join(filter(None, (name[: _LONGEST_NAME - len(tail) - bool(tail)].strip("-"), tail)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dtf.api.registry import registered
 from dtf.api.schema import build_option
@@ -13,7 +14,20 @@ from dtf.cluster.platform import JOB_FOLDER, Platform
 from dtf.core.errors import BusyError, ConfigError
 from dtf.core.files import replace_text
 
-_NAME = "job.json"
+_Kept = TypeVar("_Kept")
+_NAME, _INTENT = "job.json", "submitting.json"
+
+
+@dataclass(frozen=True)
+class Intent:
+    """A submission whose outcome is not known yet. It is kept before the scheduler is asked, so that the same command
+    makes the same request again, by which the scheduler knows a job that it has taken already.
+    """
+
+    name: str
+    digest: str
+    token: str
+    grace_s: float
 
 
 @dataclass(frozen=True)
@@ -47,18 +61,48 @@ class JobRecord:
 
 
 def keep(folder: Path, record: JobRecord) -> None:
-    """Write the record of the run in `folder`; replaces an earlier one."""
+    """Write the record of the run in `folder`; replaces an earlier one, and the intent to submit it."""
     replace_text(folder / JOB_FOLDER / _NAME, json.dumps(asdict(record), indent=2) + "\n")
+    drop_intent(folder)
+
+
+def keep_intent(folder: Path, intent: Intent) -> None:
+    """Before the scheduler is asked."""
+    replace_text(folder / JOB_FOLDER / _INTENT, json.dumps(asdict(intent)) + "\n")
+
+
+def drop_intent(folder: Path) -> None:
+    """Of a submission that is recorded, or that the scheduler did not take."""
+    (folder / JOB_FOLDER / _INTENT).unlink(missing_ok=True)
+
+
+def intent(folder: Path) -> Intent | None:
+    """Of a submission for `folder` that was cut off; None where there is none. BusyError when it cannot be read."""
+    return _read(folder / JOB_FOLDER / _INTENT, Intent)
+
+
+def refuse_cut_off(folder: Path) -> None:
+    """Raise BusyError where a submission was cut off, so that nobody knows its job."""
+    if known := intent(folder):
+        raise BusyError(
+            f"a submission for {folder} was cut off, and a job {known.name} may wait or run; give the same command "
+            f"again, with run.dir as then, which finds it; or look for it with the scheduler's own commands, end it, "
+            f"and delete {folder / JOB_FOLDER / _INTENT}"
+        )
 
 
 def find(folder: Path) -> JobRecord | None:
     """The record of the run, or of the sweep, in `folder`; None where none was submitted.
 
-    BusyError when it cannot be read.
+    BusyError when it cannot be read, or a later submission was cut off.
     """
-    path = folder / JOB_FOLDER / _NAME
+    refuse_cut_off(folder)
+    return _read(folder / JOB_FOLDER / _NAME, JobRecord)
+
+
+def _read(path: Path, make: Callable[..., _Kept]) -> _Kept | None:
     try:
-        return JobRecord(**json.loads(path.read_text()))
+        return make(**json.loads(path.read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:

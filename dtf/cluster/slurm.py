@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from dtf.api.registry import name_of, option, register
 from dtf.cluster.followed_logs import followed
-from dtf.cluster.platform import JobRequest, JobState, Platform, State
+from dtf.cluster.platform import JobRequest, JobState, Platform, State, Unanswered
 from dtf.cluster.slurm_script import JOB, TASK, JobText, duration, output_pattern
 from dtf.core.errors import ConfigError, PeerError
 
@@ -203,9 +203,13 @@ class Slurm(Platform):
                 path.unlink()
         text = files[JOB].read_text()
         try:
-            job = _slurm("sbatch", "--parsable", str(files[JOB]), environment=_for_sbatch(os.environ, text))
-        except PeerError:
-            job = _named(request)  # an answer that came too late: the job may be there
+            job = _named(request) if request.again else ""
+            job = job or _slurm("sbatch", "--parsable", str(files[JOB]), environment=_for_sbatch(os.environ, text))
+        except PeerError as error:  # an answer that came too late: the job may be there
+            try:
+                job = _named(request)
+            except PeerError:
+                raise Unanswered(f"{error}; give the same command again, which finds a job that was taken") from error
             if not job:
                 raise
         number = job.strip().partition(";")[0]

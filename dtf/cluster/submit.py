@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING
 from dtf.api.registry import lookup
 from dtf.cluster import record
 from dtf.cluster.bundle import Bundle, digest_of
-from dtf.cluster.platform import JobRequest, Platform, job_name
+from dtf.cluster.platform import JobRequest, Platform, Unanswered, job_name
 from dtf.config.messages import display_path
-from dtf.core.errors import BusyError, ConfigError, Exit
+from dtf.core.errors import BusyError, ConfigError, DtfError, Exit
 from dtf.core.files import open_private
 from dtf.core.run_record import time_to_save_s
 from dtf.runs.run_folder import check_folder, take_lock, unique_id
@@ -52,7 +53,7 @@ def submit(composed: Composed) -> int:
         run_dir = settings.run.dir or platform.default_run_dir(job_name(name), id)
     if platform.sees_folder and folder.exists():
         check_folder(folder, composed.config)
-    return hand_over(platform, request_of(platform, [composed], folder, run_dir, job_name(f"{name}-{id[-6:]}")))
+    return hand_over(platform, request_of(platform, [composed], folder, run_dir, job_name(name, id[-6:])))
 
 
 def hand_over(platform: Platform, request: JobRequest) -> int:
@@ -71,17 +72,23 @@ def hand_over(platform: Platform, request: JobRequest) -> int:
 def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
     """Submit a request, and keep the record of its job in its folder. BusyError while a job of the folder lives."""
     texts = platform.render(request)
-    request.job_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    request.folder.parent.mkdir(parents=True, exist_ok=True)
+    for folder in (request.folder, request.job_folder):
+        folder.mkdir(exist_ok=True, mode=0o700)
     lock = take_lock(request.job_folder)
     try:
-        refuse_live(request.folder)
+        intent = record.Intent(request.name, request.digest, request.token, request.grace_s)
+        request = replace(request, again=record.intent(request.folder) == intent)
+        if not request.again:
+            refuse_live(request.folder)
         files = {name: request.job_folder / name for name in texts}
         _write(request.bundle, request.content)
         for name, path in files.items():
             _write(path, texts[name].encode())
+        record.keep_intent(request.folder, intent)
         kept = record.JobRecord(
             request.config["launcher"],
-            platform.submit(request, files),
+            _taken(platform, request, files),
             datetime.now(UTC).isoformat(),
             request.digest,
             request.run_dir,
@@ -90,6 +97,17 @@ def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
         return kept
     finally:
         os.close(lock)
+
+
+def _taken(platform: Platform, request: JobRequest, files: dict[str, Path]) -> dict[str, str]:
+    """What finds the job. The intent goes where the scheduler says that it has none."""
+    try:
+        return platform.submit(request, files)
+    except Unanswered:
+        raise
+    except DtfError:
+        record.drop_intent(request.folder)
+        raise
 
 
 def refuse_live(folder: Path) -> None:
@@ -116,9 +134,14 @@ def request_of(
 ) -> JobRequest:
     """The request of one run, or of a sweep: `trials` are then the names of the folders in `run_dir`."""
     first = composed[0]
-    token = secrets.token_hex(32)
+    cut_off = record.intent(folder)
+    if cut_off:
+        name, token, grace_s = cut_off.name, cut_off.token, cut_off.grace_s
+    else:
+        token = secrets.token_hex(32)
+        grace_s = max(time_to_save_s(folder / trial, platform.grace_s) for trial in trials or [""])
     run_dirs = [f"{run_dir.rstrip('/')}/{trial}" for trial in trials] or [run_dir]
-    bundle = Bundle.of(composed, run_dirs, os.getcwd() if platform.sees_folder else "", token)
+    bundle = Bundle.of(composed, run_dirs, os.getcwd() if platform.sees_folder else "", token, grace_s)
     content = bundle.to_bytes(composed)
     return JobRequest(
         name=name,
@@ -129,7 +152,7 @@ def request_of(
         roles=first.settings.strategy.roles(platform.count()),
         nodes=platform.nodes,
         config=first.config,
-        grace_s=time_to_save_s(folder, platform.grace_s),
+        grace_s=grace_s,
         token=token,
         trials=tuple(trials),
         parallel=parallel,

@@ -52,9 +52,9 @@ class TrialJobs:
         composed: Composed = order.composed  # type: ignore[assignment]
         if order.folder is None:
             raise ConfigError("trials that keep no run folder are not submitted; use launcher=local")
-        known = record.find(order.folder)
+        known = None if record.intent(order.folder) else record.find(order.folder)
         if known is None or not known.platform.state(known.handle).state.is_live:
-            name = job_name(f"{order.folder.parent.name}-{order.number}")
+            name = job_name(order.folder.parent.name, str(order.number))
             request = request_of(self._platform, [composed], order.folder, str(order.folder), name)
             known = hand_in(self._platform, request)
         print(f"dtf: trial {order.number}: {known.title}", flush=True)

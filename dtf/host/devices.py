@@ -57,7 +57,12 @@ def choose(devices: str) -> Devices:
 
 def processes(asked: int | Literal["auto"], devices: Devices) -> int:
     """`launcher.processes` as a number: `auto` is one per GPU, without GPUs 2."""
-    return (len(devices.indices) or 2) if asked == "auto" else asked
+    return processes_for(asked, len(devices.indices))
+
+
+def processes_for(asked: int | Literal["auto"], gpus: int) -> int:
+    """Ranks of a host with so many GPUs; where there are none, 2 show what a strategy does."""
+    return (gpus or 2) if asked == "auto" else asked
 
 
 def device_of(local_rank: int, local_size: int, devices: Devices, key: str = "launcher.processes") -> str:

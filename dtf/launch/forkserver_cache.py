@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from dtf.host import devices
 from dtf.host.devices import MOST_PROCESSES
@@ -17,7 +18,8 @@ _server: ForkServer | None = None
 def prestart(argv: Sequence[str]) -> None:
     """Start the fork server, which imports torch while this process composes the config.
 
-    Only when the command line looks like a run whose ranks are forked on this host.
+    Only when the command line looks like a run whose ranks are forked on this host. A login node, from which jobs are
+    submitted, must not load torch: where a file that dtf does not bring may choose the launcher, the words have to.
     """
     global _server
     flags = [
@@ -36,8 +38,18 @@ def prestart(argv: Sequence[str]) -> None:
         "relay",
         "doctor",
     )
+    forks = forks and ("launcher" in words or not _may_choose_launcher(words, argv))
     if forks and not flags and not own_environment and not in_slots and _server is None:
         _server = _start({})
+
+
+def _may_choose_launcher(words: dict[str, str], argv: Sequence[str]) -> bool:
+    """Whether a config file of the user may choose the launcher: an experiment, or the root of the config."""
+    named = words.get("experiment", words.get("+experiment", ""))
+    own = Path(__file__).parents[1] / "conf" / "experiment"
+    return any(word.startswith(("--config-name", "-cn")) for word in argv) or any(
+        not (own / f"{name}.yaml").is_file() for name in named.strip("[]").split(",") if name
+    )
 
 
 def fork_server(environment: dict[str, str]) -> ForkServer:

@@ -11,6 +11,9 @@ import time
 from collections import deque
 from typing import Any
 
+from dtf.core.errors import ConfigError
+from dtf.host.network import endpoint_text
+
 HELLO_S = 5.0
 """For the few messages with which a host that has connected introduces itself; and for the system to take what is sent.
 """
@@ -53,6 +56,21 @@ class Connection:
             self.received += self.read()
         self.socket.settimeout(HELLO_S)
         return self.received.popleft()
+
+
+def introduce(connection: Connection, node: int, token: str, said: dict[str, Any], deadline: float) -> dict[str, Any]:
+    """Tell node 0 who this host is, and `said` besides. Returns its answer; `{exit, message}` where it turns this host
+    away. ConfigError when it does not know the token.
+    """
+    nonce = str(connection.next_message(deadline)["nonce"])
+    shown = proof(token, nonce, connection.nonce, "host")
+    this_host = {"node": node, "host": socket.gethostname(), "proof": shown, **said}
+    connection.send({"nonce": connection.nonce, **this_host})
+    answer = connection.next_message(deadline)
+    if "exit" not in answer and not equal(answer["proof"], proof(token, connection.nonce, nonce, "node 0")):
+        where = endpoint_text(*connection.socket.getpeername()[:2])
+        raise ConfigError(f"who answers at launcher.address={where} does not know DTF_TOKEN; is it host 0 of this run?")
+    return answer
 
 
 def proof(token: str, *words: str) -> str:

@@ -7,6 +7,7 @@ TCP connection to node 0. Messages are JSON, an object a line:
     host      {nonce, node, host, task: digest, proof}
     node 0    {proof, differs}; or {exit, message} to a host that is turned away
     host      {task}, when its digest differs: node 0 names the keys in {exit, message}, or answers {}
+              (with an empty digest it asks which job this is: node 0 answers {proof, job}, and that is all)
     node 0    the answer, once all hosts are here
 
 From then on either side reports what happens, and sends {} as a sign of life. A process that connects learns nothing
@@ -32,7 +33,7 @@ from dtf.core.types import Failed
 from dtf.host import network
 from dtf.host.signals import Stop
 from dtf.launch.exit_cause import GroupResult, combine_hosts
-from dtf.launch.host_connection import HELLO_S, Connection, equal, proof
+from dtf.launch.host_connection import HELLO_S, Connection, equal, introduce, proof
 
 _BEAT_S, _RETRY_S = 1.0, 0.2
 _NEWCOMERS = 64
@@ -146,7 +147,11 @@ class HostRendezvous:
                     f"DTF_TOKEN of host {connection.name} is not that of host 0; give all hosts the same, or none",
                     fatal=False,
                 )
-            connection.send({"proof": proof(self._token, nonce, connection.nonce, "node 0"), "differs": not same})
+            own = {"proof": proof(self._token, nonce, connection.nonce, "node 0")}
+            if message["task"] == "":  # it asks which job it is to take part in, see `host_job.py`
+                connection.send({**own, "job": self._task["config"]["job"]["name"]})
+                raise ConnectionAbortedError
+            connection.send({**own, "differs": not same})
             if not same:
                 return
         else:
@@ -235,16 +240,7 @@ class HostRendezvous:
         connection = Connection(socket.create_connection(self._address, timeout=max(0.1, deadline - time.monotonic())))
         with contextlib.ExitStack() as stack:
             stack.callback(connection.socket.close)
-            nonce = str(connection.next_message(deadline)["nonce"])
-            this_host = {"node": self.node, "host": socket.gethostname(), "task": digest(task)}
-            shown = proof(self._token, nonce, connection.nonce, "host")
-            connection.send({"nonce": connection.nonce, **this_host, "proof": shown})
-            answer = connection.next_message(deadline)
-            expected = proof(self._token, connection.nonce, nonce, "node 0")
-            if "exit" not in answer and not equal(answer["proof"], expected):
-                raise ConfigError(
-                    f"who answers at launcher.address={self._where} does not know DTF_TOKEN; is it host 0 of this run?"
-                )
+            answer = introduce(connection, self.node, self._token, {"task": digest(task)}, deadline)
             if answer.get("differs"):
                 connection.send({"task": task})
                 answer = connection.next_message(deadline)

@@ -74,7 +74,7 @@ def test_processes_of_roles_are_placed_one_by_one_and_servers_decide(job: Callab
     ]
     assert [one["resources"] for one in made["processes"]] == [{"CPU": 1.0}] * 2 + [{"CPU": 1.0, "GPU": 1.0}] * 4
     assert (made["spread"], made["deciding"], made["hours"]) == ("SPREAD", 2, 1.5)
-    on_one = job(*PSERVER, "launcher.python=/opt/python")
+    on_one = job(*PSERVER[:-1], "launcher.python=/opt/python")
     assert [one["role"] for one in on_one["processes"]] == [""] and on_one["command"][0] == "/opt/python"
 
 

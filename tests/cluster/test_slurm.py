@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dtf.cluster.platform import JobState, State
+from dtf.cluster.platform import JobState, State, Unanswered
 from dtf.cluster.slurm import _fields, _for_sbatch, combined
 from dtf.config.compose import compose
 from dtf.core.errors import ConfigError, PeerError
@@ -127,6 +127,19 @@ def test_a_submission_and_one_whose_answer_was_lost(commands: Path, tmp_path: Pa
     )
     stand_in(commands, "squeue", "true")
     with pytest.raises(PeerError, match="sbatch ended with 1: Socket timed out"):
+        slurm(nodes=2).submit(request, files)
+
+
+def test_a_submission_that_was_cut_off_finds_its_job_before_it_makes_another(commands: Path, tmp_path: Path) -> None:
+    request, files = request_in(tmp_path)
+    request = replace(request, again=True)
+    stand_in(commands, "sbatch", "echo 43")
+    stand_in(commands, "squeue", f"echo '42 dtf {REQUEST.digest[:16]}'")
+    assert slurm(nodes=2).submit(request, files)["job"] == "42"
+    stand_in(commands, "squeue", "true")
+    assert slurm(nodes=2).submit(request, files)["job"] == "43"
+    stand_in(commands, "squeue", "echo 'slurmctld is down' >&2; exit 1")
+    with pytest.raises(Unanswered, match="slurmctld is down; give the same command again"):
         slurm(nodes=2).submit(request, files)
 
 

@@ -15,46 +15,15 @@ import pytest
 from dtf.cli.main import main
 from dtf.cluster import inside, record
 from dtf.cluster.allocation import Allocation
-from dtf.cluster.bundle import Bundle, digest_of, unpacked
+from dtf.cluster.bundle import unpacked
 from dtf.cluster.platform import job_name
 from dtf.cluster.plugin_code import code_of
 from dtf.config.compose import Composed, compose
 from dtf.core.errors import ConfigError, Exit
 from dtf.core.files import flat
-
-SUPPORT = Path(__file__).parents[1] / "support"
-HERE = ["plugins=[here_platform]", "launcher=here", "launcher.devices=cpu"]
-SMALL = [*HERE, "step.batch_size=48", "train.steps=2", "train.eval_rows=96", "launcher.processes=1"]
+from tests.support.submission import HERE, SMALL, bundle, composed_inside
 
 pytestmark = pytest.mark.usefixtures("elsewhere", "platform")
-
-
-@pytest.fixture(scope="session")
-def platform_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of one plugin: a bundle of it takes nothing else along, as one of `tests.support` would."""
-    folder = tmp_path_factory.mktemp("plugins")
-    (folder / "here_platform.py").write_text((SUPPORT / "here.py").read_text())
-    return folder
-
-
-@pytest.fixture
-def platform(platform_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(platform_folder)
-    monkeypatch.setenv("PYTHONPATH", f"{platform_folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-
-
-def bundle(tmp_path: Path, *composed: Composed) -> tuple[Path, str]:
-    """A bundle of these runs, and its digest."""
-    run_dirs = [str(tmp_path / f"run{number}") for number in range(len(composed))]
-    content = Bundle.of(composed, run_dirs, "", "t" * 64).to_bytes(composed)
-    path = tmp_path / "bundle.zip"
-    path.write_bytes(content)
-    return path, digest_of(content)
-
-
-def composed_inside(path: Path, allocation: Allocation, *overrides: str) -> Composed:
-    with unpacked(path, "") as content:
-        return inside._composed(content, content.bundle.runs[0], allocation, overrides)
 
 
 def difference(one: Composed, other: Composed) -> set[str]:
@@ -84,7 +53,7 @@ def test_the_launcher_inside_follows_from_the_allocation_and_all_else_is_as_subm
     )
     path, _ = bundle(tmp_path, submitted)
     found = composed_inside(path, allocation)
-    passed_on = {"threads": 2, "env": {"NCCL_DEBUG": "INFO"}, "devices": "cpu", "grace_s": 25.0}
+    passed_on = {"threads": 2, "env": {"NCCL_DEBUG": "INFO"}, "devices": "cpu", "grace_s": 300.0}
     assert found.config["launcher"].items() >= (expected | passed_on).items()
     assert found.config["run"]["dir"] == str(tmp_path / "run0")
     assert difference(found, submitted) == {"launcher", "run"}
@@ -172,11 +141,16 @@ def test_a_sweeps_bundle_needs_the_number_of_a_trial(tmp_path: Path) -> None:
     ("words", "reason"),
     [
         (["train.dry_run=true"], "train.dry_run"),
-        (["launcher.gpus=1", "launcher.processes=2"], "launcher.gpus=1"),
+        (["launcher.devices=auto", "launcher.gpus=1", "launcher.processes=2"], "launcher.gpus=1"),
         (["strategy=pserver", "strategy.servers=1", "launcher.nodes=2"], "launcher.allow_insecure=true"),
         (["strategy=pserver", "strategy.servers=1", "launcher.nodes=2", "launcher.pin=true"], "launcher.pin=false"),
         (["job=verify", "train.steps=2"], "job=verify starts many"),
         (["run.dir=foreign"], "holds no run"),
+        (["strategy=ddp", "launcher.nodes=2", "launcher.tls.mode=mtls"], "launcher.tls is for roles"),
+        (["strategy=ddp", "launcher.nodes=2", "launcher.allow_insecure=true"], "launcher.allow_insecure is for roles"),
+        (["launcher.devices=cuda"], "launcher.gpus=0 asks for none"),
+        (["launcher.devices='\"0,1\"'"], "launcher.gpus=0 asks for none"),
+        (["launcher.gpus=2"], "launcher.devices=cpu uses none"),
     ],
 )
 def test_what_no_job_could_run_is_refused_before_it_is_submitted(
@@ -208,6 +182,8 @@ def test_names_that_every_scheduler_takes() -> None:
     assert job_name("ResNet50_imagenet v2!") == "resnet50-imagenet-v2"
     assert job_name("50 shapes") == "dtf-50-shapes"
     assert len(job_name("x" * 80)) == 50 and job_name("___") == "dtf"
+    assert job_name("x" * 80, "A_1") == f"{'x' * 46}-a-1"
+    assert len(job_name("x" * 80, "y" * 80)) == 50 and job_name("", "7") == "dtf-7"
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ class Spent:
     tests: int = 0
 
 
-@dataclass
+@dataclass(eq=False)  # pytest keeps plugins in sets
 class Budget:
     """A plugin of pytest. With workers, they measure and the process that started them adds up."""
 

@@ -218,7 +218,7 @@ class Campaign:
         """Runs of one mode, one after the other, until so many events have happened."""
         plain, words = self.folder / f"{mode}-undisturbed", MODES[mode]
         self.dtf("launcher=local", "launcher.processes=2", f"run.dir={plain}", *SMALL, *words, login=False)
-        where = ["launcher.nodes=2", "launcher.processes=1", "launcher.allow_insecure=true"]
+        where = ["launcher.nodes=2", "launcher.processes=1"]
         kinds = [self.preempt, self.lose_node, self.signal, self.drain, self.kill_supervisor, self.time_out]
         acts = [kinds[at % len(kinds)] for at in range(events)]
         self.rng.shuffle(acts)
@@ -226,7 +226,8 @@ class Campaign:
         while acts:
             number += 1
             run = self.folder / f"{mode}{number}"
-            job = self.submit(run, *words, *where)
+            roles = ["launcher.allow_insecure=true"] if mode == "pserver" else []
+            job = self.submit(run, *words, *where, *roles)
             self.disturb(mode, run, job, acts)
             self.finish(mode, run, job)
 
