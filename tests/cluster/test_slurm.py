@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dtf.cli.main import main
 from dtf.cluster.platform import JobState, State
 from dtf.cluster.slurm_options import check_extra, check_srun, for_sbatch
 from dtf.cluster.slurm_state import fields, notes_of, of_array, of_job
@@ -289,14 +290,32 @@ def test_what_no_job_could_run_with_is_refused(elsewhere: Path, words: list[str]
         composed.settings.launcher.check(composed.settings.strategy)
 
 
-def test_a_dry_submission_prints_the_script_and_imports_no_torch(elsewhere: Path) -> None:
+def test_a_dry_submission_prints_the_script_and_leaves_nothing(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launcher=slurm", "launcher.nodes=2", "launcher.dry_run=true", "train.steps=2"]) == 0
+    assert "# job.sh\n#!/bin/bash\n#SBATCH --job-name=resnet-shapes-" in capsys.readouterr().out
+    assert not list(elsewhere.iterdir())
+
+
+LIGHT = {"antlr4", "attr", "cython_runtime", "dtf", "hydra", "omegaconf", "packaging", "yaml", "zlib_ng"}
+"""What a submission may import besides the standard library: each takes milliseconds. `attr`: for omegaconf."""
+NAMES = "*{name.partition('.')[0] for name in sys.modules if name[0] != '_'} - sys.stdlib_module_names"
+
+
+def test_a_submission_imports_little_and_starts_nothing_but_sbatch(elsewhere: Path, commands: Path) -> None:
+    """It takes less than a second by this: torch alone would take longer, and a fork server loads it."""
+    stand_in(commands, "sbatch", "echo 41")
     code = (
-        "import sys; from dtf.cli.main import main; "
-        "code = main(['launcher=slurm', 'launcher.nodes=2', 'launcher.dry_run=true', 'train.steps=2']); "
-        "assert 'torch' not in sys.modules; sys.exit(code)"
+        "import sys; from pathlib import Path; from dtf.cli.main import main; "
+        "code = main(['launcher=slurm', 'launcher.nodes=2', 'train.steps=2', 'run.dir=mine']); "
+        f"print({NAMES}, file=sys.stderr); "
+        "assert not Path('/proc/thread-self/children').read_text(); sys.exit(code)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "# job.sh\n#!/bin/bash\n#SBATCH --job-name=resnet-shapes-" in done.stdout
-    assert not list(elsewhere.iterdir())
+    assert "slurm job 41 was submitted" in done.stdout
+    bare = subprocess.run([sys.executable, "-c", f"import sys; print({NAMES})"], capture_output=True, text=True)
+    assert set(done.stderr.split()) - set(bare.stdout.split()) <= LIGHT
+    assert len((commands.parent / "calls").read_text().splitlines()) == 1
