@@ -38,6 +38,9 @@ _ORDER = (
 _NOTED = {"finished": "COMPLETED", "failed": "FAILED", "cancelled": "CANCELLED"}
 """Slurm's word for what the script notes."""
 
+_THE_REST = str(2**32 - 2)
+"""Instead of numbers, in the record of all tasks that never began, once these were cancelled."""
+
 
 @dataclass(frozen=True)
 class Note:
@@ -70,18 +73,24 @@ def fields(line: str) -> dict[str, str]:
     return dict(zip(parts[1::2], (part.strip() for part in parts[2::2]), strict=True))
 
 
-def of_array(jobs: Iterable[Mapping[str, str]], notes: Iterable[Note], tasks: int) -> JobState:
+def of_array(jobs: Sequence[Mapping[str, str]], notes: Iterable[Note], tasks: int) -> JobState:
     """Of an array of so many tasks. A record may be of several tasks; tasks that Slurm has forgotten are known by their
     notes.
     """
     noted = {note.task: note for note in notes}
-    words = {task: (_state(job), job["JobState"]) for job in jobs for task in task_numbers(job.get("ArrayTaskId", "0"))}
-    gone = [task for task in range(tasks) if task not in words]
-    words |= {task: (_ENDED.get(noted[task].word, State.unknown), noted[task].word) for task in gone if task in noted}
+    words: dict[int, tuple[State, str]] = {}
+    for job in jobs:
+        if job["ArrayTaskId"] != _THE_REST:
+            words |= dict.fromkeys(task_numbers(job["ArrayTaskId"]), (_state(job), job["JobState"]))
+    gone = [note for note in noted.values() if note.task not in words]
+    words |= {note.task: (_ENDED.get(note.word, State.unknown), note.word) for note in gone}
+    for job in jobs:
+        if job["ArrayTaskId"] == _THE_REST:
+            words = {**dict.fromkeys(range(tasks), (_state(job), job["JobState"])), **words}
     states = {state for state, _ in words.values()} | ({State.unknown} if len(words) < tasks else set())
     counts = Counter(word for _, word in words.values())
     details = [", ".join(f"{count} {word}" for word, count in sorted(counts.items()))]
-    details += [f"task {task}: {noted[task].shown}" for task in gone if task in noted and noted[task].word == "FAILED"]
+    details += [f"task {note.task}: {note.shown}" for note in gone if note.word == "FAILED"]
     if len(words) < tasks:
         details.append(f"Slurm has forgotten {tasks - len(words)}, whose scripts noted no end")
     return JobState(_first(states), "; ".join(filter(None, details)))

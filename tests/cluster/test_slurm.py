@@ -85,6 +85,8 @@ def test_an_array_is_counted_and_lives_while_one_of_it_does() -> None:
     assert of_array(tasks[:2], [], 2).state is State.failed
     waiting = changed(ArrayTaskId="3-7%2", JobState="PENDING", Restarts="0")  # one record of five tasks
     assert of_array([*tasks, waiting], [], 8).detail == "1 COMPLETED, 1 FAILED, 5 PENDING, 1 RUNNING"
+    rest = changed(ArrayTaskId="4294967294", JobState="CANCELLED")
+    assert of_array([rest, *tasks[:2]], [], 8) == JobState(State.failed, "6 CANCELLED, 1 COMPLETED, 1 FAILED")
 
 
 def test_tasks_that_slurm_has_forgotten_are_known_by_their_notes() -> None:
@@ -93,6 +95,8 @@ def test_tasks_that_slurm_has_forgotten_are_known_by_their_notes() -> None:
     assert of_array(done, notes, 2) == JobState(
         State.failed, "1 COMPLETED, 1 FAILED; task 0: no data here; exit code 65"
     )
+    rest = changed(ArrayTaskId="4294967294", JobState="CANCELLED")
+    assert of_array([rest, *done], notes, 3).detail.startswith("1 CANCELLED, 1 COMPLETED, 1 FAILED; task 0: ")
     assert of_array(done, [], 3) == JobState(
         State.unknown, "1 COMPLETED; Slurm has forgotten 2, whose scripts noted no end"
     )
