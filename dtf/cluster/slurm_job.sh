@@ -108,7 +108,7 @@ if [[ -z $told ]] && ! cancelled; then
     heard=1
     while [[ -n $heard ]]; do # a signal ends the wait, not the step
         heard=
-        [[ -n $told && -e $before ]] && kill -TERM "$step"
+        [[ -n $told && -e $before ]] && kill -TERM "$step" 2>/dev/null
         wait "$step"
         step_code=$?
     done
