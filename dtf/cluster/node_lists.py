@@ -1,4 +1,4 @@
-"""Lists of nodes as Slurm writes them: `node[01-03,7],other`."""
+"""Lists as Slurm writes them: of nodes, `node[01-03,7],other`; of tasks, `0-7%4`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ MOST = 65_536
 """Nodes in one list."""
 
 _PART = re.compile(r"[^,\[\]]*(?:\[[0-9,-]+\][^,\[\]]*)*")
+_TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
@@ -36,6 +37,19 @@ def per_node(text: str) -> list[int]:
         raise ConfigError(f"{text[:80]!r} is no list of tasks like 4(x2),3; Slurm sets it")
     pairs = re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", text)
     return [int(tasks) for tasks, times in pairs for _ in range(int(times or 1))]
+
+
+def task_numbers(text: str) -> list[int]:
+    """Tasks of an array from `0-2,7%4`, of which four run at once: 0, 1, 2, 7. ConfigError for what is no such list."""
+    parts = re.fullmatch(r"([0-9,:-]+)(?:%[0-9]+)?", text)
+    numbers: list[int] = []
+    for part in parts[1].split(",") if parts else [""]:
+        found = _TASKS.fullmatch(part)
+        if not found:
+            raise ConfigError(f"{text[:80]!r} is no list of tasks like 0-2,7%4; Slurm sets it")
+        first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+        numbers += range(first, min(last, first + MOST) + 1, step or 1)
+    return numbers
 
 
 def _expanded(part: str, text: str) -> list[str]:

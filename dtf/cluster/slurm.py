@@ -9,15 +9,16 @@ import shlex
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf.api.registry import name_of, option, register
 from dtf.cluster.followed_logs import followed
-from dtf.cluster.platform import JobRequest, JobState, Platform, State, Unanswered
+from dtf.cluster.platform import JobRequest, JobState, Platform, Unanswered
+from dtf.cluster.slurm_options import check_extra, check_srun, check_texts, for_sbatch
 from dtf.cluster.slurm_script import JOB, TASK, JobText, duration, output_pattern
+from dtf.cluster.slurm_state import fields, notes_of, of_array, of_job
 from dtf.core.errors import ConfigError, PeerError
 
 if TYPE_CHECKING:
@@ -29,27 +30,6 @@ _ASK_S = 5.0
 """Between two questions about a job whose log is followed: the controller answers everybody."""
 _EARLY_S = 60
 """By how much Slurm may send the signal of --signal too early, says its manual."""
-_LIVE = {
-    "PENDING": State.queued,
-    "REQUEUED": State.requeued,
-    "REQUEUE_HOLD": State.requeued,
-    "REQUEUE_FED": State.requeued,
-    "SPECIAL_EXIT": State.requeued,
-    **dict.fromkeys(
-        ("RUNNING", "CONFIGURING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"),
-        State.running,
-    ),
-}
-_ENDED = {
-    "COMPLETED": State.finished,
-    "CANCELLED": State.cancelled,
-    **dict.fromkeys(
-        ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", "REVOKED"),
-        State.failed,
-    ),
-}
-_ORDER = (State.running, State.requeued, State.queued, State.failed, State.cancelled, State.finished)
-"""Of several jobs the first of these that one of them is in."""
 
 
 @register("launcher", "slurm")
@@ -95,18 +75,19 @@ class Slurm(Platform):
                     f"launcher.role_extra.{role}: strategy={name_of('strategy', strategy)} on launcher.nodes="
                     f"{self.nodes} has no processes of that role by themselves; use launcher.extra"
                 )
-        given = {"extra": self.extra, **{f"role_extra.{role}": words for role, words in self.role_extra.items()}}
-        for key, words in {**given, "srun": self.srun}.items():
-            for word in words:
-                if not word.startswith("-") or "\n" in word:
-                    command = "srun" if key == "srun" else "sbatch"
-                    raise ConfigError(f"launcher.{key}: {word!r} is no option of {command}, which begin with --")
-        if not self.export or "\n" in self.export:
+        names = ("partition", "account", "qos", "constraint", "memory", "export", "python")
+        check_texts({f"launcher.{name}": getattr(self, name) for name in names})
+        check_extra("launcher.extra", self.extra)
+        for role, words in self.role_extra.items():
+            check_extra(f"launcher.role_extra.{role}", words, role=True)
+        check_srun(self.srun)
+        if not self.export:
             raise ConfigError(f"launcher.export={self.export!r} must be ALL, NONE or names of variables")
 
     # ------------------------------------------------------------ the script
 
     def render(self, request: JobRequest) -> dict[str, str]:
+        check_texts({"run.dir": request.run_dir, "the folder of the job": str(request.job_folder)})
         if request.separate and request.trials:
             raise ConfigError(
                 f"Slurm takes no array of heterogeneous jobs, and roles on launcher.nodes={request.nodes} need one; "
@@ -201,39 +182,42 @@ class Slurm(Platform):
         for name in ("cancel", "ended", "lost"):  # of an earlier job of this run
             for path in request.job_folder.glob(f"{name}*"):
                 path.unlink()
-        text = files[JOB].read_text()
+        environment = for_sbatch(os.environ, files[JOB].read_text())
         try:
             job = _named(request) if request.again else ""
-            job = job or _slurm("sbatch", "--parsable", str(files[JOB]), environment=_for_sbatch(os.environ, text))
-        except PeerError as error:  # an answer that came too late: the job may be there
+            if not job:
+                said = _slurm("sbatch", "--parsable", str(files[JOB]), environment=environment)
+                job = said.strip().partition(";")[0]
+                if not _is_number(job):
+                    raise PeerError(f"sbatch --parsable printed {said.strip()!r}, and no number of a job")
+        except PeerError as error:  # an answer that came too late, or amid others: the job may be there
             try:
                 job = _named(request)
             except PeerError:
                 raise Unanswered(f"{error}; give the same command again, which finds a job that was taken") from error
             if not job:
                 raise
-        number = job.strip().partition(";")[0]
-        return {"job": number, "folder": str(request.job_folder), "trials": str(len(request.trials))}
+        return {"job": job, "folder": str(request.job_folder), "trials": str(len(request.trials))}
 
     def state(self, handle: dict[str, str]) -> JobState:
-        text = self._asked(handle)
-        if text is None:
-            return _noted(handle)
-        jobs = [_fields(line) for line in text.splitlines() if line.strip()]
-        return combined(jobs)
+        job, tasks = _number(handle, "job"), int(_number(handle, "trials"))
+        records = [fields(line) for line in self._asked(job).splitlines() if line.strip()]
+        notes = notes_of({path.name: path.read_text() for path in Path(handle["folder"]).glob("ended*")}, job)
+        return of_array(records, notes, tasks) if tasks else of_job(records, notes)
 
-    def _asked(self, handle: dict[str, str]) -> str | None:
-        """What the controller says of a job; None where it has forgotten it."""
+    def _asked(self, job: str) -> str:
+        """What the controller says of a job; nothing where it has forgotten it."""
+        whole = {**os.environ, "SLURM_BITSTR_LEN": "0"}  # it would shorten lists of tasks
         try:
-            return _slurm("scontrol", "show", "job", "--oneliner", handle["job"])
+            return _slurm("scontrol", "show", "job", "--oneliner", job, environment=whole)
         except PeerError as error:
             if "Invalid job id" in str(error):
-                return None
+                return ""
             raise
 
     def cancel(self, handle: dict[str, str]) -> None:
         """The run saves, and the batch script then ends the job."""
-        folder, job = Path(handle["folder"]), handle["job"]
+        folder, job = Path(handle["folder"]), _number(handle, "job")
         (folder / "cancel").touch()
         # one that is about to start, or to be requeued, could not be signalled: its script sees the file
         for words in (["--state=PENDING"], ["--state=RUNNING", "--signal=TERM"]):
@@ -244,7 +228,7 @@ class Slurm(Platform):
                     raise
 
     def logs(self, handle: dict[str, str], folder: Path, follow: bool) -> Iterator[str]:
-        asked, live = -_ASK_S, follow
+        asked, live, job = -_ASK_S, follow, _number(handle, "job")
 
         def lives() -> bool:
             nonlocal asked, live
@@ -252,7 +236,22 @@ class Slurm(Platform):
                 asked, live = time.monotonic(), self.state(handle).state.is_live
             return live
 
-        yield from followed(lambda: _logs(folder / "job", handle["job"]), lives)
+        yield from followed(lambda: _logs(folder / "job", job), lives)
+
+
+def _number(handle: dict[str, str], name: str) -> str:
+    """A value of a handle. ConfigError for what is no number: a folder may come from elsewhere, and Slurm's commands
+    would take another text for an option.
+    """
+    if not _is_number(handle[name]):
+        raise ConfigError(
+            f"job/job.json has {name}={handle[name]!r}, which is no number: it is none of dtf's for Slurm"
+        )
+    return handle[name]
+
+
+def _is_number(text: str) -> bool:
+    return bool(re.fullmatch("[0-9]{1,18}", text))
 
 
 def _logs(folder: Path, job: str) -> list[Path]:
@@ -291,69 +290,3 @@ def _slurm(*words: str, environment: dict[str, str] | None = None) -> str:
         said = " ".join((done.stderr or done.stdout).split())
         raise PeerError(f"{words[0]} ended with {done.returncode}: {said}")
     return done.stdout
-
-
-def _for_sbatch(environment: Mapping[str, str], script: str) -> dict[str, str]:
-    """Without the variables that would override the script's own lines, and without those of a job in which this
-    process may run itself: they would be taken for the new job's.
-    """
-    given = {word.replace("-", "_").upper() for word in re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE)}
-    other = {"time": "TIMELIMIT", "array": "ARRAY_INX", "mem": "MEM_PER_NODE", "requeue": "NO_REQUEUE"}
-    named = {f"SBATCH_{name}" for name in given | {value for key, value in other.items() if key.upper() in given}}
-    kept = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER", "SLURM_JWT"}
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in named and (not name.startswith("SLURM") or name in kept)
-    }
-
-
-def _fields(line: str) -> dict[str, str]:
-    """The fields of a line of `scontrol show job --oneliner`. Values may have spaces; names begin with a capital."""
-    parts = re.split(r"(?:^| )([A-Z][A-Za-z:/]*)=", line)
-    return dict(zip(parts[1::2], (part.strip() for part in parts[2::2]), strict=True))
-
-
-def combined(jobs: list[dict[str, str]]) -> JobState:
-    """Of the records of one job: several where it is an array or has several components."""
-    states = [_state(job) for job in jobs]
-    if not states:
-        return JobState(State.unknown, "Slurm does not know it")
-    state = next((one for one in _ORDER if one in states), State.unknown)
-    shown = jobs[states.index(state)]
-    if any("ArrayTaskId" in job for job in jobs):
-        counts = Counter(job["JobState"] for job in jobs)
-        return JobState(state, ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
-    reason = "" if shown.get("Reason", "None") == "None" else f" {shown['Reason']}"
-    nodes = ",".join(
-        dict.fromkeys(job["NodeList"] for job in jobs if job.get("NodeList", "(null)") not in ("", "(null)"))
-    )
-    details = [f"{shown['JobState']}{reason}", nodes and f"on {nodes}"]
-    if not state.is_live and shown.get("ExitCode", "0:0") != "0:0":
-        details.append(f"exit code {shown['ExitCode'].partition(':')[0]}")
-    if shown.get("Restarts", "0") != "0":
-        details.append(f"{shown['Restarts']} restart(s)")
-    if shown.get("Comment", "").partition(" ")[0] not in ("", "dtf"):
-        details.append(shown["Comment"])
-    return JobState(state, "; ".join(part for part in details if part))
-
-
-def _state(job: dict[str, str]) -> State:
-    word = job["JobState"].partition(",")[0]
-    state = _LIVE.get(word) or _ENDED.get(word, State.unknown)
-    return State.requeued if state is State.queued and job.get("Restarts", "0") != "0" else state
-
-
-def _noted(handle: dict[str, str]) -> JobState:
-    """What the batch script noted at its end, of a job that Slurm has forgotten."""
-    words = {"finished": State.finished, "failed": State.failed, "cancelled": State.cancelled}
-    ends = [path.read_text().split(maxsplit=3) for path in sorted(Path(handle["folder"]).glob("ended*"))]
-    known = [end for end in ends if len(end) >= 3 and end[2].partition("_")[0] == handle["job"]]
-    if not known:
-        return JobState(State.unknown, "Slurm has forgotten it, and its script noted no end")
-    states = [words.get(end[0], State.unknown) for end in known]
-    state = next(one for one in (*_ORDER, State.unknown) if one in states)
-    shown = known[states.index(state)]
-    missing = max(1, int(handle.get("trials", "0"))) - len(known)
-    text = shown[3].strip() if len(shown) > 3 else shown[0]
-    return JobState(state, f"{text}; exit code {shown[1]}" + (f"; {missing} without a noted end" if missing else ""))

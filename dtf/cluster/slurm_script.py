@@ -36,9 +36,7 @@ class JobText:
 
     def job(self) -> str:
         """The batch script."""
-        setup = [f'{line}\nchecked "$?" {shlex.quote(line)}' for line in self.setup]
-        if self.roles:
-            setup.append(f"export DTF_ROLES={','.join(self.roles)}")
+        setup = [f'printf %s {shlex.quote(line)} >|"$_dtf_line"\n{line}\n_dtf_check "$?"' for line in self.setup]
         options = "#SBATCH hetjob\n".join("".join(f"#SBATCH {line}\n" for line in lines) for lines in self.options)
         body = {
             "FOLDER": shlex.quote(self.job_folder),
@@ -48,6 +46,7 @@ class JobText:
             "PROGRESS": " | ".join(map(str, _WITH_PROGRESS)),
             "BUSY": str(int(Exit.BUSY)),
             "MOST": str(_MOST_LOST),
+            "ROLES": ",".join(self.roles),
             "SETUP": "\n".join(setup),
             "SRUN": self._srun(),
         }
@@ -56,12 +55,14 @@ class JobText:
     def task(self) -> str:
         """What srun starts: dtf, and a note of its exit code."""
         trial = ' --trial="$SLURM_ARRAY_TASK_ID"' if len(self.options) == 1 and _is_array(self.options[0]) else ""
-        return _filled("slurm_task.sh", {"COMMAND": shlex.join(self.command) + trial})
+        return _filled(
+            "slurm_task.sh", {"FOLDER": shlex.quote(self.job_folder), "COMMAND": shlex.join(self.command) + trial}
+        )
 
     def _srun(self) -> str:
         alone = len(self.steps) == 1
         steps = [words if alone else [f"--het-group={at}", *words] for at, words in enumerate(self.steps)]
-        return " : ".join(f'{shlex.join(words)} bash "$folder/{TASK}"' for words in steps)
+        return " : ".join(shlex.join([*words, "bash", f"{self.job_folder}/{TASK}"]) for words in steps)
 
 
 def output_pattern(job_folder: str, array: bool) -> str:

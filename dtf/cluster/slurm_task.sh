@@ -3,9 +3,15 @@
 told= heard=
 trap 'told=1 heard=1' TERM
 trap 'heard=1' USR1 USR2 HUP INT
+folder=@FOLDER@
+cancelled() { # listed: a shared file system may remember for a while that a file was not there
+    local path
+    for path in "$folder"/*; do [[ $path == "$folder/cancel" ]] && return 0; done
+    return 1
+}
 export DTF_REASON_FILE=$DTF_ATTEMPT/reason.$SLURM_PROCID
 code=143
-if [[ -z $told ]]; then
+if [[ -z $told ]] && ! cancelled; then # as before Slurm knew of this step, which a signal would not have reached
     @COMMAND@ &
     process=$!
     [[ -n $told ]] && kill -TERM "$process" # it came in between

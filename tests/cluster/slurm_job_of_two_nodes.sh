@@ -45,7 +45,11 @@ finish() { # as note; the end of the job
     exit "$2"
 }
 
-checked() { (($1 == 0)) || finish failed 2 "a line of launcher.setup ended with $1: $2"; }
+cancelled() { # listed: a shared file system may remember for a while that a file was not there
+    local path
+    for path in "$folder"/*; do [[ $path == "$folder/cancel" ]] && return 0; done
+    return 1
+}
 
 newest() { # the step of the newest checkpoint, 0 without one
     local best=0 step
@@ -96,29 +100,44 @@ attempt=$folder/attempts/$id.$restart
 mkdir -p "$attempt" && rm -f "$attempt"/*
 rm -f "$folder/ended$part"
 # what this job is follows from Slurm alone
-unset DTF_NODES DTF_NODE DTF_ADDRESS DTF_ROLE DTF_ID DTF_ENDPOINTS DTF_RESTARTS DTF_DEADLINE DTF_ROLES
+unset DTF_NODES DTF_NODE DTF_ADDRESS DTF_ROLE DTF_ID DTF_ENDPOINTS DTF_RESTARTS DTF_DEADLINE
 deadline=${SLURM_JOB_END_TIME:-}
 if [[ -z $deadline && $(scontrol show job -o "$id" 2>/dev/null) =~ EndTime=([0-9T:-]+) ]]; then
     deadline=$(date --date="${BASH_REMATCH[1]}" +%s 2>/dev/null)
 fi
 [[ -n $deadline ]] && export DTF_DEADLINE=$deadline
-export DTF_JOB=$id DTF_ATTEMPT=$attempt
+export DTF_JOB=$id DTF_ATTEMPT=$attempt DTF_ROLES=
 say "start $restart on $SLURM_JOB_NODELIST, newest checkpoint: step $(newest)"
-module load cuda
-checked "$?" 'module load cuda'
-source 'my venv/bin/activate'
-checked "$?" 'source '"'"'my venv/bin/activate'"'"''
 step_code=143
-if [[ -z $told && ! -e $folder/cancel ]]; then
-    srun --kill-on-bad-exit=0 --wait=0 --export=ALL --distribution=block --cpus-per-task=6 bash "$folder/task.sh" &
+before=$attempt/before-srun # there until srun runs; the line of launcher.setup that runs
+if [[ -z $told ]] && ! cancelled; then
+    : >"$before"
+    ( # what launcher.setup does to its shell ends with the step
+        _dtf_line=$before
+        _dtf_check() { (($1 == 0)) || exit "$1"; }
+printf %s 'module load cuda' >|"$_dtf_line"
+module load cuda
+_dtf_check "$?"
+printf %s 'source '"'"'my venv/bin/activate'"'"'' >|"$_dtf_line"
+source 'my venv/bin/activate'
+_dtf_check "$?"
+        rm -f "$_dtf_line"
+        exec srun --kill-on-bad-exit=0 --wait=0 --export=ALL --distribution=block --cpus-per-task=6 bash '/data/my run/job/task.sh'
+    ) &
     step=$!
     heard=1
     while [[ -n $heard ]]; do # a signal ends the wait, not the step
         heard=
+        [[ -n $told && -e $before ]] && kill -TERM "$step" 2>/dev/null
         wait "$step"
         step_code=$?
     done
     ((step_code >= 0)) || step_code=143 # bash lost it: the step ended by the signal that interrupted the wait
+    if [[ -e $before && -z $told ]]; then
+        finish failed 2 "a line of launcher.setup ended with $step_code: $(<"$before")"
+    elif [[ -e $before ]]; then
+        step_code=143
+    fi
 fi
 
 judge
@@ -127,7 +146,7 @@ case $verdict in
 done) finish finished 0 "newest checkpoint: step $(newest)" ;;
 failed) finish failed "$exit_code" "${reason:-a process of the run ended with $exit_code}" ;;
 esac
-if [[ -e $folder/cancel ]]; then
+if cancelled; then
     say "cancelled: $verdict, newest checkpoint: step $(newest)"
     note cancelled "$exit_code" cancelled
     scancel "$id"

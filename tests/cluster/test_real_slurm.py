@@ -41,7 +41,7 @@ def test_a_preempted_job_of_two_nodes_goes_on_and_has_the_same_bits(
     run, plain = tmp_path / "run", tmp_path / "plain"
     with slurmbox(tmp_path / "slurm") as box:
         campaign = Campaign(box, tmp_path, random.Random(0))
-        job = campaign.submit(run, *words, "launcher.nodes=2", "launcher.processes=1")
+        job = campaign.submit(run, *words, "launcher.nodes=2", "launcher.processes=1", doctor=True)
         box.wait(lambda: newest(run), "a first checkpoint")
         campaign.preempt(job)
         saved = newest(run)
@@ -50,6 +50,7 @@ def test_a_preempted_job_of_two_nodes_goes_on_and_has_the_same_bits(
         status = campaign.dtf("job=status", f"job.run_folder={run}")
         log = (run / "job" / f"slurm-{job}.log").read_text()
     assert f"slurm job {job}: finished (COMPLETED; on n[1-2]; 1 restart(s)" in status
+    assert log.count("nothing is wrong") == 1  # job=doctor, before the first start alone
     assert 0 < saved < 150 and f"job {job}: start 1 on n[1-2], newest checkpoint: step {saved}" in log
     assert not unlike(run, plain)
 

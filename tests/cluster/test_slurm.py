@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from dtf.cli.main import main
 from dtf.cluster.platform import JobState, State, Unanswered
-from dtf.cluster.slurm import _fields, _for_sbatch, combined
+from dtf.cluster.slurm_options import check_extra, check_srun, for_sbatch
+from dtf.cluster.slurm_state import fields, notes_of, of_array, of_job
 from dtf.config.compose import compose
 from dtf.core.errors import ConfigError, PeerError
 from tests.cluster.test_slurm_script import REQUEST, slurm
@@ -24,20 +26,20 @@ RUNNING = (
 )
 
 
-def changed(**fields: str) -> dict[str, str]:
-    return {**_fields(RUNNING), **fields}
+def changed(**others: str) -> dict[str, str]:
+    return {**fields(RUNNING), **others}
 
 
 def test_a_line_of_scontrol_is_read_with_its_spaces() -> None:
-    fields = _fields(RUNNING)
-    assert fields["NodeList"] == "n[1-2]" and fields["Power"] == ""
-    assert fields["Comment"] == (
+    read = fields(RUNNING)
+    assert read["NodeList"] == "n[1-2]" and read["Power"] == ""
+    assert read["Comment"] == (
         "stopped, starts again from step 110. dtf: error[E_PREEMPTED] rank=0 step=110: asked to stop"
     )
 
 
 @pytest.mark.parametrize(
-    "fields, state, detail",
+    "others, state, detail",
     [
         (
             {},
@@ -71,16 +73,33 @@ def test_a_line_of_scontrol_is_read_with_its_spaces() -> None:
         ({"JobState": "ODD", "Restarts": "0", "Comment": ""}, State.unknown, "ODD; on n[1-2]"),
     ],
 )
-def test_states(fields: dict[str, str], state: State, detail: str) -> None:
-    assert combined([changed(**fields)]) == JobState(state, detail)
+def test_states(others: dict[str, str], state: State, detail: str) -> None:
+    assert of_job([changed(**others)], []) == JobState(state, detail)
 
 
 def test_an_array_is_counted_and_lives_while_one_of_it_does() -> None:
     tasks = [
         changed(ArrayTaskId=str(at), JobState=state) for at, state in enumerate(["COMPLETED", "FAILED", "RUNNING"])
     ]
-    assert combined(tasks) == JobState(State.running, "1 COMPLETED, 1 FAILED, 1 RUNNING")
-    assert combined(tasks[:2]).state is State.failed
+    assert of_array(tasks, [], 3) == JobState(State.running, "1 COMPLETED, 1 FAILED, 1 RUNNING")
+    assert of_array(tasks[:2], [], 2).state is State.failed
+    waiting = changed(ArrayTaskId="3-7%2", JobState="PENDING", Restarts="0")  # one record of five tasks
+    assert of_array([*tasks, waiting], [], 8).detail == "1 COMPLETED, 1 FAILED, 5 PENDING, 1 RUNNING"
+    rest = changed(ArrayTaskId="4294967294", JobState="CANCELLED")
+    assert of_array([rest, *tasks[:2]], [], 8) == JobState(State.failed, "6 CANCELLED, 1 COMPLETED, 1 FAILED")
+
+
+def test_tasks_that_slurm_has_forgotten_are_known_by_their_notes() -> None:
+    done = [changed(ArrayTaskId="1", JobState="COMPLETED")]
+    notes = notes_of({"ended.0": "failed 65 41_0 no data here\n", "ended.1": "failed 1 40_1 of an earlier job"}, "41")
+    assert of_array(done, notes, 2) == JobState(
+        State.failed, "1 COMPLETED, 1 FAILED; task 0: no data here; exit code 65"
+    )
+    rest = changed(ArrayTaskId="4294967294", JobState="CANCELLED")
+    assert of_array([rest, *done], notes, 3).detail.startswith("1 CANCELLED, 1 COMPLETED, 1 FAILED; task 0: ")
+    assert of_array(done, [], 3) == JobState(
+        State.unknown, "1 COMPLETED; Slurm has forgotten 2, whose scripts noted no end"
+    )
 
 
 @pytest.fixture
@@ -125,7 +144,12 @@ def test_a_submission_and_one_whose_answer_was_lost(commands: Path, tmp_path: Pa
     assert (tmp_path / "calls").read_text().splitlines()[-1] == (
         "squeue --noheader --me --name=shapes-8a4bb8 --format=%A %k"
     )
+    stand_in(commands, "sbatch", "echo 'Welcome to the cluster'; echo 42")  # a site's own wrapper
+    assert slurm(nodes=2).submit(request, files)["job"] == "42"
     stand_in(commands, "squeue", "true")
+    with pytest.raises(PeerError, match="Welcome to the cluster"):
+        slurm(nodes=2).submit(request, files)
+    stand_in(commands, "sbatch", "echo 'Socket timed out on send/recv operation' >&2; exit 1")
     with pytest.raises(PeerError, match="sbatch ended with 1: Socket timed out"):
         slurm(nodes=2).submit(request, files)
 
@@ -152,12 +176,13 @@ def test_without_slurm_its_commands_are_named(tmp_path: Path, monkeypatch: pytes
 
 def test_variables_do_not_override_the_script(tmp_path: Path) -> None:
     text = slurm(partition="gpu", memory="1G").render(REQUEST)["job.sh"]
-    kept = {"PATH": "/bin", "SLURM_CONF": "/c", "SBATCH_RESERVATION": "mine"}
+    kept = {"PATH": "/bin", "SLURM_CONF": "/c", "SBATCH_RESERVATION": "mine", "SBATCH_TIMELIMIT": "60"}
     overriding = {
         "SBATCH_PARTITION": "x", "SBATCH_MEM_PER_NODE": "1", "SBATCH_NO_REQUEUE": "1", "SBATCH_EXPORT": "NONE",
         "SBATCH_OPEN_MODE": "truncate", "SLURM_JOB_ID": "7", "SLURM_MEM_PER_NODE": "1", "SLURM_NTASKS": "3",
+        "SBATCH_ARRAY_INX": "0-3", "SBATCH_WAIT": "1", "SBATCH_CLUSTERS": "other", "SBATCH_SIGNAL": "USR1",
     }  # fmt: skip
-    assert _for_sbatch({**kept, **overriding}, text) == kept
+    assert for_sbatch({**kept, **overriding}, text) == kept
 
 
 def test_a_job_that_slurm_has_forgotten_is_known_by_its_own_note(commands: Path, tmp_path: Path) -> None:
@@ -171,7 +196,7 @@ def test_a_job_that_slurm_has_forgotten_is_known_by_its_own_note(commands: Path,
     (tmp_path / "ended").unlink()
     (tmp_path / "ended.0").write_text("finished 0 41_0 step 9\n")
     assert slurm().state({**handle, "trials": "3"}) == JobState(
-        State.finished, "step 9; exit code 0; 2 without a noted end"
+        State.unknown, "1 COMPLETED; Slurm has forgotten 2, whose scripts noted no end"
     )
     stand_in(commands, "scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(PeerError, match="Unable to contact slurm controller"):
@@ -188,6 +213,19 @@ def test_cancelling_asks_the_run_to_save_first(commands: Path, tmp_path: Path) -
         "scancel --state=RUNNING --signal=TERM 41",
     ]
     assert (tmp_path / "cancel").exists()
+
+
+@pytest.mark.parametrize("job", ["--me", "", "41 --me", "41_0"])
+def test_a_record_from_elsewhere_gives_slurms_commands_no_options(commands: Path, tmp_path: Path, job: str) -> None:
+    for name in ("scancel", "scontrol"):
+        stand_in(commands, name, "true")
+    handle = {"job": job, "folder": str(tmp_path), "trials": "0"}
+    for ask in (slurm().cancel, slurm().state, lambda handle: list(slurm().logs(handle, tmp_path, follow=False))):
+        with pytest.raises(ConfigError, match="which is no number"):
+            ask(handle)
+    with pytest.raises(ConfigError, match="trials='x'"):
+        slurm().state({**handle, "job": "41", "trials": "x"})
+    assert not (tmp_path / "calls").exists() and not (tmp_path / "cancel").exists()
 
 
 def test_logs_of_an_array_stand_below_the_names_of_their_files(tmp_path: Path) -> None:
@@ -224,6 +262,18 @@ def test_a_sweep_over_roles_on_several_nodes_is_no_array() -> None:
         slurm(nodes=2).render(request)
 
 
+def test_a_path_with_a_newline_makes_no_line_of_the_script() -> None:
+    for request in (replace(REQUEST, folder=Path("a\nb")), replace(REQUEST, run_dir="a\nb")):
+        with pytest.raises(ConfigError, match="would end its line"):
+            slurm(nodes=2).render(request)
+
+
+def test_lines_of_a_site_are_passed_on_also_with_values_apart_and_for_one_role() -> None:
+    check_extra("launcher.extra", ["--mail-type FAIL", "--nodelist=n1", "--gpus-per-node=a100:4", "--mem-bind=local"])
+    check_extra("launcher.role_extra.server", ["--partition=cpu", "--mem=2G"], role=True)
+    check_srun(["--container-image=a b", "--mpi=none"])
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -233,6 +283,21 @@ def test_a_sweep_over_roles_on_several_nodes_is_no_array() -> None:
             "role_extra.server: strategy=ddp on launcher.nodes=1 has no",
         ),
         (["launcher.srun=[container]"], "launcher.srun: 'container' is no option of srun"),
+        (['launcher.srun=["--wait=5"]'], "--wait of srun is not yours to give here"),
+        (['launcher.extra=["-a 0-3"]'], "launcher.extra: '-a 0-3' is no option of sbatch; write it out"),
+        (['launcher.extra=["--reservation=x --array=0-3"]'], "--array of sbatch is not yours to give here"),
+        (['launcher.extra=["--comment=\'a"]'], "No closing quotation"),
+        (['launcher.extra=["--partition=cpu"]'], "give launcher.partition"),
+        *(
+            ([f'launcher.extra=["{word}"]'], "of sbatch is not yours to give here")
+            for word in ("--arr=0-3", "--no-requeue", "--output=/x", "--open-mode=truncate", "--export=NONE")
+        ),
+        *(
+            ([f'launcher.extra=["{word}"]'], "is not yours to give")
+            for word in ("--signal=B:USR1", "--comment=x", "--wait")
+        ),
+        (["launcher.account='x\ntouch /tmp/p\n#'"], r"launcher.account='x\\ntouch /tmp/p\\n#' has the character"),
+        (["launcher.memory='1G\n'"], "launcher.memory"),
         (["launcher.export=''"], "launcher.export"),
     ],
 )
@@ -242,14 +307,32 @@ def test_what_no_job_could_run_with_is_refused(elsewhere: Path, words: list[str]
         composed.settings.launcher.check(composed.settings.strategy)
 
 
-def test_a_dry_submission_prints_the_script_and_imports_no_torch(elsewhere: Path) -> None:
+def test_a_dry_submission_prints_the_script_and_leaves_nothing(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launcher=slurm", "launcher.nodes=2", "launcher.dry_run=true", "train.steps=2"]) == 0
+    assert "# job.sh\n#!/bin/bash\n#SBATCH --job-name=resnet-shapes-" in capsys.readouterr().out
+    assert not list(elsewhere.iterdir())
+
+
+LIGHT = {"antlr4", "attr", "cython_runtime", "dtf", "hydra", "omegaconf", "packaging", "yaml", "zlib_ng"}
+"""What a submission may import besides the standard library: each takes milliseconds. `attr`: for omegaconf."""
+NAMES = "*{name.partition('.')[0] for name in sys.modules if name[0] != '_'} - sys.stdlib_module_names"
+
+
+def test_a_submission_imports_little_and_starts_nothing_but_sbatch(elsewhere: Path, commands: Path) -> None:
+    """It takes less than a second by this: torch alone would take longer, and a fork server loads it."""
+    stand_in(commands, "sbatch", "echo 41")
     code = (
-        "import sys; from dtf.cli.main import main; "
-        "code = main(['launcher=slurm', 'launcher.nodes=2', 'launcher.dry_run=true', 'train.steps=2']); "
-        "assert 'torch' not in sys.modules; sys.exit(code)"
+        "import sys; from pathlib import Path; from dtf.cli.main import main; "
+        "code = main(['launcher=slurm', 'launcher.nodes=2', 'train.steps=2', 'run.dir=mine']); "
+        f"print({NAMES}, file=sys.stderr); "
+        "assert not Path('/proc/thread-self/children').read_text(); sys.exit(code)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "# job.sh\n#!/bin/bash\n#SBATCH --job-name=resnet-shapes-" in done.stdout
-    assert not list(elsewhere.iterdir())
+    assert "slurm job 41 was submitted" in done.stdout
+    bare = subprocess.run([sys.executable, "-c", f"import sys; print({NAMES})"], capture_output=True, text=True)
+    assert set(done.stderr.split()) - set(bare.stdout.split()) <= LIGHT
+    assert len((commands.parent / "calls").read_text().splitlines()) == 1

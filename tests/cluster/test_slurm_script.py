@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -73,11 +73,11 @@ def test_the_script_of_roles_is_a_heterogeneous_job() -> None:
     assert head(text)[start + 1 :] == [
         *limits, "--nodes=2", "--ntasks-per-node=2", "--ntasks=4", "--cpus-per-task=1", "--gpus-per-task=1",
     ]  # fmt: skip
-    assert "export DTF_ROLES=server,trainer" in text
-    step = next(line.strip() for line in text.splitlines() if line.strip().startswith("srun --het"))
+    assert "DTF_ROLES=server,trainer\n" in text
+    step = next(line.strip() for line in text.splitlines() if line.strip().startswith("exec srun --het"))
     assert step == (
-        "srun --het-group=0 --kill-on-bad-exit=0 --wait=0 --export=ALL --distribution=block --cpus-per-task=1 "
-        'bash "$folder/task.sh" : --het-group=1 --cpus-per-task=1 bash "$folder/task.sh" &'
+        "exec srun --het-group=0 --kill-on-bad-exit=0 --wait=0 --export=ALL --distribution=block --cpus-per-task=1 "
+        "bash '/data/my run/job/task.sh' : --het-group=1 --cpus-per-task=1 bash '/data/my run/job/task.sh'"
     )
     assert "tasks=7" in text
     alone = replace(request, nodes=1)
@@ -127,6 +127,8 @@ class Machine:
     folder: Path
     waits: bool = False  # `sleep` is another stand-in
     touches: Path | None = None  # a file that is made while the step runs
+    setup: list[str] = field(default_factory=list)
+    sees: str = "HOME"  # a variable whose value srun writes to `seen`
 
     def run(self, *codes: str, srun: int | None = None, tell: bool = False, shown: str = "", **variables: str) -> int:
         """The exit code of the script, when its tasks end with these codes; "" for one that leaves none.
@@ -139,17 +141,15 @@ class Machine:
         (self.folder / "calls").unlink(missing_ok=True)
         script = JobText(
             options=[[]], steps=[[]], tasks=len(codes), roles=[], job_folder=str(job),
-            run_dirs=[str(self.folder / "run")], setup=[], command=["true"],
+            run_dirs=[str(self.folder / "run")], setup=self.setup, command=["true"],
         )  # fmt: skip
         (job / JOB).write_text(script.job())
         highest = max(int(code or 69) for code in codes)
         notes = "".join(f'echo {code} >"$DTF_ATTEMPT/code.{at}"\n' for at, code in enumerate(codes) if code)
         touch = f"touch '{self.touches}'\n" if self.touches else ""
         told = "kill -TERM $PPID\n" if tell else ""
-        self.stand_in(
-            "srun",
-            f'{notes}echo "boom" >"$DTF_ATTEMPT/reason.1"\n{touch}{told}exit {highest if srun is None else srun}',
-        )
+        notes += f'echo "boom" >"$DTF_ATTEMPT/reason.1"\necho "${self.sees}" >{self.folder}/seen\n'
+        self.stand_in("srun", f"{notes}{touch}{told}exit {highest if srun is None else srun}")
         for name in ("scontrol", "scancel", *(["sleep"] if not self.waits else [])):
             self.stand_in(name, f'echo "{name} $*" >>{self.folder}/calls\necho "{shown}"')
         path = f"{self.folder}/bin:{os.environ['PATH']}"
@@ -284,24 +284,54 @@ def test_a_task_of_an_array_is_requeued_alone_and_shows_why(machine: Machine) ->
     assert shown == ["scontrol update JobId=5_0 Comment=stopped, starts again from step 0. boom "]
 
 
-def test_a_line_of_the_setup_that_fails_ends_the_job(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
-    machine.run("0")
-    path = tmp_path / "run" / "job" / JOB
-    script = JobText(
-        options=[[]], steps=[[]], tasks=1, roles=[], job_folder=str(path.parent), run_dirs=["/x"],
-        setup=["true", "module() { return 3; }", "module load cuda"], command=["true"],
-    )  # fmt: skip
-    path.write_text(script.job())
-    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    assert subprocess.run(["bash", path], env=environment, capture_output=True, timeout=60).returncode == 2
-    assert "launcher.setup ended with 3: module load cuda" in (path.parent / "ended").read_text()
+@pytest.mark.parametrize(
+    "lines, said",
+    [
+        (["true", "module() { return 3; }", "module load cuda"], "ended with 3: module load cuda"),
+        (["set -e", "false"], "ended with 1: false"),
+        (["exit 0"], "ended with 0: exit 0"),
+    ],
+)
+def test_a_line_of_the_setup_that_fails_ends_the_job(machine: Machine, lines: list[str], said: str) -> None:
+    machine.setup = lines
+    assert machine.run("0") == 2 and not machine.requeued
+    assert f"a line of launcher.setup {said}" in (machine.folder / "run" / "job" / "ended").read_text()
+
+
+def test_what_the_setup_does_to_its_shell_leaves_the_decision_as_it_is(machine: Machine) -> None:
+    machine.setup = [
+        "set -eu",
+        "set -o noclobber",
+        "trap '' TERM",
+        "tasks=8 folder=/x id=99 run=/x attempt=/x verdict=done",
+    ]
+    machine.setup += ["judge() { :; }", "step_code() { :; }", "export MINE='of the setup'"]
+    machine.sees = "MINE"
+    assert machine.run("75") == 75 and machine.requeued
+    assert (machine.folder / "seen").read_text() == "of the setup\n"
+    for _ in range(3):
+        assert machine.run("75") == 75 and machine.requeued  # asked to stop, which is no loss
+    assert machine.run("0") == 0
+
+
+def test_a_setup_that_is_told_to_stop_starts_no_step(machine: Machine) -> None:
+    """The script alone is told. What the setup waits for comes never."""
+    machine.setup = ["kill -TERM $$", f"mkfifo {machine.folder}/never; read <{machine.folder}/never"]
+    assert machine.run("0", shown=COMPLETING.replace("Reason=None", "Reason=TimeLimit")) == 143
+    assert machine.requeued and not (machine.folder / "run" / "job" / "attempts" / "7.0" / "code.0").exists()
+
+
+def test_a_task_of_a_job_that_was_cancelled_meanwhile_starts_nothing(tmp_path: Path) -> None:
+    """Between the script's look and the step that Slurm knows of."""
+    started = tmp_path / "started"
+    (tmp_path / "cancel").touch()
+    assert noted(tmp_path, ["touch", str(started)]) == "143" and not started.exists()
 
 
 def noted(folder: Path, command: list[str]) -> str:
     """The code that a task notes, whose command is this."""
     script = JobText(
-        options=[[]], steps=[[]], tasks=1, roles=[], job_folder="", run_dirs=[""], setup=[], command=command
+        options=[[]], steps=[[]], tasks=1, roles=[], job_folder=str(folder), run_dirs=[""], setup=[], command=command
     )  # fmt: skip
     (folder / TASK).write_text(script.task())
     path = f"{folder}/bin:{os.environ['PATH']}"

@@ -35,6 +35,20 @@ FAULTS = [
         ("tests/cluster/test_slurm_script.py::test_a_task_outlives_a_signal_and_waits_for_its_process",),
     ),
     Fault(
+        "a task starts that was cancelled before Slurm knew of it",
+        "dtf/cluster/slurm_task.sh",
+        "if [[ -z $told ]] && ! cancelled; then",
+        "if [[ -z $told ]]; then",
+        ("tests/cluster/test_slurm_script.py::test_a_task_of_a_job_that_was_cancelled_meanwhile_starts_nothing",),
+    ),
+    Fault(
+        "the beginning of an option's name is taken for another option",
+        "dtf/cluster/slurm_options.py",
+        "name.startswith(found[1])",
+        "name == found[1]",
+        ("tests/cluster/test_slurm.py::test_what_no_job_could_run_with_is_refused",),
+    ),
+    Fault(
         "a budget is counted from zero at each start",
         "dtf/runs/budget.py",
         "limit_s(budget), spent_s(folder), time.monotonic()",

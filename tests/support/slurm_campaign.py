@@ -35,7 +35,9 @@ MODES = {
     "pserver": ["strategy=pserver", "strategy.servers=2", "train.steps=300", *LONGER],
 }
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
-TRIALS = [str(number) for number in range(len(RATES))]
+TRIALS = [f"lr.peak={rate}" for rate in RATES]
+"""Names of a sweep's folders."""
+TRIAL = ["train.steps=150", "launcher.processes=1"]
 WITHOUT_NOTICE = {"lose_node", "kill_supervisor"}
 PATIENCE_S = 120.0
 
@@ -43,7 +45,8 @@ PATIENCE_S = 120.0
 @dataclass
 class Event:
     """One disturbance. `after`: how long after a start of its job. `seen`: the last step that this start printed;
-    `saved`: the newest checkpoint once the job had left. `hit`: False where the run had ended by itself before.
+    `saved`: the newest checkpoint once the job had left; of a sweep the sums over the trials that ran. `hit`: False
+    where the run had ended by itself before: then another one is hit instead.
     """
 
     mode: str
@@ -75,9 +78,9 @@ class Campaign:
             raise AssertionError(f"{' '.join(words)}: {done.returncode}: {done.stderr or done.stdout}")
         return done.stdout
 
-    def submit(self, run: Path, *words: str) -> str:
-        """Submit a run; returns the number of its job."""
-        self.dtf("launcher=slurm", "launcher.doctor=false", f"run.dir={run}", *SMALL, *words)
+    def submit(self, run: Path, *words: str, doctor: bool = False) -> str:
+        """Submit a run, or with `-m` a sweep; returns the number of its job. job=doctor takes seconds of its start."""
+        self.dtf(*words, "launcher=slurm", f"launcher.doctor={str(doctor).lower()}", f"run.dir={run}", *SMALL)
         return str(json.loads((run / "job" / "job.json").read_text())["handle"]["job"])
 
     # ------------------------------------------------------------ events
@@ -161,7 +164,9 @@ class Campaign:
             before, restarts = newest(run), self.box.job(job)["Restarts"]
             act(job)
             event.hit = self.box.job(job)["Restarts"] != restarts
-            event.seen, event.saved = max(seen(run, job), before), newest(run)
+            if not event.hit:
+                acts.append(act)
+            event.seen, event.saved = max(seen(log_of(run, job)), before), newest(run)
             if event.notice and event.saved < event.seen:
                 event.wrong = "a step was lost"
             if event.saved < before:
@@ -178,7 +183,7 @@ class Campaign:
         first: list[int] = []
 
         def trained() -> bool:
-            at = seen(run, job)
+            at = seen(log_of(run, job))
             first.extend([at] if at and not first else [])
             return (bool(first) and at >= first[0] + steps) or self.box.state(job) != "RUNNING"
 
@@ -234,79 +239,89 @@ class Campaign:
     # ------------------------------------------------------------ a sweep
 
     def sweep(self, events: int) -> None:
-        """Eight trials as one array, of which four run at once; what happens, happens to all that run."""
-        folder = self.folder / "sweep"
+        """Sweeps of eight trials, each one array of which four run at once, until so many events have happened; what
+        happens, happens to all that run.
+        """
         for trial in TRIALS:
             plain = self.folder / "sweep-undisturbed" / trial
-            self.dtf("launcher=local", *_trial(trial), f"run.dir={plain}", login=False)
-        self.dtf_python(f"from tests.support.slurm_campaign import submit_sweep; submit_sweep({str(folder)!r})")
-        job = str(json.loads((folder / "job" / "job.json").read_text())["handle"]["job"])
-        kinds, last = [self.lose_node, self.signal, self.preempt], 0
+            self.dtf("launcher=local", *SMALL, *TRIAL, trial, f"run.dir={plain}", login=False)
+        kinds = [self.lose_node, self.signal, self.preempt]
+        acts = [kinds[at % len(kinds)] for at in range(events, 0, -1)]
+        number = 0
+        while acts:
+            number += 1
+            folder = self.folder / f"sweep{number}"
+            rates = f"lr.peak={','.join(map(str, RATES))}"
+            words = ["-m", *TRIAL, rates, "sweep.parallel=4", "launcher.grace_s=20"]
+            job = self.submit(folder, *words)
+            self.disturb_all(folder, job, acts)
+            self.finish_all(folder, job)
 
-        def saved() -> int:
-            return sum(newest(folder / trial) for trial in TRIALS)
-
-        for at in range(events):
-            self.box.wait(lambda: self._running(job), "tasks that run", PATIENCE_S)
+    def disturb_all(self, folder: Path, job: str, acts: list[Callable[[str], None]]) -> None:
+        """Let each happen to all that runs of a sweep, every second time after a save."""
+        while acts:
+            saved = sum(newest(folder / trial) for trial in TRIALS)
+            self.box.wait(
+                lambda: self._running(job) or not self._running(job, waiting=True), "tasks that run", PATIENCE_S
+            )
             after = "a save"
-            if at % 2:  # in the middle of the training of some
+            if len(acts) % 2:  # in the middle of the training of some
                 self.box.wait(
-                    lambda last=last: saved() > last or not self._running(job, waiting=True), after, PATIENCE_S
+                    lambda saved=saved: (
+                        sum(newest(folder / trial) for trial in TRIALS) > saved or not self._running(job, waiting=True)
+                    ),
+                    after,
+                    PATIENCE_S,
                 )
             else:
                 after_s = self.rng.random() * 8
                 time.sleep(after_s)  # the moment is what is varied; nothing is waited for
                 after = f"{after_s:.2f} s"
-            if not self._running(job):
-                break
-            before = {trial: newest(folder / trial) for trial in TRIALS}
-            act = kinds[at % len(kinds)]
-            act(job)
-            event = Event("sweep", act.__name__, after, act != self.lose_node)
-            lost = [trial for trial in TRIALS if newest(folder / trial) < before[trial]]
-            event.wrong = f"checkpoints of {lost} were lost" if lost else ""
-            last = saved()
-            self.note(event)
+            tasks = [int(task) for task in self._running(job)]
+            if not tasks and not self._running(job, waiting=True):
+                return
+            if tasks:
+                self.note(self._to_all(folder, job, acts, after, tasks))
+
+    def _to_all(self, folder: Path, job: str, acts: list[Callable[[str], None]], after: str, tasks: list[int]) -> Event:
+        act = acts.pop()
+        event = Event("sweep", act.__name__, after, act.__name__ not in WITHOUT_NOTICE)
+        before, restarts = {trial: newest(folder / trial) for trial in TRIALS}, self._restarts(job)
+        act(job)
+        event.hit = self._restarts(job) > restarts
+        if not event.hit:
+            acts.append(act)
+        printed = {task: max(seen(log_of(folder, f"{job}_{task}")), before[TRIALS[task]]) for task in tasks}
+        saved = {task: newest(folder / TRIALS[task]) for task in tasks}
+        event.seen, event.saved = sum(printed.values()), sum(saved.values())
+        if event.notice and (lost := [TRIALS[task] for task in tasks if saved[task] < printed[task]]):
+            event.wrong = f"steps of {lost} were lost"
+        if lost := [trial for trial in TRIALS if newest(folder / trial) < before[trial]]:
+            event.wrong = f"checkpoints of {lost} were lost"
+        return event
+
+    def _restarts(self, array: str) -> int:
+        return sum(int(record["Restarts"]) for record in self.box.jobs(array))
+
+    def finish_all(self, folder: Path, job: str) -> None:
+        """Wait for the end of a sweep, and compare each trial with the same one that nothing happened to."""
         self.box.wait(lambda: not self._running(job, waiting=True), "the end of the array", 400.0)
         states = [record["JobState"] for record in self.box.jobs(job)]
-        differ = {
-            trial: text
-            for trial in TRIALS
-            if (text := unlike(folder / trial, self.folder / "sweep-undisturbed" / trial))
-        }
+        plain = self.folder / "sweep-undisturbed"
+        differ = {trial: text for trial in TRIALS if (text := unlike(folder / trial, plain / trial))}
         print(f"sweep: {states}, {differ or 'the same bits in all trials'}", flush=True)
         if differ or set(states) != {"COMPLETED"}:
             raise AssertionError(f"sweep: {states}, {differ}")
 
     def _running(self, array: str, waiting: bool = False) -> list[str]:
-        """The tasks that run, after those that were requeued were let start again; with `waiting` all that live."""
+        """The numbers of the tasks that run, after those that were requeued were let start again; with `waiting` all
+        that live.
+        """
         records = self.box.jobs(array)
         for record in records:
             self.box.release(record)
         live = ("RUNNING", "PENDING", "COMPLETING", "REQUEUED") if waiting else ("RUNNING",)
-        return [record["JobId"] for record in records if record["JobState"] in live]
-
-    def dtf_python(self, code: str) -> None:
-        """Run code on the login node."""
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = self.box.command(sys.executable, "-c", code)
-        subprocess.run(command, cwd=self.folder, env=environment, check=True, timeout=60)
-
-
-def _trial(trial: str) -> list[str]:
-    return [*SMALL, f"lr.peak={RATES[int(trial)]}", "train.steps=150", "launcher.processes=1"]
-
-
-def submit_sweep(folder: str) -> None:
-    """All trials as one job."""
-    from dtf.cluster.platform import Platform
-    from dtf.cluster.submit import hand_in, request_of
-    from dtf.config.compose import compose
-
-    composed = [compose([*_trial(trial), "launcher=slurm", "launcher.grace_s=20"]) for trial in TRIALS]
-    platform = composed[0].settings.launcher
-    assert isinstance(platform, Platform)
-    hand_in(platform, request_of(platform, composed, Path(folder), folder, "sweep", TRIALS, 4))
+        return [record["ArrayTaskId"] for record in records if record["JobState"] in live]
 
 
 def newest(run: Path) -> int:
@@ -314,9 +329,12 @@ def newest(run: Path) -> int:
     return max((step_of(path.name) or 0 for path in checkpoints(run / "checkpoints")), default=0)
 
 
-def seen(run: Path, job: str) -> int:
-    """The last step that the job's newest start has printed."""
-    log = run / "job" / f"slurm-{job}.log"
+def log_of(run: Path, job: str) -> Path:
+    return run / "job" / f"slurm-{job}.log"
+
+
+def seen(log: Path) -> int:
+    """The last step that the newest start of a job, or of a task of an array, has printed."""
     last = log.read_text().rpartition(": start ")[2] if log.exists() else ""
     return max((int(step) for step in re.findall(r"^(?:started |ended )?step=(\d+)/", last, re.MULTILINE)), default=0)
 
@@ -353,8 +371,9 @@ def main() -> int:
             else:
                 campaign.one(mode, options.events)
     wrong = [event for event in campaign.events if event.wrong]
-    print(f"{sum(event.hit for event in campaign.events)} events, {len(wrong)} wrong")
-    return int(bool(wrong))
+    hit = sum(event.hit for event in campaign.events)
+    print(f"{hit} events, {len(wrong)} wrong")
+    return int(bool(wrong) or hit != options.events * len(options.only.split(",")))
 
 
 if __name__ == "__main__":
