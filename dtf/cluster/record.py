@@ -51,6 +51,12 @@ def keep(folder: Path, record: JobRecord) -> None:
     replace_text(folder / JOB_FOLDER / _NAME, json.dumps(asdict(record), indent=2) + "\n")
 
 
+def set_aside(folder: Path) -> Path:
+    """Let the folder have no job any more. Returns where the record of the last one is now."""
+    path = folder / JOB_FOLDER / _NAME
+    return path.rename(path.with_name(f"forgotten-{_NAME}"))
+
+
 def find(folder: Path) -> JobRecord | None:
     """The record of the run, or of the sweep, in `folder`; None where none was submitted.
 
