@@ -178,7 +178,7 @@ def _ends(allocation: Allocation, run_dir: Path, digest: str) -> Iterator[Callab
         return code
 
     try:
-        with preempting("asked to stop before the run began; start it again") if counts else contextlib.nullcontext():
+        with preempting("asked to stop while no ranks ran; start it again") if counts else contextlib.nullcontext():
             if counts:
                 count_start(run_dir, digest)
             yield ends
