@@ -1,6 +1,6 @@
-"""When a run that a platform would start again has ended: it is finished, or it makes no progress.
+"""What a job notes in its run folder of its starts and their ends: whether it is finished, or makes no progress.
 
-For platforms without a script beside the run that could know: what is known lies in the run folder.
+For platforms without a script beside the run that could know.
 """
 
 from __future__ import annotations
@@ -8,44 +8,68 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from dtf.checkpoint.storage import checkpoints
+from dtf.cluster.after_exit import After, after, goes_on, newest_checkpoint
 from dtf.cluster.platform import JOB_FOLDER
 from dtf.core.errors import Exit, NoProgressError
 from dtf.core.files import replace_text
 
-COUNTED = (Exit.PEER, Exit.HARDWARE, Exit.IO)
-"""Ends after which another start may help. A preemption is none of them: it says nothing against the run."""
-MOST = 3
 _FILE, _BEGUN = "ends.json", "begun"
 
 
-def count_end(exit: int, run_dir: Path) -> None:
-    """Note that a start of the run in `run_dir` ended with this code; to be called by one process of the job.
-
-    NoProgressError for the third of COUNTED in a row without a new checkpoint. A folder that cannot be written counts
-    nothing: then the disk is what failed.
+def count_start(run_dir: Path, digest: str) -> None:
+    """Note that the run of this bundle starts; to be called by one process of the job. An earlier start that has noted
+    no end was lost: killed, or its node was. NoProgressError as of `count_end`.
     """
-    if exit not in COUNTED:
+    known = _known(run_dir, digest)
+    if known["open"]:
+        _count(None, run_dir, known, "was killed or lost its node at last")
+    with suppress(OSError):  # whoever makes the run folder says what is wrong
+        (run_dir / JOB_FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
+    _keep(run_dir, known | {"open": True})
+
+
+def count_end(code: int, run_dir: Path, digest: str) -> None:
+    """Note that a start ended with this code; by the process that called `count_start`.
+
+    NoProgressError for the third loss in a row without a new checkpoint, see `after_exit`. A folder that cannot be
+    written counts nothing: then the disk is what failed.
+    """
+    known = _known(run_dir, digest)
+    if known["open"] or after(code) is After.lost:
+        _count(code, run_dir, known, f"ended with {int(code)} at last; what it said then is in the logs")
+
+
+def _count(code: int | None, run_dir: Path, known: dict[str, Any], how: str) -> None:
+    newest = newest_checkpoint(run_dir)
+    again, lost = goes_on(code, newest != known["newest"], known["lost"])
+    if not _keep(run_dir, known | {"newest": newest, "lost": lost, "open": False}):
         return
+    known |= {"newest": newest, "lost": lost}
+    if after(code) is After.lost and not again:
+        raise NoProgressError(f"the job was started {lost} times without a new checkpoint and {how}")
+
+
+def _known(run_dir: Path, digest: str) -> dict[str, Any]:
+    """The last note of this submission; that of an earlier one says nothing about it."""
+    fresh = {"digest": digest, "newest": newest_checkpoint(run_dir), "lost": 0, "open": False}
+    try:
+        known = json.loads((run_dir / JOB_FOLDER / _FILE).read_text())
+    except (OSError, ValueError):
+        return fresh
+    same = isinstance(known, dict) and known.keys() == fresh.keys() and known["digest"] == digest
+    return known if same else fresh
+
+
+def _keep(run_dir: Path, known: dict[str, Any]) -> bool:
     path = run_dir / JOB_FOLDER / _FILE
-    saved = checkpoints(run_dir / "checkpoints")
-    newest = saved[0].name if saved else ""
     try:
-        known = json.loads(path.read_text())
-        ends = known["ends"] if known["newest"] == newest else 0
-    except (OSError, ValueError, KeyError, TypeError):
-        ends = 0
-    try:
-        path.parent.mkdir(exist_ok=True)
-        replace_text(path, json.dumps({"newest": newest, "ends": ends + 1}) + "\n")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        replace_text(path, json.dumps(known) + "\n")
     except OSError:
-        return
-    if ends + 1 >= MOST:
-        raise NoProgressError(
-            f"the job was started {MOST} times without a new checkpoint and ended with {int(exit)} at last; what it "
-            "said then is in the logs"
-        )
+        return False
+    return True
 
 
 def note_beginning(run_dir: Path, digest: str) -> None:

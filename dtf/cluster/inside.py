@@ -19,7 +19,7 @@ from dtf.api.launcher import failures_told
 from dtf.cluster.allocation import ADDRESS, Allocation
 from dtf.cluster.allocation_of import allocation_of
 from dtf.cluster.bundle import Bundle, BundledRun, Unpacked, unpacked
-from dtf.cluster.ends import count_end, is_finished, note_beginning
+from dtf.cluster.ends import count_end, count_start, is_finished, note_beginning
 from dtf.cluster.names import wait_for_names
 from dtf.cluster.platform import JOB_FOLDER
 from dtf.config.compose import Composed, Composer
@@ -33,7 +33,7 @@ from dtf.core.version import __version__
 from dtf.host.deadline import VARIABLE as DEADLINE
 from dtf.host.devices import processes_for
 from dtf.host.network import endpoint
-from dtf.host.signals import sent_by_scheduler
+from dtf.host.signals import preempting, sent_by_scheduler
 from dtf.launch.forkserver_cache import prestart
 from dtf.launch.host_job import job_of_node_0
 from dtf.launch.manual_checks import TOKEN
@@ -75,7 +75,7 @@ def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[s
         wait_for_names([*filter(None, (allocation.address,)), *allocation.endpoints], allocation.meet_timeout_s)
         if digest and not allocation.node and not allocation.number:
             note_beginning(run_dir, digest)
-        with _ends(allocation, run_dir) as ends:
+        with _ends(allocation, run_dir, digest) as ends:
             wanted = run.config["launcher"]["doctor"] and composed.config["job"]["name"] != "doctor"
             examined = run_dir / JOB_FOLDER / _EXAMINED
             if launcher == "static" and wanted and _is_to_examine(examined, digest, allocation, bundle.token):
@@ -230,7 +230,7 @@ def _is_local(key: str) -> bool:
 
 
 @contextlib.contextmanager
-def _ends(allocation: Allocation, run_dir: Path) -> Iterator[Callable[[int], int]]:
+def _ends(allocation: Allocation, run_dir: Path, digest: str) -> Iterator[Callable[[int], int]]:
     """A context that counts how the run ends where nothing outside does. It gives a function that takes an exit code
     and returns it. NoProgressError where the run makes no progress.
     """
@@ -238,11 +238,14 @@ def _ends(allocation: Allocation, run_dir: Path) -> Iterator[Callable[[int], int
 
     def ends(code: int) -> int:
         if counts:
-            count_end(code, run_dir)
+            count_end(code, run_dir, digest)
         return code
 
     try:
-        yield ends
+        with preempting("asked to stop while no ranks ran; start it again") if counts else contextlib.nullcontext():
+            if counts:
+                count_start(run_dir, digest)
+            yield ends
     except DtfError as error:
         ends(error.exit)
         raise

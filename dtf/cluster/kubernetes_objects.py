@@ -12,8 +12,8 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dtf.cluster.after_exit import ALWAYS, FINAL, WHILE_PROGRESS
 from dtf.cluster.kubernetes_options import BUNDLE_FOLDER
-from dtf.core.errors import Exit
 
 if TYPE_CHECKING:
     from dtf.cluster.kubernetes_options import KubernetesOptions
@@ -26,12 +26,12 @@ INSTANCE = "app.kubernetes.io/instance"
 PORT = 29500
 REASON_FILE = "/dev/termination-log"
 
-AGAIN = (Exit.PEER, Exit.HARDWARE, Exit.IO, Exit.PREEMPTED, 143)
-"""After these exit codes a pod is replaced, and the run goes on. 143: SIGTERM before the first line of Python."""
-FINAL = tuple(code for code in Exit if code not in (Exit.OK, *AGAIN))
-"""After these the job has failed: another start would end in the same way."""
-CRASHES = 3
-"""How often a pod may end in any other way, such as by running out of memory, before its job has failed."""
+AGAIN = (*ALWAYS, *WHILE_PROGRESS)
+"""After these exit codes a pod is replaced, and the run goes on: `ends.py` counts them, in the run folder."""
+CRASHES = 10
+"""How often a pod may end in any other way, such as by running out of memory, before its job has failed. `ends.py`
+counts losses from 0 again; Kubernetes counts over the whole life of the job, and for pods in which dtf does not begin.
+"""
 
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _JOBSET_RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"

@@ -18,13 +18,14 @@ from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
 
-from dtf.cluster.ray_ends import BUSY, counted, goes_on, joint, live, newest_checkpoint
+from dtf.cluster.after_exit import goes_on, newest_checkpoint
+from dtf.cluster.ray_ends import counted, joint, live
 from dtf.cluster.ray_placement import Placement
 
 STATE_FILE = "ray-state.json"
 """In the job's folder: what the driver last knew. Written whole, by the driver alone."""
 _ENDS_KEPT = 10
-_BUSY_S = 20.0
+_BUSY, _BUSY_S = 73, 20.0
 """A lost node may not know yet that it is lost: its run has the folder for as long."""
 
 
@@ -74,7 +75,7 @@ class Driver:
 
     def _follow(self, number: int, name: str, run_dir: str) -> None:
         """One run to its end."""
-        fresh = {"state": "queued", "attempt": 0, "newest": "", "stalled": 0, "detail": "", "ends": []}
+        fresh = {"state": "queued", "attempt": 0, "newest": 0, "stalled": 0, "detail": "", "ends": []}
         run = self._state["runs"].get(name) or fresh
         while run["state"] not in ("finished", "failed", "cancelled"):
             run["attempt"] += 1
@@ -82,7 +83,7 @@ class Driver:
             self._keep(name, run, state="queued" if run["attempt"] == 1 else "requeued")
             code = placement.run(lambda **values: self._keep(name, run, **values))
             newest = newest_checkpoint(run_dir)
-            again, run["stalled"] = goes_on(code, run["attempt"], newest != run["newest"], run["stalled"])
+            again, run["stalled"] = goes_on(code, newest != run["newest"], run["stalled"])
             run["newest"] = newest
             end = "lost a node or an actor" if code is None else f"exit code {code}"
             run["ends"] = [*run["ends"], f"{end}{placement.cause and f': {placement.cause}'}"][-_ENDS_KEPT:]
@@ -93,7 +94,7 @@ class Driver:
                 self._keep(name, run, state="cancelled", detail=detail)
             elif again:
                 self._keep(name, run, state="requeued", detail=detail)
-                self._wait(_BUSY_S if code == BUSY else 2 ** run["stalled"] if run["stalled"] else 0)
+                self._wait(_BUSY_S if code == _BUSY else 2 ** run["stalled"] if run["stalled"] else 0)
             else:
                 limit = f", and no new checkpoint in {run['stalled']} such ends" if run["stalled"] > 1 else ""
                 self._keep(name, run, state="failed", detail=f"{detail}{limit}")

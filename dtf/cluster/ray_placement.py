@@ -23,7 +23,8 @@ import ray  # pyright: ignore[reportMissingImports]
 from ray.util.placement_group import placement_group, remove_placement_group  # pyright: ignore[reportMissingImports]
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
-from dtf.cluster.ray_ends import ALWAYS, verdict
+from dtf.cluster.after_exit import ALWAYS
+from dtf.cluster.ray_ends import verdict
 
 _POLL_S = 1.0
 _FAREWELL_S = 10.0

@@ -181,9 +181,9 @@ def _check_answers(address: str) -> None:
 
 def _start_driver(ray: Any, actor: str, job: dict[str, Any]) -> str:
     """Start the driver, once. Returns why it cannot begin. BusyError while another job of the folder has its name."""
-    from dtf.cluster import ray_driver, ray_ends, ray_placement
+    from dtf.cluster import after_exit, ray_driver, ray_ends, ray_placement
 
-    for module in (ray_driver, ray_placement, ray_ends):
+    for module in (ray_driver, ray_placement, ray_ends, after_exit):
         ray.cloudpickle.register_pickle_by_value(module)
     options = {
         "name": actor,

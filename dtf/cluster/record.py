@@ -91,6 +91,12 @@ def refuse_cut_off(folder: Path) -> None:
         )
 
 
+def set_aside(folder: Path) -> Path:
+    """Let the folder have no job any more. Returns where the record of the last one is now."""
+    path = folder / JOB_FOLDER / _NAME
+    return path.rename(path.with_name(f"forgotten-{_NAME}"))
+
+
 def find(folder: Path) -> JobRecord | None:
     """The record of the run, or of the sweep, in `folder`; None where none was submitted.
 

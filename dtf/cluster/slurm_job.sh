@@ -61,9 +61,8 @@ judge() {
         case $code in
         0) continue ;;
         @ALWAYS@) now=stopped ;;
-        '' | @PROGRESS@) now=lost ;;
-        @BUSY@) now=lost && ((restart == 0)) && now=failed ;; # later: a node that was lost may not know it yet
-        *) now=failed && ((code > 128)) && now=lost ;;
+        @FINAL@) now=failed ;;
+        *) now=lost ;; # dtf says so, or was killed
         esac
         case $verdict-$now in
         failed-* | lost-stopped | lost-lost | stopped-stopped) ;;
@@ -72,12 +71,12 @@ judge() {
     done
 }
 
-may_go_on() { # after a loss: while there was a new checkpoint within the last @MOST@
-    local count=0 before='' now
+may_go_on() { # after a loss: unless there were @MOST@ without a new checkpoint
+    local count=0 before='' by='' now
     now=$(newest)
-    [[ -e $folder/lost$part ]] && read -r count before <"$folder/lost$part"
-    [[ $before == "$now" ]] || count=0
-    echo "$((count + 1)) $now" >"$folder/lost$part"
+    [[ -e $folder/lost$part ]] && read -r count before by <"$folder/lost$part"
+    [[ $before == "$now" && $by == "$id" ]] || count=0 # another job's losses were those of another submission
+    echo "$((++count)) $now $id" >"$folder/lost$part"
     ((count < @MOST@))
 }
 

@@ -8,15 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 
-from dtf.core.errors import STARTED_AGAIN, Exit
+from dtf.cluster.after_exit import ALWAYS, FINAL, MOST
 
 JOB, TASK = "job.sh", "task.sh"
-
-_ALWAYS = (int(Exit.PREEMPTED), 143)
-"""The run was asked to stop: it starts again, however often. 143: before the first line of dtf had run."""
-_WITH_PROGRESS = [int(code) for code in STARTED_AGAIN if code not in (*_ALWAYS, Exit.BUSY)]
-_MOST_LOST = 3
-"""Such ends in a row without a new checkpoint after which the job goes on; the next one ends it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +36,9 @@ class JobText:
             "FOLDER": shlex.quote(self.job_folder),
             "RUNS": " ".join(map(shlex.quote, self.run_dirs)),
             "TASKS": str(self.tasks),
-            "ALWAYS": " | ".join(map(str, _ALWAYS)),
-            "PROGRESS": " | ".join(map(str, _WITH_PROGRESS)),
-            "BUSY": str(int(Exit.BUSY)),
-            "MOST": str(_MOST_LOST),
+            "ALWAYS": " | ".join(map(str, ALWAYS)),
+            "FINAL": " | ".join(map(str, FINAL)),
+            "MOST": str(MOST),
             "ROLES": ",".join(self.roles),
             "SETUP": "\n".join(setup),
             "SRUN": self._srun(),

@@ -18,7 +18,7 @@ from dtf.cluster import record
 from dtf.cluster.bundle import Bundle, digest_of
 from dtf.cluster.platform import JobRequest, Platform, Unanswered, job_name
 from dtf.config.messages import display_path
-from dtf.core.errors import BusyError, ConfigError, DtfError, Exit
+from dtf.core.errors import BusyError, ConfigError, DtfError, Exit, PeerError
 from dtf.core.files import open_private
 from dtf.core.run_record import time_to_save_s
 from dtf.runs.run_folder import check_folder, take_lock, unique_id
@@ -111,11 +111,18 @@ def _taken(platform: Platform, request: JobRequest, files: dict[str, Path]) -> d
 
 
 def refuse_live(folder: Path) -> None:
-    """Raise BusyError where a job of this folder waits or runs."""
+    """Raise BusyError where a job of this folder waits or runs, or may do so as its scheduler does not answer."""
     known = record.find(folder)
     if known is None:
         return
-    state = known.platform.state(known.handle)
+    try:
+        state = known.platform.state(known.handle)
+    except (PeerError, ConfigError) as error:
+        raise BusyError(
+            f"{display_path(folder)} belongs to {known.title} of {known.submitted[:19]}, whose scheduler cannot be "
+            f"asked: {error}; if that job is gone for good, job=cancel job.forget=true "
+            f"job.run_folder={display_path(folder)} sets its record aside"
+        ) from error
     if state.state.is_live:
         raise BusyError(
             f"{display_path(folder)} belongs to {known.title}, which is {state.state.value}; wait for it, or end it "

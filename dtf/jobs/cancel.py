@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.cluster import record
-from dtf.core.errors import ConfigError, DataError, Exit
+from dtf.core.errors import ConfigError, DataError, Exit, PeerError
 from dtf.core.run_record import LOCK
 from dtf.runs.standing import standing
 
@@ -25,13 +25,19 @@ class Cancel(Job):
     """End a run: it saves and can go on later."""
 
     run_folder: str = option(doc="the folder of the run, or of the sweep that was submitted")
+    forget: bool = option(
+        default=False, doc="ask no scheduler, and set the record of its job aside: for one that is gone for good, as a "
+        "Ray cluster that was taken down. A new job may be submitted then"
+    )  # fmt: skip
 
     def run(self, composed: Composed) -> int:
         folder = Path(self.run_folder)
         if not folder.is_dir():
             raise DataError(f"job.run_folder={folder} does not exist; give the folder of a run")
         known = record.find(folder)
-        if known is not None and known.platform.state(known.handle).state.is_live:
+        if self.forget:
+            return _forget(folder, known)
+        if known is not None and _lives(known):
             known.platform.cancel(known.handle)
             print(f"dtf: {known.title} was asked to end")
             return Exit.OK
@@ -46,3 +52,18 @@ class Cancel(Job):
         os.kill(int(process[1]), signal.SIGTERM)
         print(f"dtf: {process[0].strip()} was asked to end")
         return Exit.OK
+
+
+def _lives(known: record.JobRecord) -> bool:
+    """PeerError, with the way out, where the scheduler does not answer."""
+    try:
+        return known.platform.state(known.handle).state.is_live
+    except PeerError as error:
+        raise PeerError(f"{error}; if {known.title} is gone for good, job.forget=true sets its record aside") from error
+
+
+def _forget(folder: Path, known: record.JobRecord | None) -> int:
+    if known is None:
+        raise ConfigError(f"job.forget=true: {folder} has no record of a submitted job")
+    print(f"dtf: {known.title} is forgotten, not ended: its record is now {record.set_aside(folder)}")
+    return Exit.OK

@@ -15,9 +15,10 @@ from dtf.api.job import Job, Output
 from dtf.api.registry import option, register
 from dtf.api.schema import build
 from dtf.cluster import record
+from dtf.cluster.platform import JobState, State
 from dtf.core.endpoint_file import NAME as LIVE
 from dtf.core.endpoint_file import EndpointFile, find
-from dtf.core.errors import ConfigError, Exit
+from dtf.core.errors import ConfigError, Exit, PeerError
 from dtf.host import network
 from dtf.launch.manual import TlsOptions
 from dtf.launch.manual_checks import token
@@ -93,7 +94,10 @@ def _job_of(folder: Path) -> tuple[dict[str, Any], list[str]]:
     known = record.find(folder)
     if known is None:
         return {}, []
-    state = known.platform.state(known.handle)
+    try:
+        state = known.platform.state(known.handle)
+    except (PeerError, ConfigError) as error:  # how the run stands is known all the same
+        state = JobState(State.unknown, f"the scheduler cannot be asked: {error}")
     detail = f" ({state.detail})" if state.detail else ""
     told = {"platform": known.launcher["name"], **known.handle, "state": state.state.value, "detail": state.detail}
     return {"job": told}, [f"{known.title}: {state.state.value}{detail}, submitted {known.submitted[:19]}"]

@@ -76,9 +76,8 @@ judge() {
         case $code in
         0) continue ;;
         75 | 143) now=stopped ;;
-        '' | 69 | 71 | 74) now=lost ;;
-        73) now=lost && ((restart == 0)) && now=failed ;; # later: a node that was lost may not know it yet
-        *) now=failed && ((code > 128)) && now=lost ;;
+        1 | 2 | 65 | 77 | 79 | 80 | 93 | 126 | 127) now=failed ;;
+        *) now=lost ;; # dtf says so, or was killed
         esac
         case $verdict-$now in
         failed-* | lost-stopped | lost-lost | stopped-stopped) ;;
@@ -87,12 +86,12 @@ judge() {
     done
 }
 
-may_go_on() { # after a loss: while there was a new checkpoint within the last 3
-    local count=0 before='' now
+may_go_on() { # after a loss: unless there were 3 without a new checkpoint
+    local count=0 before='' by='' now
     now=$(newest)
-    [[ -e $folder/lost$part ]] && read -r count before <"$folder/lost$part"
-    [[ $before == "$now" ]] || count=0
-    echo "$((count + 1)) $now" >"$folder/lost$part"
+    [[ -e $folder/lost$part ]] && read -r count before by <"$folder/lost$part"
+    [[ $before == "$now" && $by == "$id" ]] || count=0 # another job's losses were those of another submission
+    echo "$((++count)) $now $id" >"$folder/lost$part"
     ((count < 3))
 }
 

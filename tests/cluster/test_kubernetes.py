@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from dtf.cluster import kubernetes
-from dtf.cluster.kubernetes_objects import AGAIN, FINAL
+from dtf.cluster.after_exit import FINAL
+from dtf.cluster.kubernetes_objects import AGAIN
 from dtf.core.errors import ConfigError, Exit
 from dtf.strategies.ddp import Ddp
 from tests.support.kubebox_controllers import _matching
@@ -172,7 +173,7 @@ def test_the_runtime_of_a_trainjob_is_built_as_in_the_example_of_kubeflow() -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_exit_code_is_decided_alike_in_all_kinds(kind: str) -> None:
-    """0 is done; 69, 71, 74, 75 and 143 start again; what dtf ends with besides is final; other ends are counted."""
+    """0 is done; 69, 71, 73, 74, 75 and 143 start again; other codes of dtf are final; other ends are counted."""
     decided = {0: "done", 137: "Count", 139: "Count"} | dict.fromkeys(AGAIN, "Ignore") | dict.fromkeys(FINAL, "FailJob")
     assert {int(code) for code in Exit} <= {int(code) for code in decided}
     (job,) = (one for value in rendered(platform(kind), request()) if value["kind"] != "Secret" and "spec" in value

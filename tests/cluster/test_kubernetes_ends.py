@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from dtf.cluster import names
-from dtf.cluster.ends import MOST, count_end, is_finished, note_beginning
+from dtf.cluster import inside, names
+from dtf.cluster.after_exit import MOST
+from dtf.cluster.allocation import Allocation
+from dtf.cluster.ends import count_end, count_start, is_finished, note_beginning
 from dtf.cluster.kubernetes import Kubernetes
+from dtf.cluster.kubernetes_objects import CRASHES
 from dtf.cluster.platform import JobRequest, State
-from dtf.core.errors import ConfigError, Exit, NoProgressError
+from dtf.core.errors import ConfigError, Exit, NoProgressError, Preempted
 from tests.support.kubebox import KubeBox, kubebox
 from tests.support.kubernetes_requests import JOBSET_FIRST, platform, request
 
@@ -67,7 +71,7 @@ def submit(options: Kubernetes, wanted: JobRequest, tmp_path: Path) -> dict[str,
 
 def test_a_pod_that_may_start_again_does(run: Run) -> None:
     """More often than crashes may."""
-    codes = "69 71 74 75 143"
+    codes = "69 71 73 74 75 143 69 71 73 74 75 143"
     state, detail, starts = run(
         "job", f"for code in {codes}; do n=$((n - 1)); [ $n = 0 ] && exit $code; done; exit 0", **ONE
     )
@@ -83,9 +87,9 @@ def test_a_final_code_fails_the_job_at_once_with_its_reason(run: Run, kind: str)
 
 
 def test_crashes_are_counted(run: Run) -> None:
-    """Three of a pod; a JobSet starts all anew once."""
+    """Ten of a pod, where dtf does not come to count; a JobSet starts all anew once."""
     state, detail, starts = run("jobset", "exit 137", **ONE)
-    assert (state, len(starts)) == (State.failed, 2 * 4)
+    assert (state, len(starts)) == (State.failed, 2 * (CRASHES + 1))
     assert detail.startswith("ReachedMaxRestarts") and "restarted 1 time(s)" in detail
 
 
@@ -131,16 +135,49 @@ def checkpoint(folder: Path, step: int) -> None:
     (folder / "checkpoints" / f"step_{step:06}").mkdir(parents=True)
 
 
-def test_a_run_that_makes_no_progress_is_given_up(tmp_path: Path) -> None:
-    for end in (Exit.PEER, Exit.IO):
-        count_end(end, tmp_path)
-    count_end(Exit.PREEMPTED, tmp_path)  # says nothing against the run
+def ends(folder: Path, *codes: int | None, digest: str = "abc") -> None:
+    """Starts of the job that end so; None: it is killed, and can note nothing."""
+    for code in codes:
+        count_start(folder, digest)
+        if code is not None:
+            count_end(code, folder, digest)
+
+
+@pytest.mark.parametrize("last", [Exit.PEER, Exit.BUSY, 139])
+def test_a_run_that_makes_no_progress_is_given_up(tmp_path: Path, last: int) -> None:
+    ends(tmp_path, Exit.PEER, Exit.IO)
+    ends(tmp_path, *[Exit.PREEMPTED] * MOST)  # says nothing against the run
+    checkpoint(tmp_path, 999_990)
+    ends(tmp_path, Exit.PEER, Exit.HARDWARE)
+    checkpoint(tmp_path, 1_000_000)
+    ends(tmp_path, Exit.PEER, Exit.HARDWARE)
+    known = {"digest": "abc", "newest": 1_000_000, "lost": MOST - 1, "open": False}
+    assert json.loads((tmp_path / "job" / "ends.json").read_text()) == known
+    with pytest.raises(NoProgressError, match=f"started 3 times without a new checkpoint and ended with {int(last)}"):
+        ends(tmp_path, last)
+
+
+def test_a_start_that_was_killed_counts_as_the_next_one_begins(tmp_path: Path) -> None:
+    """Nothing that a container could note says so."""
+    ends(tmp_path, None, None, None)
+    with pytest.raises(NoProgressError, match="started 3 times .* killed or lost its node at last"):
+        ends(tmp_path, Exit.OK)
     checkpoint(tmp_path, 10)
-    for end in (Exit.PEER, Exit.HARDWARE):
-        count_end(end, tmp_path)
-    assert json.loads((tmp_path / "job" / "ends.json").read_text()) == {"newest": "step_000010", "ends": MOST - 1}
-    with pytest.raises(NoProgressError, match="started 3 times without a new checkpoint and ended with 69"):
-        count_end(Exit.PEER, tmp_path)
+    ends(tmp_path, None, None, Exit.PREEMPTED, None)
+    checkpoint(tmp_path, 20)
+    ends(tmp_path, None, None)
+
+
+def test_a_job_that_is_submitted_anew_counts_from_0(tmp_path: Path) -> None:
+    with pytest.raises(NoProgressError):
+        ends(tmp_path, *[Exit.PEER] * MOST)
+    ends(tmp_path, *[Exit.PEER] * (MOST - 1), digest="abd")
+
+
+def test_a_signal_before_the_run_begins_is_no_loss(tmp_path: Path) -> None:
+    with pytest.raises(Preempted), inside._ends(Allocation(counts_ends=True), tmp_path, "abc"):
+        signal.raise_signal(signal.SIGTERM)
+    assert not json.loads((tmp_path / "job" / "ends.json").read_text())["open"]
 
 
 def test_a_process_that_comes_after_the_end_knows_it(tmp_path: Path) -> None:
@@ -154,8 +191,10 @@ def test_a_process_that_comes_after_the_end_knows_it(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_counts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     for _ in range(MOST + 1):
-        count_end(Exit.IO, tmp_path / "gone")
+        count_start(tmp_path / "file" / "run", "abc")
+        count_end(Exit.IO, tmp_path / "file" / "run", "abc")
 
 
 def test_names_are_waited_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

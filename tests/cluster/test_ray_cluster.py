@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from dtf.cluster.ray_ends import newest_checkpoint
+from dtf.cluster.after_exit import newest_checkpoint
 from tests.support.raybox import WAIT_S, RayBox, parent, supervisors, until
 
 pytest.importorskip("ray", reason="ray is not installed: python -m pip install 'dtf[ray]'")
@@ -115,7 +115,7 @@ class Submitted:
 
         until(lambda: (self.folder / "metrics.jsonl").exists() and there(), f"step {step}: {self.state}")
 
-    def newest(self) -> str:
+    def newest(self) -> int:
         """The newest checkpoint."""
         return newest_checkpoint(str(self.folder))
 

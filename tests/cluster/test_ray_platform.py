@@ -14,7 +14,7 @@ from dtf.cli.main import main
 from dtf.cluster import ray_platform
 from dtf.cluster.followed_logs import followed
 from dtf.cluster.platform import JobRequest, JobState, State
-from dtf.cluster.ray_ends import goes_on, newest_checkpoint, verdict
+from dtf.cluster.ray_ends import verdict
 from dtf.cluster.ray_platform import Ray
 from dtf.cluster.submit import request_of
 from dtf.config.compose import compose
@@ -131,6 +131,8 @@ LOST = None
         ([0, LOST], 2, LOST),
         ([69, LOST], 2, LOST),
         ([75, 137], 2, LOST),
+        ([69, 139], 2, LOST),
+        ([73, 69], 2, 73),
         ([75, 75], 2, 75),
         ([143, 75], 2, 143),
         ([75, 69], 2, 69),
@@ -141,28 +143,6 @@ LOST = None
 )
 def test_one_code_of_all_processes(codes: list[int | None], deciding: int, expected: int | None) -> None:
     assert verdict(codes, deciding) == expected
-
-
-def test_which_ends_are_placed_again() -> None:
-    """Asked to stop: always. Failures that may pass, and losses: while there are new checkpoints. All else: never."""
-    for code in (75, 143):
-        assert goes_on(code, 9, False, 2) == (True, 2) and goes_on(code, 9, True, 2) == (True, 0)
-    for code in (69, 71, 74, None):
-        assert goes_on(code, 1, False, 0) == (True, 1)
-        assert goes_on(code, 2, False, 1) == (True, 2)
-        assert goes_on(code, 3, False, 2) == (False, 3)
-        assert goes_on(code, 3, True, 2) == (True, 0)
-    for code in (1, 2, 65, 77, 79, 80, 93, 139):
-        assert goes_on(code, 5, True, 0) == (False, 0)
-    assert goes_on(73, 1, True, 0) == (False, 0), "another run has the folder"
-    assert goes_on(73, 2, False, 0) == (True, 1), "the job's own, on a node that is lost"
-
-
-def test_the_newest_checkpoint(tmp_path: Path) -> None:
-    assert newest_checkpoint(str(tmp_path)) == ""
-    for name in ("step_000009", "step_000010", "step_000011.new", ".step_000012"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert newest_checkpoint(str(tmp_path)) == "step_000010"
 
 
 def test_what_the_driver_wrote_last_needs_no_cluster(tmp_path: Path) -> None:

@@ -195,7 +195,8 @@ DECISIONS = [  # codes of the tasks, of srun; whether it starts again, and the c
     (("1", "69"), 69, False, 1),  # the others lost the one that failed
     (("75", "1"), 75, False, 1),
     (("65",), 65, False, 65),
-    (("73",), 73, False, 73),
+    (("73",), 73, True, 73),
+    (("139", "75"), 139, True, 139),
     (("79",), 79, False, 79),
     (("80",), 80, False, 80),
     (("93",), 93, False, 93),
@@ -224,16 +225,12 @@ def test_a_code_that_is_seen_late_counts(machine: Machine) -> None:
     assert machine.calls.count("sleep 1") == 3 and not machine.requeued
 
 
-def test_a_busy_folder_is_tried_again_only_by_a_job_that_was_there_before(machine: Machine) -> None:
-    assert machine.run("73", SLURM_RESTART_COUNT="1") == 73 and machine.requeued
-
-
 def test_losses_without_a_new_checkpoint_end_the_job(machine: Machine) -> None:
     for _ in range(2):
         machine.run("69")
         assert machine.requeued
     machine.save(10)
-    for _ in range(3):
+    for _ in range(2):
         machine.run("")
         assert machine.requeued
         machine.run("75")  # asked to stop: as often as it likes
@@ -241,6 +238,7 @@ def test_losses_without_a_new_checkpoint_end_the_job(machine: Machine) -> None:
     assert machine.run("69") == 69
     assert not machine.requeued
     assert "lost again and again" in (machine.folder / "run" / "job" / "ended").read_text()
+    assert machine.run("69", SLURM_JOB_ID="8") == 69 and "scontrol requeue 8" in machine.calls, "submitted anew"
 
 
 COMPLETING = "JobId=7 JobState=COMPLETING Reason=None PreemptTime=None Comment= "

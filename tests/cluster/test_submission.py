@@ -18,8 +18,9 @@ from dtf.cluster.allocation import Allocation
 from dtf.cluster.bundle import unpacked
 from dtf.cluster.platform import job_name
 from dtf.cluster.plugin_code import code_of
+from dtf.cluster.submit import refuse_live
 from dtf.config.compose import Composed, compose
-from dtf.core.errors import ConfigError, Exit
+from dtf.core.errors import BusyError, ConfigError, Exit, PeerError
 from dtf.core.files import flat
 from tests.support.submission import HERE, SMALL, bundle, composed_inside
 
@@ -239,6 +240,49 @@ def test_a_live_job_keeps_its_folder_until_it_is_cancelled(capsys: pytest.Captur
     assert main(["plugins=[here_platform]", "job=cancel", "job.run_folder=mine"]) == Exit.OK
     _, status = os.waitpid(int(known.handle["pids"]), 0)
     assert os.waitstatus_to_exitcode(status) == Exit.PREEMPTED
+
+
+def test_a_scheduler_that_does_not_answer_locks_nothing_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its run is shown; a new submission names the stale job, and the way out."""
+    words = [*SMALL, "run.dir=mine"]
+    known = record.JobRecord(compose(words).config["launcher"], {"job": "7"}, "2026-11-26T20:00:00", "abc", "mine")
+    (tmp_path / "mine" / "job").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    record.keep(Path("mine"), known)
+    Path("mine/run.json").write_text(
+        json.dumps(
+            {
+                "id": "20261126-1",
+                "exit": 75,
+                "ended": "2026-11-26T20:30:00",
+                "started": "2026-11-26T20:01:00",
+                "cause": "asked",
+            }
+        )
+    )
+
+    def gone(self: object, handle: dict[str, str]) -> None:
+        raise PeerError("10.0.0.1:6379: nobody answers")
+
+    monkeypatch.setattr(type(known.platform), "state", gone)
+    assert main([HERE[0], "job=status", "job.run_folder=mine"]) == Exit.OK
+    assert "here job 7: unknown (the scheduler cannot be asked: 10.0.0.1:6379: nobody" in (
+        told := capsys.readouterr().out
+    )
+    assert "run 20261126-1" in told
+    with pytest.raises(
+        BusyError, match="here job 7 of 2026-11-26T20:00:00, .* job=cancel job.forget=true job.run_folder=mine"
+    ):
+        refuse_live(Path("mine"))
+    assert main([HERE[0], "job=cancel", "job.run_folder=mine"]) == Exit.PEER
+    assert "job.forget=true" in capsys.readouterr().err
+    assert main([HERE[0], "job=cancel", "job.run_folder=mine", "job.forget=true"]) == Exit.OK
+    assert "here job 7 is forgotten, not ended" in capsys.readouterr().out
+    refuse_live(Path("mine"))
+    assert Path("mine/job/forgotten-job.json").exists()
+    assert main([HERE[0], "job=cancel", "job.run_folder=mine", "job.forget=true"]) == Exit.CONFIG
 
 
 # ---------------------------------------------------------------- sweeps

@@ -7,17 +7,17 @@ _RAY, _SAGEMAKER = "tests/cluster/test_ray_platform.py::", "tests/cluster/test_s
 FAULTS = [
     Fault(
         "a run that was told to stop before Python ran is not placed again",
-        "dtf/cluster/ray_ends.py",
-        "(75, 143), (69, 71, 74)",
-        "(75,), (69, 71, 74)",
-        (f"{_RAY}test_which_ends_are_placed_again",),
+        "dtf/cluster/after_exit.py",
+        "ALWAYS = (75, 143)",
+        "ALWAYS = (75,)",
+        ("tests/cluster/test_after_exit.py::test_which_ends_are_followed_by_another_start",),
     ),
     Fault(
         "checkpoints do not count when a run is placed again",
-        "dtf/cluster/ray_ends.py",
-        "stalled = 0 if progress else stalled + 1",
-        "stalled = stalled + 1",
-        (f"{_RAY}test_which_ends_are_placed_again",),
+        "dtf/cluster/after_exit.py",
+        "(0 if progress else lost) +",
+        "lost +",
+        ("tests/cluster/test_after_exit.py::test_which_ends_are_followed_by_another_start",),
     ),
     Fault(
         "trainers decide whether a run with servers has finished",

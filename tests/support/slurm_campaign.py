@@ -152,7 +152,7 @@ class Campaign:
         while acts and self._started(job):
             moment = self._moment(run, job)
             if acts[-1].__name__ in WITHOUT_NOTICE:
-                if losses[-2:] == [newest(run)] * 2:  # a fourth without a new checkpoint would rightly end the job
+                if losses[-2:] == [newest(run)] * 2:  # a third without a new checkpoint would rightly end the job
                     self.box.wait(
                         lambda: newest(run) > losses[-1] or self.box.state(job) != "RUNNING", "a save", PATIENCE_S
                     )
