@@ -14,7 +14,7 @@ from dtf.api.schema import build, show
 from dtf.cli.run_trial import JobWithFolder
 from dtf.cli.schedule import Rules
 from dtf.cli.slots import SIDE_BY_SIDE, share_of_cores, share_of_devices
-from dtf.cli.submitted_sweep import platform_of
+from dtf.cli.submitted_sweep import check_job, platform_of
 from dtf.cli.sweep_overrides import as_typed, combinations, distinct, title_of
 from dtf.cli.trials import NOT_STARTED, Trial, digest, folder_name
 from dtf.config.hydra_sources import BASIC_SWEEPER, OPTUNA, OptunaOptions
@@ -198,6 +198,7 @@ def check_trial(first: Composed, other: Composed) -> None:
             f"launcher={name} takes part as a rank that others started, for one run; a sweep starts its own ranks: "
             "use launcher=local"
         )
+    check_job(first, other)
     for group, names in (
         ("run", ("dir", "name")),
         ("budget", tuple(first.config["budget"])),

@@ -21,6 +21,7 @@ from dtf.core.errors import BusyError, ConfigError, Exit
 from dtf.core.files import open_private
 from dtf.core.run_record import time_to_save_s
 from dtf.runs.run_folder import check_folder, take_lock, unique_id
+from dtf.runs.standing import standing
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -79,12 +80,14 @@ def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
         _write(request.bundle, request.content)
         for name, path in files.items():
             _write(path, texts[name].encode())
+        before = standing(request.folder)
         kept = record.JobRecord(
             request.config["launcher"],
             platform.submit(request, files),
             datetime.now(UTC).isoformat(),
             request.digest,
             request.run_dir,
+            before.id if before else "",
         )
         record.keep(request.folder, kept)
         return kept
