@@ -35,6 +35,14 @@ def ramp(step: int, warmup: int) -> float:
     return min(1.0, (step + 1) / warmup) if warmup else 1.0
 
 
+def steps_of_rise(schedule: Schedule, total: int) -> int:
+    """Steps of a run of `total` before the one with which the rate has stopped to rise. 0 where it rises to the end."""
+    step = 0
+    while step + 1 < total and schedule(step + 1, total) > schedule(step, total):
+        step += 1
+    return step if step + 1 < total else 0
+
+
 def require(holds: bool, key: str, value: object, rule: str) -> None:
     """ConfigError in the form `lr.peak=-1 must be a positive number` unless `holds`."""
     if not holds:

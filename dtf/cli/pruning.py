@@ -53,15 +53,19 @@ Standings = Mapping[int, Standing]
 """Number of a trial -> its standing."""
 
 
-def rungs(evaluations: int, factor: int, trials: int | None = None) -> list[int]:
+def rungs(evaluations: int, factor: int, trials: int | None = None, first: int = 1) -> list[int]:
     """The evaluations at which a trial of so many may stop, the last of them: 1/factor^k of all, rounded down.
 
-    `trials`: how many there are; there are no more rungs than leave one of them at the last.
+    `trials`: how many there are; there are no more rungs than leave one of them at the last. `first`: the first
+    evaluation that tells trials apart. Rungs before it are left out; where that are all, it is the only one.
     """
     found, most = [evaluations], math.inf if trials is None else _power(trials, factor) + 1
     while found[0] >= factor and len(found) < most:
         found.insert(0, evaluations // factor ** len(found))
-    return found
+    if len(found) == 1 or first >= evaluations:
+        return found
+    later = [rung for rung in found if rung >= first]
+    return later if len(later) > 1 else [first, evaluations]
 
 
 def next_of(rule: Prune, trials: Standings, rungs: Sequence[int], factor: int, maximise: bool) -> int | None:

@@ -60,7 +60,8 @@ class Batch:
 @dataclass(frozen=True)
 class Rules:
     """What a sweep does with its trials. `name`: of the objective; `trials`: how many there will be, where it is known.
-    `folder_of`: the folder of the trial with these overrides; None: the job keeps none.
+    `folder_of`: the folder of the trial with these overrides; None: the job keeps none. No rung lies in the `rise`:
+    trials differ little there, whatever their rates.
     """
 
     options: SweepOptions
@@ -69,6 +70,7 @@ class Rules:
     of_all: str  # ` of N`, for counting
     title_of: Callable[[Sequence[str]], str]
     folder_of: Callable[[Sequence[str]], Path | None]
+    rise: Callable[[int], int] = lambda total: 0  # steps of a run of `total` in which the learning rate still rises
 
 
 @dataclass
@@ -265,13 +267,16 @@ class Schedule:
         if not self._rungs:
             factor = self._rules.options.factor
             of = self._rules.trials if self._rule is Prune.asha else None
-            found = rungs(count, factor, of)
+            assert trial.plan is not None
+            rise = self._rules.rise(trial.plan[0])
+            found = rungs(count, factor, of, first=1 + sum(step <= rise for step in trial.steps))
             if count > MOST_EVALUATIONS or len(found) < 2:
                 raise ConfigError(
                     f"sweep.prune={self._rule.name} needs {factor} (sweep.factor) to {MOST_EVALUATIONS} evaluations in "
                     f"a trial, trial {trial.number} has {count}; change train.eval_every"
                 )
             self._rungs = found
+            print(f"dtf: rungs after {', '.join(map(str, found[:-1]))} of {count} evaluations", flush=True)
         elif count != self._rungs[-1]:
             raise ConfigError(
                 f"sweep.prune={self._rule.name} compares trials after equally many evaluations, trial {trial.number} "

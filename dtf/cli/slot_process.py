@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dtf.cli.slots import receive_order
 from dtf.host import starting
-from dtf.launch.rank_process import MESSAGE_BYTES
 
 
 def serve(order: dict[str, Any]) -> None:
@@ -33,8 +33,8 @@ def serve(order: dict[str, Any]) -> None:
     code = 0
     try:
         with Stop():  # a signal that comes between two trials is not forgotten
-            while data := control.recv(MESSAGE_BYTES):
-                message = _run(json.loads(data))
+            while (trial := receive_order(control)) is not None:
+                message = _run(trial)
                 sys.stdout.flush()
                 sys.stderr.flush()
                 control.send(json.dumps(message).encode())

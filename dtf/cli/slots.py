@@ -93,6 +93,24 @@ class _Slot:
         self.process.stdout.close()
 
 
+def send_order(control: socket.socket, order: dict[str, Any]) -> None:
+    """Send a trial to a slot, as a file in memory: a config may be longer than a message."""
+    with open(os.memfd_create("trial"), "wb") as file:
+        file.write(json.dumps(order).encode())
+        file.flush()
+        socket.send_fds(control, [b"trial"], [file.fileno()])
+
+
+def receive_order(control: socket.socket) -> dict[str, Any] | None:
+    """Wait for a trial; None: the sweep has closed its end."""
+    data, descriptors, _, _ = socket.recv_fds(control, 16, 1, socket.MSG_CMSG_CLOEXEC)
+    if not data:
+        return None
+    with open(descriptors[0], "rb") as file:
+        file.seek(0)
+        return json.loads(file.read())
+
+
 class SlotExecutor:
     """Runs as many trials at once as there are slots, which are started when they are needed. See `TrialExecutor`.
 
@@ -130,7 +148,7 @@ class SlotExecutor:
             "folder": str(order.folder or ""),
         }
         with suppress(BrokenPipeError, ConnectionResetError):  # it is gone: `wait` says so
-            slot.control.send(json.dumps(message).encode())
+            send_order(slot.control, message)
 
     def wait(self) -> TrialEnd:
         while True:

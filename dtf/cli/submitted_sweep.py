@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtf.cli.schedule import as_trial
 from dtf.cli.trials import find
 from dtf.cluster.platform import Platform, job_name
 from dtf.cluster.submit import hand_over, is_submitted, request_of
@@ -41,7 +42,7 @@ def submit_together(platform: Platform, trials: Sequence[tuple[Path, Composed]],
     if not trials:
         print("dtf: all trials were finished before")
         return Exit.OK
-    _check([one for _, one in trials], platform)
+    _check_alike([one for _, one in trials], platform)
     run_dir = str(home)
     if not platform.sees_folder:
         run_dir = first.config["run"]["dir"] or platform.default_run_dir(job_name(home.parent.name), home.name)
@@ -50,20 +51,25 @@ def submit_together(platform: Platform, trials: Sequence[tuple[Path, Composed]],
     return hand_over(platform, request_of(platform, composed, home, run_dir, name, names, parallel))
 
 
-def _check(trials: Sequence[Composed], platform: Platform) -> None:
-    """Raise ConfigError for a trial that no job could run, and for trials that are not of one kind of job."""
-    first = trials[0]
-    roles = first.settings.strategy.roles(platform.count())
-    for one in trials:
-        strategy = one.check(data=False).strategy  # the data may only be where the job runs
-        platform.check(strategy)
-        if one.config["launcher"] != first.config["launcher"]:
-            raise ConfigError("launcher.* has several values, and all trials are jobs of one kind; give one value")
-        if platform.nodes > 1 and (other := strategy.roles(platform.count())) != roles:
-            raise ConfigError(
-                f"trials have {other} and {roles} processes, and on launcher.nodes={platform.nodes} the scheduler "
-                "places each of them; submit a sweep for each number"
-            )
+def check_job(first: Composed, other: Composed) -> None:
+    """Raise ConfigError for a trial that no job of its platform could run, and for another kind of job than the first.
+    Nothing is wrong where trials run on this host.
+    """
+    if (platform := platform_of(other)) is None:
+        return
+    platform.check(as_trial(other, None).check(data=False).strategy)  # the data may only be where the job runs
+    if other.config["launcher"] != first.config["launcher"]:
+        raise ConfigError("launcher.* has several values, and all trials are jobs of one kind; give one value")
+
+
+def _check_alike(trials: Sequence[Composed], platform: Platform) -> None:
+    """Raise ConfigError for trials that one job cannot have side by side."""
+    all_roles = [one.settings.strategy.roles(platform.count()) for one in trials]
+    if platform.nodes > 1 and (other := next((roles for roles in all_roles if roles != all_roles[0]), None)):
+        raise ConfigError(
+            f"trials have {other} and {all_roles[0]} processes, and on launcher.nodes={platform.nodes} the scheduler "
+            "places each of them; submit a sweep for each number"
+        )
 
 
 def show_first(platform: Platform, folder: Path, composed: Composed) -> int:
@@ -75,5 +81,6 @@ def show_first(platform: Platform, folder: Path, composed: Composed) -> int:
 @contextmanager
 def each_as_a_job(platform: Platform, places: int, requested: Callable[[], bool]) -> Iterator[TrialJobs]:
     """A context in which trials are submitted one by one. Signals to stop are counted, and passed on by `wait`."""
-    with Stop():
-        yield TrialJobs(platform, places, requested)
+    jobs = TrialJobs(platform, places, requested)
+    with Stop(), closing(jobs):
+        yield jobs

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
+from dtf.api.lr import steps_of_rise
 from dtf.api.options import Prune, SweepOptions
 from dtf.api.schema import build, show
 from dtf.cli.run_trial import JobWithFolder
 from dtf.cli.schedule import Rules
 from dtf.cli.slots import SIDE_BY_SIDE, share_of_cores, share_of_devices
-from dtf.cli.submitted_sweep import platform_of
+from dtf.cli.submitted_sweep import check_job, platform_of
 from dtf.cli.sweep_overrides import as_typed, combinations, distinct, title_of
 from dtf.cli.trials import NOT_STARTED, Trial, digest, folder_name
 from dtf.config.hydra_sources import BASIC_SWEEPER, OPTUNA, OptunaOptions
@@ -73,7 +74,11 @@ class SweepPlan:
         known = len(self.trials) if self.complete else self.optuna.n_trials if self.sweeper == OPTUNA else None
         of_all = f" of {len(self.trials)}" if self.complete and len(self.trials) > 1 else ""
         objective = self.first.settings.objective if self.folder else ("", "max")
-        return Rules(self.options, objective, known, of_all, self._title_of, self._folder_of)
+        return Rules(self.options, objective, known, of_all, self._title_of, self._folder_of, self._rise)
+
+    def _rise(self, total: int) -> int:
+        """Steps of a run of `total` until the learning rate has stopped to rise in all trials that are known."""
+        return max(steps_of_rise(one.settings.lr, total) for one in self.composed)
 
     def with_those_not_started(self, begun: Mapping[int, Trial]) -> list[Trial]:
         """Trials for the table, by number: where a sweep was stopped, some have not been begun."""
@@ -198,6 +203,7 @@ def check_trial(first: Composed, other: Composed) -> None:
             f"launcher={name} takes part as a rank that others started, for one run; a sweep starts its own ranks: "
             "use launcher=local"
         )
+    check_job(first, other)
     for group, names in (
         ("run", ("dir", "name")),
         ("budget", tuple(first.config["budget"])),

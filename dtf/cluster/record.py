@@ -32,13 +32,17 @@ class Intent:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job that was submitted. `launcher`: its config node, `handle`: see `Platform.submit`."""
+    """A job that was submitted. `launcher`: its config node, `handle`: see `Platform.submit`.
+
+    `launch_before`: the id of the newest launch in the run folder at that time; another one is of this job.
+    """
 
     launcher: dict[str, Any]
     handle: dict[str, str]
     submitted: str
     digest: str
     run_dir: str
+    launch_before: str = ""
 
     @property
     def platform(self) -> Platform:

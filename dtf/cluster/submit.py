@@ -22,6 +22,7 @@ from dtf.core.errors import BusyError, ConfigError, DtfError, Exit, PeerError
 from dtf.core.files import open_private
 from dtf.core.run_record import time_to_save_s
 from dtf.runs.run_folder import check_folder, take_lock, unique_id
+from dtf.runs.standing import standing
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -77,10 +78,14 @@ def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
         folder.mkdir(exist_ok=True, mode=0o700)
     lock = take_lock(request.job_folder)
     try:
-        intent = record.Intent(request.name, request.digest, request.token, request.grace_s)
-        request = replace(request, again=record.intent(request.folder) == intent)
-        if not request.again:
+        intent = record.intent(request.folder)
+        if intent is None or intent.digest != request.digest:
             refuse_live(request.folder)
+            before = standing(request.folder)
+            launch = before.id if before else ""
+            intent = record.Intent(request.name, request.digest, request.token, request.grace_s, launch)
+        else:
+            request = replace(request, again=True)
         files = {name: request.job_folder / name for name in texts}
         _write(request.bundle, request.content)
         for name, path in files.items():
@@ -92,6 +97,7 @@ def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
             datetime.now(UTC).isoformat(),
             request.digest,
             request.run_dir,
+            intent.launch_before,
         )
         record.keep(request.folder, kept)
         return kept

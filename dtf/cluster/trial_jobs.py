@@ -5,6 +5,7 @@ For sweeps that decide as they go. One whose trials are all known is one job, se
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from dtf.api.trials import TrialEnd, TrialOrder
 from dtf.cluster import record
-from dtf.cluster.platform import Platform, job_name
+from dtf.cluster.platform import Platform, State, job_name
 from dtf.cluster.submit import hand_in, request_of
-from dtf.core.errors import STARTED_AGAIN, ConfigError, Exit
-from dtf.runs.standing import standing
+from dtf.core.errors import STARTED_AGAIN, ConfigError, DtfError, Exit, PeerError, error_line
+from dtf.runs.standing import Standing, standing
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -27,9 +28,28 @@ _LOOK_S, _ASK_S = 1.0, 10.0
 
 @dataclass
 class _Running:
+    """`silent`: whether the scheduler did not answer when it was asked last."""
+
     job: record.JobRecord
     folder: Path
     asked: float = 0.0
+    silent: bool = False
+    cancelled: bool = False
+
+    @property
+    def said(self) -> Standing | None:
+        """How the run stands, if this job has begun it: the folder may still say how an earlier job ended."""
+        found = standing(self.folder)
+        return None if found is None or found.id == self.job.launch_before else found
+
+    def exit_code(self, state: State, asked_to_stop: bool) -> int:
+        """Of the run, in `state` of its job, which has ended. E_PEER where the job was lost before the run said that it
+        is over: as it never began, or as the scheduler gave up to start it again.
+        """
+        said = self.said
+        if said is not None and said.exit is not None and (said.exit, state) != (Exit.PREEMPTED, State.failed):
+            return said.exit
+        return Exit.PREEMPTED if asked_to_stop else Exit.PEER
 
 
 class TrialJobs:
@@ -46,48 +66,80 @@ class TrialJobs:
         self.places = places
         self._platform, self._requested, self._stopped = platform, requested, False
         self._running: dict[int, _Running] = {}
+        self._refused: list[TrialEnd] = []  # trials that could not be submitted
 
     def start(self, order: TrialOrder) -> None:
-        """Submit a trial. One whose job waits or runs, as this process was killed, goes on to be watched."""
+        """Submit a trial. One whose job waits or runs, as this process was killed, goes on to be watched. One that the
+        scheduler does not take has failed.
+        """
         composed: Composed = order.composed  # type: ignore[assignment]
         if order.folder is None:
             raise ConfigError("trials that keep no run folder are not submitted; use launcher=local")
-        known = None if record.intent(order.folder) else record.find(order.folder)
-        if known is None or not known.platform.state(known.handle).state.is_live:
-            name = job_name(order.folder.parent.name, str(order.number))
-            request = request_of(self._platform, [composed], order.folder, str(order.folder), name)
-            known = hand_in(self._platform, request)
+        try:
+            known = None if record.intent(order.folder) else record.find(order.folder)
+            if known is None or not known.platform.state(known.handle).state.is_live:
+                name = job_name(order.folder.parent.name, str(order.number))
+                request = request_of(self._platform, [composed], order.folder, str(order.folder), name)
+                known = hand_in(self._platform, request)
+        except DtfError as error:
+            _tell(order.number, error)
+            self._refused.append(TrialEnd(order.number, error.exit))
+            return
         print(f"dtf: trial {order.number}: {known.title}", flush=True)
         self._running[order.number] = _Running(known, order.folder, time.monotonic())
 
     def wait(self) -> TrialEnd:
-        while True:
+        while not self._refused:
             if self._requested() and not self._stopped:
                 self.stop()
             for number, running in self._running.items():
-                if self._has_ended(running):
+                state = self._ended(number, running)
+                if state is not None:
                     del self._running[number]
-                    return TrialEnd(number, _exit_code(running))
+                    return TrialEnd(number, running.exit_code(state, self._stopped))
             time.sleep(_LOOK_S)
+        return self._refused.pop()
 
-    def _has_ended(self, running: _Running) -> bool:
-        found, now = standing(running.folder), time.monotonic()
-        over = found is not None and found.exit is not None and found.exit not in STARTED_AGAIN
-        if not over and now - running.asked < _ASK_S:
-            return False
+    def _ended(self, number: int, running: _Running) -> State | None:
+        """What has become of the job of a trial; None: it goes on, as far as is known. A scheduler that does not answer
+        is asked again, unless the sweep is to stop: the job is left to it then.
+        """
+        said, now = running.said, time.monotonic()
+        over = said is not None and said.exit is not None and said.exit not in STARTED_AGAIN
+        if now - running.asked < (_LOOK_S if over and not running.silent else _ASK_S):
+            return None
         running.asked = now
-        return not self._platform.state(running.job.handle).state.is_live
+        if self._stopped and not running.cancelled:
+            self._cancel(number, running)
+        try:
+            state = self._platform.state(running.job.handle).state
+        except PeerError as error:
+            if not running.silent:
+                _tell(number, error)
+            running.silent = True
+            return State.unknown if self._stopped else None
+        running.silent = False
+        return None if state.is_live else state
 
     def stop(self) -> None:
         self._stopped = True
-        for running in self._running.values():
+        for number, running in self._running.items():
+            self._cancel(number, running)
+
+    def _cancel(self, number: int, running: _Running) -> None:
+        """Without an answer it is tried once more, when the scheduler is asked about the job."""
+        try:
             self._platform.cancel(running.job.handle)
+            running.cancelled = True
+        except PeerError as error:
+            _tell(number, error)
 
     def close(self) -> None:
-        self.stop()
+        """Jobs that still run, as an error ends this process, are left to the same sweep started again."""
+        for number, running in self._running.items():
+            print(f"dtf: trial {number}: {running.job.title} goes on", file=sys.stderr, flush=True)
+        self._running.clear()
 
 
-def _exit_code(running: _Running) -> int:
-    """Of the run; E_PEER where its job ended before it said anything."""
-    found = standing(running.folder)
-    return Exit.PEER if found is None or found.exit is None else found.exit
+def _tell(number: int, error: DtfError) -> None:
+    print(error_line(error.exit, f"trial {number}: {error}"), file=sys.stderr, flush=True)

@@ -77,10 +77,16 @@ def time_to_save_s(folder: Path, least_s: float) -> float:
 def is_live(folder: Path, id: str) -> bool:
     """Whether the launch `id` is known to live in a folder. False where that cannot be told."""
     try:
-        if json.loads((folder / "run.json").read_text())["id"] != id:
-            return False
-        lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return json.loads((folder / "run.json").read_text())["id"] == id and is_locked(folder)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether the process of a run, or of a sweep, is known to hold a folder. False where that cannot be told."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -13,8 +13,9 @@ from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.cluster import record
 from dtf.core.errors import ConfigError, DataError, Exit, PeerError
-from dtf.core.run_record import LOCK
+from dtf.core.run_record import LOCK, is_locked
 from dtf.runs.standing import standing
+from dtf.runs.sweep_record import is_sweep
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class Cancel(Job):
     """End a run: it saves and can go on later."""
 
-    run_folder: str = option(doc="the folder of the run, or of the sweep that was submitted")
+    run_folder: str = option(doc="the folder of the run, or of the sweep")
     forget: bool = option(
         default=False, doc="ask no scheduler, and set the record of its job aside: for one that is gone for good, as a "
         "Ray cluster that was taken down. A new job may be submitted then"
@@ -34,24 +35,48 @@ class Cancel(Job):
         folder = Path(self.run_folder)
         if not folder.is_dir():
             raise DataError(f"job.run_folder={folder} does not exist; give the folder of a run")
-        known = record.find(folder)
         if self.forget:
-            return _forget(folder, known)
-        if known is not None and _lives(known):
-            known.platform.cancel(known.handle)
-            print(f"dtf: {known.title} was asked to end")
+            return _forget(folder, record.find(folder))
+        if _cancel_job(folder):
             return Exit.OK
+        if is_sweep(folder):
+            return _cancel_sweep(folder)
         found = standing(folder)
         if found is None or not found.live:
             print(f"dtf: nothing to end: no run lives in {folder}")
             return Exit.OK
-        holder = (folder / LOCK).read_text(errors="replace")
-        process = re.fullmatch(r"process ([0-9]+) on (.*)\n", holder)
-        if process is None or process[2] != socket.gethostname():
-            raise ConfigError(f"{folder} is in use by a live run ({holder.strip()}); end it there")
-        os.kill(int(process[1]), signal.SIGTERM)
-        print(f"dtf: {process[0].strip()} was asked to end")
-        return Exit.OK
+        return _signal_holder(folder)
+
+
+def _cancel_job(folder: Path) -> bool:
+    """Cancel the job of a run or of a sweep, where one waits or runs. PeerError when its scheduler does not answer."""
+    known = record.find(folder)
+    if known is None or not _lives(known):
+        return False
+    known.platform.cancel(known.handle)
+    print(f"dtf: {known.title} was asked to end")
+    return True
+
+
+def _cancel_sweep(folder: Path) -> int:
+    """End a sweep that starts its trials itself. Where its process is gone, the jobs that it has left."""
+    if is_locked(folder):
+        return _signal_holder(folder)
+    ended = [_cancel_job(path) for path in sorted(folder.iterdir()) if path.is_dir()]
+    if not any(ended):
+        print(f"dtf: nothing to end: no sweep lives in {folder}, and no job of its trials")
+    return Exit.OK
+
+
+def _signal_holder(folder: Path) -> int:
+    """Ask the process that holds a folder to stop. ConfigError where it runs on another host."""
+    holder = (folder / LOCK).read_text(errors="replace")
+    process = re.fullmatch(r"process ([0-9]+) on (.*)\n", holder)
+    if process is None or process[2] != socket.gethostname():
+        raise ConfigError(f"{folder} is in use by a live run ({holder.strip()}); end it there")
+    os.kill(int(process[1]), signal.SIGTERM)
+    print(f"dtf: {process[0].strip()} was asked to end")
+    return Exit.OK
 
 
 def _lives(known: record.JobRecord) -> bool:

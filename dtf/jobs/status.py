@@ -23,6 +23,7 @@ from dtf.host import network
 from dtf.launch.manual import TlsOptions
 from dtf.launch.manual_checks import token
 from dtf.runs import standing
+from dtf.runs.sweep_record import is_sweep, sweep_state
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -111,10 +112,12 @@ def _run_of(folder: Path) -> tuple[dict[str, Any], list[str]]:
     if one is not None:
         return {"run": one.to_json()}, list(standing.lines(one))
     trials = dict(standing.runs_in(folder))
-    if not trials:
-        return {}, []
+    found: dict[str, Any] = {"trials": {name: trial.to_json() for name, trial in trials.items()}} if trials else {}
     text = [f"{name}: {trial.state}, saved step {trial.saved or 0:,}" for name, trial in trials.items()]
-    return {"trials": {name: trial.to_json() for name, trial in trials.items()}}, text
+    if is_sweep(folder):
+        state = sweep_state(folder)
+        found, text = {"sweep": {"state": state}} | found, [f"sweep: {state}", *text]
+    return found, text
 
 
 def ask(live: EndpointFile) -> list[dict[str, Any]]:

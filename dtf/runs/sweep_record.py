@@ -10,8 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dtf.core.errors import DataError
+from dtf.core.errors import DataError, Exit, code_name
 from dtf.core.files import replace_text
+from dtf.core.run_record import is_locked
 
 FILE = "sweep.json"
 
@@ -47,6 +48,19 @@ class SweepRecord:
 def is_sweep(home: Path) -> bool:
     """Whether a folder is that of a sweep."""
     return (home / FILE).is_file()
+
+
+def sweep_state(home: Path) -> str:
+    """How a sweep stands, in a few words. DataError for a file that no sweep writes."""
+    if is_locked(home):
+        return "running"
+    try:
+        exit = json.loads((home / FILE).read_text())["exit"]
+        if exit is None:
+            return "handed over or killed, or its host is not this one"
+        return f"ended with {code_name(Exit(exit)) if exit in set(Exit) else f'exit code {exit}'}"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{home / FILE} cannot be read ({type(error).__name__}: {error}); remove it") from error
 
 
 def pruned(home: Path) -> dict[str, int]:

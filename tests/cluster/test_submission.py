@@ -304,6 +304,25 @@ def test_a_sweep_whose_trials_no_job_could_run_is_refused(
     assert not list(Path().rglob("job.json"))
 
 
+@pytest.mark.parametrize("dry_run", ["true", "false"])
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["launcher.gpus=1", "launcher.processes=4"], "launcher.gpus=1"),
+        (["strategy=dp", "launcher.nodes=2"], "launcher.nodes=2"),
+        (["strategy=pserver", "strategy.servers=1", "launcher.nodes=2"], "launcher.allow_insecure=true"),
+        (["launcher.nodes=1,2"], "launcher.* has several values"),
+    ],
+)
+def test_so_is_a_sweep_that_decides_as_it_goes(
+    words: list[str], reason: str, dry_run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asha = ["lr.peak=0.1,0.2,0.3", "train.epochs=3", "sweep.prune=asha", f"launcher.dry_run={dry_run}"]
+    assert main(["-m", *HERE, *asha, *words]) == Exit.CONFIG
+    assert reason in capsys.readouterr().err
+    assert os.listdir() == []
+
+
 def test_a_grid_is_one_job_with_a_trial_for_each_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", *SMALL, "lr.peak=0.1,0.2,0.4", "launcher.dry_run=true"]) == Exit.OK
     printed = capsys.readouterr().out

@@ -282,6 +282,30 @@ FAULTS = [
         ("tests/unit/test_pruning.py::test_a_trial_goes_on_at_once_from_where_it_learnt_how_long_it_is",),
     ),
     Fault(
+        "rungs lie in the rise of the learning rate",
+        "dtf/cli/schedule.py",
+        "first=1 + sum(step <= rise for step in trial.steps)",
+        "first=1",
+        ("tests/unit/test_pruning.py::test_the_first_rung_comes_after_the_rise_of_the_learning_rate",),
+    ),
+    Fault(
+        "the end of an earlier launch is taken for that of a trial's job",
+        "dtf/cluster/trial_jobs.py",
+        "return None if found is None or found.id == self.job.launch_before else found",
+        "return found",
+        (
+            "tests/cluster/test_trial_jobs.py::"
+            "test_a_job_that_ended_before_its_run_began_is_lost_whatever_an_earlier_one_said",
+        ),
+    ),
+    Fault(
+        "a sweep over jobs that decides as it goes is not checked",
+        "dtf/cli/sweep_plan.py",
+        "    check_job(first, other)\n",
+        "",
+        ("tests/cluster/test_submission.py::test_so_is_a_sweep_that_decides_as_it_goes",),
+    ),
+    Fault(
         "trials at once have the same cores",
         "dtf/cli/slots.py",
         '"cores": self._cores[number],',

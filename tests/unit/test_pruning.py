@@ -19,6 +19,8 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from dtf.api.lr import Constant, Cosine, Geometric, OneCycle, steps_of_rise
+from dtf.api.lr import Schedule as LearningRate
 from dtf.api.options import Prune, SweepOptions
 from dtf.api.trials import TrialEnd, TrialOrder
 from dtf.cli.pruning import Phase, Standing, champion, is_out, next_of, rungs
@@ -51,6 +53,39 @@ def finished(*values: float) -> Standing:
 )
 def test_rungs_are_shares_of_the_plan(evaluations: int, factor: int, trials: int | None, expected: list[int]) -> None:
     assert rungs(evaluations, factor, trials) == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [(1, [1, 3, 9]), (2, [3, 9]), (3, [3, 9]), (4, [4, 9]), (8, [8, 9]), (9, [1, 3, 9]), (10, [1, 3, 9])],
+)
+def test_no_rung_comes_before_trials_can_be_told_apart(first: int, expected: list[int]) -> None:
+    assert rungs(9, 3, 9, first) == expected
+    assert rungs(2, 3, 9, first) == [2]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [
+        (OneCycle(), 173 - 1),
+        (OneCycle(rise=0.1), 57),
+        (OneCycle(rise=0.0), 0),
+        (Cosine(warmup=64), 63),
+        (Cosine(), 0),
+        (Constant(warmup=600), 0),  # to the end: no rung would be left
+        (Geometric(), 0),
+    ],
+)
+def test_how_long_a_learning_rate_rises(schedule: LearningRate, steps: int) -> None:
+    assert steps_of_rise(schedule, 576) == steps
+
+
+def test_the_first_rung_comes_after_the_rise_of_the_learning_rate(tmp_path: Path) -> None:
+    runs = FakeRuns([[0.1 * number] * 9 for number in range(9)], 1, lambda running: 0, maximise=True)
+    schedule = schedule_of(tmp_path, Prune.asha, 3, runs, rise=EVERY)
+    schedule.run(Batch([[f"seed={number}"] for number in range(9)], 1))
+    reached = sorted(trial.step // EVERY for trial in schedule.trials.values())
+    assert reached == [3] * 6 + [9] * 3
 
 
 def test_a_third_of_those_that_came_goes_on_the_highest_rung_first() -> None:
@@ -187,7 +222,7 @@ class FakeRuns:
 
 
 def schedule_of(
-    home: Path, rule: Prune, factor: int, runs: FakeRuns, requested: Callable[[], bool] = lambda: False
+    home: Path, rule: Prune, factor: int, runs: FakeRuns, requested: Callable[[], bool] = lambda: False, rise: int = 0
 ) -> Schedule:
     def compose(number: int, words: list[str]) -> Any:
         nodes = {"train": {"until": None, "eval_every": runs.every, "epochs": len(runs.curves[0])}, "budget": {}}
@@ -202,6 +237,7 @@ def schedule_of(
         "",
         " ".join,
         lambda words: home / words[0],
+        lambda total: rise,
     )
     record = SweepRecord(home, {})
     return Schedule(rules, cast(Any, runs), compose, lambda action: action(), requested, record)
