@@ -22,12 +22,15 @@ _NAME, _INTENT = "job.json", "submitting.json"
 class Intent:
     """A submission whose outcome is not known yet. It is kept before the scheduler is asked, so that the same command
     makes the same request again, by which the scheduler knows a job that it has taken already.
+
+    `launch_before`: the id of the newest launch in the run folder when it was submitted first.
     """
 
     name: str
     digest: str
     token: str
     grace_s: float
+    launch_before: str = ""
 
 
 @dataclass(frozen=True)
