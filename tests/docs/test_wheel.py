@@ -92,7 +92,7 @@ def shipped(folder: str, inside: str, *patterns: str) -> set[str]:
 
 def test_the_wheel_holds_exactly_what_is_shipped(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    code = {name for name in shipped("dtf", "dtf", "*.py", "*.c") if not name.startswith("dtf/recipes/")}
+    code = {name for name in shipped("dtf", "dtf", "*.py", "*.c", "*.sh") if not name.startswith("dtf/recipes/")}
     conf = shipped("conf", "dtf/conf", "*.yaml")
     recipes = shipped("recipes", "dtf/recipes", "*.py", "*.md", "*.yaml")
     assert "dtf/conf/config.yaml" in conf and "dtf/recipes/resnet/model.py" in recipes
