@@ -18,13 +18,14 @@ from dtf.api.launcher import failures_told
 from dtf.cluster.allocation import Allocation
 from dtf.cluster.allocation_of import allocation_of
 from dtf.cluster.bundle import Bundle, BundledRun, Unpacked, unpacked
-from dtf.cluster.ends import count_end, is_finished, note_beginning
+from dtf.cluster.ends import count_end, is_finished
 from dtf.cluster.names import wait_for_names
 from dtf.cluster.platform import JOB_FOLDER
 from dtf.config.compose import Composed, Composer
 from dtf.config.python_overrides import as_texts
 from dtf.core.errors import ConfigError, DtfError, Exit, error_line
 from dtf.core.files import flat
+from dtf.core.run_record import SUBMISSION
 from dtf.core.types import Failed
 from dtf.core.version import __version__
 from dtf.host.deadline import VARIABLE as DEADLINE
@@ -63,9 +64,9 @@ def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[s
         prestart([f"launcher={launcher}", f"job={composed.config['job']['name']}"])
         if bundle.token:
             os.environ[TOKEN] = bundle.token
-        wait_for_names([*filter(None, (allocation.address,)), *allocation.endpoints], allocation.meet_timeout_s)
-        if digest and not allocation.node and not allocation.number:
-            note_beginning(run_dir, digest)
+        os.environ[SUBMISSION] = digest
+        if launcher != "local":  # one that is tried by hand in a pod of several meets nobody
+            wait_for_names([*filter(None, (allocation.address,)), *allocation.endpoints], allocation.meet_timeout_s)
         with _ends(allocation, run_dir) as ends:
             if launcher == "static" and run.config["launcher"]["doctor"] and not allocation.restarts:
                 code = _examine(composed, run_dir, allocation)

@@ -35,9 +35,9 @@ FAULTS = [
     ),
     Fault(
         "a run that was submitted again, to go on, is taken for finished",
-        "dtf/cluster/ends.py",
-        "bool(digest) and begun == digest and",
-        "bool(digest and begun) and",
+        "dtf/core/run_record.py",
+        'if launch.get("submission") == digest]',
+        'if launch.get("submission")]',
         ("tests/cluster/test_kubernetes_ends.py::test_a_process_that_comes_after_the_end_knows_it",),
     ),
     Fault(
