@@ -120,7 +120,8 @@ def _names(handle: dict[str, str]) -> list[str]:
     stranger's, and decides what is deleted.
     """
     names = handle["names"].split()
-    wrong = [text for text in (*names, handle["namespace"], handle["job"]) if not re.fullmatch(NAME, text)]
+    texts = (*names, handle["namespace"] or "default", handle["job"])
+    wrong = [text for text in texts if not re.fullmatch(NAME, text)]
     if wrong or handle["kind"] not in _JOBS:
         raise ConfigError(
             f"job/job.json names {show(handle['kind'])} {', '.join(map(show, wrong or names))}, which no submission of "

@@ -148,10 +148,10 @@ def test_a_job_that_is_evicted_again_and_again_ends_with_the_same_bits(
     folder, name = submit(box, tmp_path, kind, *task, *spread, *words)
     checkpoints = run_dir(folder) / "checkpoints"
 
-    def saved() -> int:
+    def newest() -> int:
         return max((int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*[0-9]")), default=0)
 
-    evictions = disturb(box, kind, name, saved, steps, random.Random(seed))
+    evictions = disturb(box, kind, name, newest, steps, random.Random(seed))
     end = wait_for_end(box, kind, name)
     assert end["type"] in ("Complete", "Completed"), f"{end}\n{told(box)}"
     assert evictions >= 1

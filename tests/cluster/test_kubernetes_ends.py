@@ -207,13 +207,8 @@ def test_a_bundle_that_is_tried_by_hand_in_a_pod_waits_for_no_other_pod(
     content, file = Bundle.of([composed], ["/runs/a"], "", "t" * 64).to_bytes([composed]), tmp_path / "bundle.zip"
     file.write_bytes(content)
     waited, ran = [], []
-    for name, value in (
-        ("DTF_NODES", "2"),
-        ("DTF_NODE", "1"),
-        ("DTF_ADDRESS", "gone:1"),
-        (SUBMISSION, ""),
-        (TOKEN, ""),
-    ):
+    pod = {"DTF_NODES": "2", "DTF_NODE": "1", "DTF_ADDRESS": "gone:1", SUBMISSION: "", TOKEN: ""}
+    for name, value in pod.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(inside, "wait_for_names", lambda names, timeout_s: waited.append(names))
     monkeypatch.setattr(inside, "prestart", lambda words: None)
