@@ -14,8 +14,9 @@ from dtf.cluster.after_exit import After, after, goes_on, newest_checkpoint
 from dtf.cluster.platform import JOB_FOLDER
 from dtf.core.errors import Exit, NoProgressError
 from dtf.core.files import replace_text
+from dtf.core.run_record import ends_of_submission
 
-_FILE, _BEGUN = "ends.json", "begun"
+_FILE = "ends.json"
 
 
 def count_start(run_dir: Path, digest: str) -> None:
@@ -72,19 +73,8 @@ def _keep(run_dir: Path, known: dict[str, Any]) -> bool:
     return True
 
 
-def note_beginning(run_dir: Path, digest: str) -> None:
-    """Note that the run in `run_dir` is that of the bundle with this digest, so that `is_finished` knows it again."""
-    with suppress(OSError):  # whoever makes the run folder says what is wrong
-        (run_dir / JOB_FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
-        (run_dir / JOB_FOLDER / _BEGUN).write_text(digest)
-
-
 def is_finished(run_dir: Path, digest: str) -> bool:
-    """Whether the run of this bundle has ended well. A process that was lost then, a moment before its own end, would
-    wait for others that never come.
+    """Whether a launch of this bundle has ended well, also where another submission went on since then. A process that
+    was lost then, a moment before its own end, would wait for others that never come.
     """
-    try:
-        begun = (run_dir / JOB_FOLDER / _BEGUN).read_text()
-        return bool(digest) and begun == digest and json.loads((run_dir / "run.json").read_text())["exit"] == Exit.OK
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return bool(digest) and Exit.OK in ends_of_submission(run_dir, digest)

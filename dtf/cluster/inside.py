@@ -19,7 +19,7 @@ from dtf.api.launcher import failures_told
 from dtf.cluster.allocation import ADDRESS, Allocation
 from dtf.cluster.allocation_of import allocation_of
 from dtf.cluster.bundle import Bundle, BundledRun, Unpacked, unpacked
-from dtf.cluster.ends import count_end, count_start, is_finished, note_beginning
+from dtf.cluster.ends import count_end, count_start, is_finished
 from dtf.cluster.names import wait_for_names
 from dtf.cluster.platform import JOB_FOLDER
 from dtf.config.compose import Composed, Composer
@@ -28,6 +28,7 @@ from dtf.config.python_overrides import as_texts
 from dtf.core.errors import ConfigError, DtfError, Exit, NoProgressError, Preempted, error_line
 from dtf.core.files import flat, open_private
 from dtf.core.own_code import is_own
+from dtf.core.run_record import SUBMISSION
 from dtf.core.types import Failed
 from dtf.core.version import __version__
 from dtf.host.deadline import VARIABLE as DEADLINE
@@ -72,9 +73,9 @@ def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[s
         prestart([f"launcher={launcher}", f"job={composed.config['job']['name']}"])
         if bundle.token:
             os.environ[TOKEN] = bundle.token
-        wait_for_names([*filter(None, (allocation.address,)), *allocation.endpoints], allocation.meet_timeout_s)
-        if digest and not allocation.node and not allocation.number:
-            note_beginning(run_dir, digest)
+        os.environ[SUBMISSION] = digest
+        if launcher != "local":  # one that is tried by hand in a pod of several meets nobody
+            wait_for_names([*filter(None, (allocation.address,)), *allocation.endpoints], allocation.meet_timeout_s)
         with _ends(allocation, run_dir, digest) as ends:
             wanted = run.config["launcher"]["doctor"] and composed.config["job"]["name"] != "doctor"
             examined = run_dir / JOB_FOLDER / _EXAMINED

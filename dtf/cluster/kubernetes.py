@@ -6,17 +6,20 @@ is imported only then.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from dtf.api.registry import register
+from dtf.api.schema import show
 from dtf.cluster.kubernetes_objects import INSTANCE, objects_of, unique_name
-from dtf.cluster.kubernetes_options import KubernetesOptions
+from dtf.cluster.kubernetes_options import NAME, KubernetesOptions
 from dtf.cluster.kubernetes_patch import checked_patches, patched
+from dtf.cluster.paths_inside import refuse_unseen
 from dtf.cluster.platform import JobRequest, JobState
 from dtf.core.errors import ConfigError, DtfError
 from dtf.core.text import bytes_text
@@ -24,6 +27,7 @@ from dtf.core.text import bytes_text
 if TYPE_CHECKING:
     from dtf.cluster.kubernetes_cluster import Cluster
 
+_JOBS = ("Job", "JobSet", "TrainJob")
 MOST_BUNDLE_BYTES = 1 << 20
 """Of a Secret."""
 
@@ -36,11 +40,8 @@ class Kubernetes(KubernetesOptions):
     """Submit this run to Kubernetes: each node is a pod, which is replaced when it is evicted, and the run goes on."""
 
     def render(self, request: JobRequest) -> dict[str, str]:
-        if not PurePosixPath(request.run_dir).is_relative_to(self.mount):
-            raise ConfigError(
-                f"run.dir={request.run_dir} must be below launcher.mount={self.mount}, where pods see "
-                f"launcher.claim={self.claim}"
-            )
+        self.place(request.run_dir, request.name)
+        refuse_unseen(request.config, self.mount, f"launcher.claim={self.claim}")
         if len(request.content) > MOST_BUNDLE_BYTES:
             raise ConfigError(
                 f"what is submitted, with the plugins' code, is {bytes_text(len(request.content))}, and a Secret of "
@@ -66,7 +67,7 @@ class Kubernetes(KubernetesOptions):
         made: list[dict[str, Any]] = []
         try:
             made += (cluster.create(value) for value in objects)
-        except DtfError:
+        except BaseException:
             for value in made:
                 with suppress(DtfError):
                     cluster.delete(value["kind"], value["metadata"]["name"])
@@ -87,12 +88,12 @@ class Kubernetes(KubernetesOptions):
         from dtf.cluster.kubernetes_state import state_of
 
         cluster = self._cluster(handle)
-        jobs = [cluster.find(handle["kind"], name) for name in handle["names"].split()]
+        jobs = [cluster.find(handle["kind"], name) for name in _names(handle)]
         return state_of(jobs, cluster.pods(f"{INSTANCE}={handle['job']}"))
 
     def cancel(self, handle: dict[str, str]) -> None:
         cluster = self._cluster(handle)
-        for name in handle["names"].split():
+        for name in _names(handle):
             cluster.delete(handle["kind"], name)
 
     def logs(self, handle: dict[str, str], folder: Path, follow: bool) -> Iterator[str]:
@@ -104,9 +105,26 @@ class Kubernetes(KubernetesOptions):
     def _cluster(self, handle: dict[str, str] | None = None) -> Cluster:
         from dtf.cluster.kubernetes_cluster import Cluster
 
+        if handle is not None:
+            _names(handle)
         where = handle or {"context": self.context, "namespace": self.namespace}
         return Cluster(where["context"], where["namespace"])
 
 
 def _is_job(value: dict[str, Any]) -> bool:
-    return value["kind"] in ("Job", "JobSet", "TrainJob")
+    return value["kind"] in _JOBS
+
+
+def _names(handle: dict[str, str]) -> list[str]:
+    """Of the objects of a job. ConfigError for a handle that `submit` never made: it comes from a file, which may be a
+    stranger's, and decides what is deleted.
+    """
+    names = handle["names"].split()
+    texts = (*names, handle["namespace"] or "default", handle["job"])
+    wrong = [text for text in texts if not re.fullmatch(NAME, text)]
+    if wrong or handle["kind"] not in _JOBS:
+        raise ConfigError(
+            f"job/job.json names {show(handle['kind'])} {', '.join(map(show, wrong or names))}, which no submission of "
+            "dtf has made; nothing was asked of the cluster"
+        )
+    return names

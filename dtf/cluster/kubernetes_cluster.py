@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from dtf.core.errors import ConfigError, DtfError, PeerError
 
@@ -72,11 +72,12 @@ class Cluster:
         a digest. Fields that the cluster does not know are refused, not dropped.
         """
         kind, name = value["kind"], value["metadata"]["name"]
-        path = self._path(kind, value["metadata"].get("namespace", ""))
+        namespace = value["metadata"].get("namespace", "")
+        path = self._path(kind, namespace)
         query = {"fieldManager": "dtf", "fieldValidation": "Strict"}
         status, answer = self._ask("POST", path, query, value)
         if status == 409:
-            status, answer = self._ask("GET", f"{path}/{name}")
+            status, answer = self._ask("GET", self._path(kind, namespace, name))
         if status == 404:
             needs = f"install {_INSTALL[kind]} or use launcher.kind=job" if kind in _INSTALL else "see the namespace"
             raise ConfigError(f"the cluster has no {kind} in namespace {self.namespace}: {_message(answer)}; {needs}")
@@ -91,19 +92,19 @@ class Cluster:
         ]
         name = value["metadata"]["name"]
         patch = {"metadata": {"ownerReferences": references}}
-        path = f"{self._path(value['kind'], value['metadata'].get('namespace', ''))}/{name}"
+        path = self._path(value["kind"], value["metadata"].get("namespace", ""), name)
         status, answer = self._ask("PATCH", path, {"fieldManager": "dtf"}, patch)
         self._checked(status, answer, f"change {value['kind']} {name}")
 
     def find(self, kind: str, name: str) -> dict[str, Any] | None:
         """An object, or None where there is none of this name."""
-        status, answer = self._ask("GET", f"{self._path(kind)}/{name}")
+        status, answer = self._ask("GET", self._path(kind, name=name))
         return None if status == 404 else self._checked(status, answer, f"show {kind} {name}")
 
     def delete(self, kind: str, name: str) -> None:
         """Delete an object once its pods have ended, which get their notice now."""
         query = {"propagationPolicy": "Foreground"}
-        status, answer = self._ask("DELETE", f"{self._path(kind)}/{name}", query)
+        status, answer = self._ask("DELETE", self._path(kind, name=name), query)
         if status != 404:
             self._checked(status, answer, f"delete {kind} {name}")
 
@@ -137,7 +138,9 @@ class Cluster:
 
     def _log(self, pod: str, follow: bool) -> Iterator[str]:
         query = {"follow": "true"} if follow else {}
-        response = self._send("GET", f"{self._path('Pod')}/{pod}/log", query, timeout_s=None if follow else _TIMEOUT_S)
+        response = self._send(
+            "GET", f"{self._path('Pod', name=pod)}/log", query, timeout_s=None if follow else _TIMEOUT_S
+        )
         if response.status >= 300:  # it was removed meanwhile
             return
         rest = b""
@@ -147,8 +150,10 @@ class Cluster:
         if rest:
             yield rest.decode(errors="replace")
 
-    def _path(self, kind: str, namespace: str = "") -> str:
-        return _PATHS[kind].format(namespace or self.namespace)
+    def _path(self, kind: str, namespace: str = "", name: str = "") -> str:
+        """Of an object, or of all of a kind."""
+        path = _PATHS[kind].format(quote(namespace or self.namespace, safe=""))
+        return f"{path}/{quote(name, safe='')}" if name else path
 
     def _ask(
         self, method: str, path: str, query: dict[str, str] | None = None, body: dict[str, Any] | None = None

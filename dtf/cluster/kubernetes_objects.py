@@ -39,6 +39,10 @@ _STEP_LABEL = "trainer.kubeflow.org/trainjob-ancestor-step"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _MEET_TIMEOUT_S = 86_400
 """A pod may wait so long for a node that has room for it."""
+_START_S = 3600
+"""Beyond `hours`: they count from the start of the container, which leaves by itself, and Kubernetes counts from the
+pod's, which pulls the image and mounts the claim first.
+"""
 _SHUTDOWN_S = 5
 """Seconds of the grace period for what follows the save."""
 
@@ -250,7 +254,7 @@ class _Objects:
             "shareProcessNamespace": True,
         }
         if options.hours:
-            spec["activeDeadlineSeconds"] = self._seconds
+            spec["activeDeadlineSeconds"] = self._seconds + _START_S
         if options.service_account:
             spec["serviceAccountName"] = options.service_account
         else:

@@ -9,7 +9,9 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, ClassVar
 
 from dtf.api.registry import option
+from dtf.api.schema import KeyProblem, show
 from dtf.cluster.kubernetes_patch import checked_patches
+from dtf.cluster.paths_inside import below, folder_name
 from dtf.cluster.platform import JobRequest, Platform
 from dtf.core.errors import ConfigError
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 BUNDLE_FOLDER = "/dtf"
 """Where each pod sees the bundle, read-only."""
 
-_NAME = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
+NAME = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
 _QUANTITY = r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?"
 _NAMES = ("namespace", "claim", "queue", "service_account", "runtime")
 
@@ -64,7 +66,7 @@ class KubernetesOptions(Platform):
             raise ConfigError("launcher.claim='' must name a PersistentVolumeClaim, where checkpoints outlive pods")
         for key in _NAMES:
             value = getattr(self, key)
-            if value and not re.fullmatch(_NAME, value):
+            if value and not re.fullmatch(NAME, value):
                 raise ConfigError(
                     f"launcher.{key}={value} must be a name as Kubernetes has them: a-z, 0-9, dashes and dots"
                 )
@@ -106,6 +108,16 @@ class KubernetesOptions(Platform):
 
     def default_run_dir(self, name: str, id: str) -> str:
         return str(PurePosixPath(self.mount, name, id))
+
+    def place(self, run_dir: str, job: str) -> str:
+        inside = below(run_dir, self.mount)
+        if inside is None:
+            raise KeyProblem(
+                "run.dir",
+                f"run.dir={show(run_dir)} must be a folder below launcher.mount={self.mount}, where pods see "
+                f"launcher.claim={self.claim}, without '..'",
+            )
+        return folder_name(f"{self.claim}/{inside}")
 
     def is_indexed(self, request: JobRequest) -> bool:
         """Whether the trials of a sweep are the pods of one Job."""

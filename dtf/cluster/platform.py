@@ -213,6 +213,12 @@ class Platform(RankOptions, Launcher):
         """The run folder as the job sees it where `run.dir` is empty and `sees_folder` is False."""
         raise NotImplementedError
 
+    def place(self, run_dir: str, job: str) -> str:
+        """Where a run folder lasts, as a relative path, where `sees_folder` is False: the folder on this machine of
+        each submission of that run. `job`: its name. ConfigError for a folder that would not last.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def render(self, request: JobRequest) -> dict[str, str]:
         """What would be submitted: file name -> text, in the order to read. Pure.
@@ -225,8 +231,8 @@ class Platform(RankOptions, Launcher):
         """Submit what `render` made, which lies in `files`. Returns what finds the job again, in texts.
 
         Less than a second, and the same job when `request.again`. PeerError when the scheduler does not take it,
-        Unanswered where it may have,
-        ConfigError when its programs or its client library are not there.
+        ConfigError when its programs or its client library are not there: then nothing of it is left to run. Unanswered
+        where it may have taken it.
         """
 
     @abstractmethod

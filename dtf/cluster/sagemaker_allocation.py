@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dtf.api.schema import show
 from dtf.cluster.allocation import REASON_FILE, RESTARTS, ROLES, Allocation, number, until
 from dtf.core.errors import ConfigError
 
@@ -25,10 +26,21 @@ def from_sagemaker(environment: Mapping[str, str]) -> Allocation | None:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{RESOURCES}={path} cannot be read ({error}); SageMaker writes it") from error
     elif environment.get("SM_HOSTS") and environment.get("SM_CURRENT_HOST"):
-        resources = {"hosts": json.loads(environment["SM_HOSTS"]), "current_host": environment["SM_CURRENT_HOST"]}
+        path, text = "", environment["SM_HOSTS"]
+        try:
+            resources = {"hosts": json.loads(text), "current_host": environment["SM_CURRENT_HOST"]}
+        except ValueError as error:
+            raise ConfigError(f"SM_HOSTS={show(text)} is no JSON ({error}); SageMaker sets it") from error
     else:
         return None
-    return from_hosts(resources, [role for role in environment.get(ROLES, "").split(",") if role], environment)
+    try:
+        return from_hosts(resources, [role for role in environment.get(ROLES, "").split(",") if role], environment)
+    except (LookupError, ValueError, TypeError, AttributeError, StopIteration) as error:
+        where = f"{RESOURCES}={path}" if path else "SM_HOSTS and SM_CURRENT_HOST"
+        raise ConfigError(
+            f"{where}: this host is not among those of the job, or they are no list of names: {show(str(resources))}; "
+            "SageMaker says which hosts a job has"
+        ) from error
 
 
 def from_hosts(resources: Mapping[str, Any], roles: Sequence[str], environment: Mapping[str, str]) -> Allocation:

@@ -9,18 +9,18 @@ import io
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf.api.registry import option, register
 from dtf.api.schema import KeyProblem, show
 from dtf.cluster.allocation import REASON_FILE, ROLES
-from dtf.cluster.platform import JobRequest, JobState, Platform, State
+from dtf.cluster.paths_inside import below, folder_name, refuse_unseen
+from dtf.cluster.platform import JobRequest, JobState, Platform
 from dtf.cluster.sagemaker_allocation import RESOURCES
-from dtf.core.errors import ConfigError, PeerError
+from dtf.cluster.sagemaker_aws import aws, create_all, joint, new_events, state_of
+from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
@@ -32,9 +32,6 @@ _BUNDLE, _RUN = "dtf", "run"
 """Channels: with the bundle, and with the file system of the run folder."""
 _NOTICE_S = 120
 _DAY_H = 24.0
-_LOG_GROUP = "/aws/sagemaker/TrainingJobs"
-_STARTING = {"Starting", "LaunchingMLInstances", "PreparingTrainingStack", "Pending", "Downloading"}
-_AGAIN = {"Interrupted", "Restarting"}
 
 
 @register("launcher", "sagemaker")
@@ -144,11 +141,23 @@ class SageMaker(Platform):
     def default_run_dir(self, name: str, id: str) -> str:
         return f"{INPUT}/{_RUN}/{name}-{id}" if self.file_system else CHECKPOINTS
 
+    def place(self, run_dir: str, job: str) -> str:
+        folder = f"{INPUT}/{_RUN}" if self.file_system else CHECKPOINTS
+        inside = below(run_dir, folder)
+        if self.file_system and inside is None:
+            raise _lost(run_dir, f"{folder}/NAME")
+        if inside is None and run_dir.rstrip("/") != folder:
+            raise _lost(run_dir, folder)
+        return folder_name(f"{self.file_system or self._run_uri(job).removeprefix('s3:')}/{inside or ''}")
+
+    def _run_uri(self, job: str) -> str:
+        """Where S3 has the run folder, without a file system. `job`: the name of the submission."""
+        return self.checkpoints.rstrip("/") or f"{self.store.rstrip('/')}/{job}/run"
+
     def render(self, request: JobRequest) -> dict[str, str]:
         """One CreateTrainingJob for a run, and one for each trial of a sweep."""
-        folder = f"{INPUT}/{_RUN}/" if self.file_system else CHECKPOINTS
-        if not f"{request.run_dir}/".startswith(f"{folder.rstrip('/')}/"):
-            raise KeyProblem("run.dir", f"run.dir={request.run_dir} would be lost with the instance; give {folder}")
+        self.place(request.run_dir, request.name)
+        refuse_unseen(request.config, ROOT, f"launcher.channels, which lie in {INPUT}")
         if request.parallel and len(request.trials) > request.parallel:
             raise ConfigError(
                 f"sweep.parallel={request.parallel}: SageMaker starts all {len(request.trials)} trials that it has "
@@ -179,7 +188,7 @@ class SageMaker(Platform):
             "Tags": [{"Key": key, "Value": value} for key, value in self.tags.items()],
         }
         if not self.file_system:
-            kept = self.checkpoints.rstrip("/") or f"{self.store.rstrip('/')}/{request.name}/run"
+            kept = self._run_uri(request.name)
             own = kept if trial is None else f"{kept}/{request.trials[trial]}"
             job["CheckpointConfig"] = {"S3Uri": own, "LocalPath": CHECKPOINTS}
         if self.retries:
@@ -235,8 +244,7 @@ class SageMaker(Platform):
         with aws(self.region) as client:
             client("s3").upload_fileobj(io.BytesIO(request.content), bucket, key)
             sagemaker = client("sagemaker")
-            for job in jobs:
-                _create(sagemaker, job)
+            create_all(sagemaker, jobs)
             region = sagemaker.meta.region_name
         names = ",".join(job["TrainingJobName"] for job in jobs)
         return {"job": request.name, "jobs": names, "region": region, "kept": self._kept(jobs[0])}
@@ -267,95 +275,14 @@ class SageMaker(Platform):
             while True:
                 going = follow and self.state(handle).state.is_live
                 for name in _names(handle):
-                    yield from _new_events(logs, f"{name}/", tokens)
+                    yield from new_events(logs, f"{name}/", tokens)
                 if not going:
                     return
                 time.sleep(5)
 
 
-def state_of(job: dict[str, Any]) -> JobState:
-    """What DescribeTrainingJob says."""
-    status, second = job["TrainingJobStatus"], job.get("SecondaryStatus", "")
-    said = [transition.get("StatusMessage", "") for transition in job.get("SecondaryStatusTransitions", ())]
-    detail = ": ".join(filter(None, [second, job.get("FailureReason") or (said[-1] if said else "")]))
-    if status == "InProgress":
-        state = State.requeued if second in _AGAIN else State.queued if second in _STARTING else State.running
-        return JobState(state, detail)
-    if status == "Stopping":
-        return JobState(State.running, "Stopping")
-    if status == "Stopped" and second in ("MaxRuntimeExceeded", "MaxWaitTimeExceeded"):
-        return JobState(State.failed, f"{second}; it goes on as a new job with launcher.checkpoints")
-    known = {"Completed": State.finished, "Failed": State.failed, "Stopped": State.cancelled}
-    return JobState(known.get(status, State.unknown), detail or status)
-
-
-def joint(states: dict[str, JobState]) -> JobState:
-    """The state of a sweep, from those of its jobs."""
-    every = [known.state for known in states.values()]
-    counts = ", ".join(f"{every.count(state)} {state.value}" for state in dict.fromkeys(every))
-    order = (State.running, State.requeued, State.queued, State.unknown, State.failed, State.cancelled)
-    state = next((state for state in order if state in every), State.finished)
-    failed = [f"{name}: {known.detail}" for name, known in states.items() if known.state is State.failed]
-    return JobState(state, "; ".join([counts, *failed]))
-
-
-@contextmanager
-def aws(region: str) -> Iterator[Callable[[str], Any]]:
-    """A context with a function that makes clients of services. Its errors become PeerError and ConfigError."""
-    if find_spec("boto3") is None:
-        raise ConfigError(
-            "launcher=sagemaker asks AWS by boto3, which is not installed: python -m pip install 'dtf[sagemaker]'"
-        )
-    import boto3
-    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, NoRegionError, ParamValidationError
-
-    session = boto3.Session(region_name=region or None)
-    try:
-        yield session.client
-    except NoRegionError as error:
-        raise ConfigError("launcher.region is empty, and your AWS configuration names none; give it") from error
-    except NoCredentialsError as error:
-        raise ConfigError("AWS does not know you: there are no credentials; see `aws configure`") from error
-    except ParamValidationError as error:
-        raise ConfigError(f"AWS takes no such request: {' '.join(str(error).split())}") from error
-    except (ClientError, BotoCoreError) as error:
-        raise PeerError(f"AWS: {error}") from error
-
-
-def _create(sagemaker: Any, job: dict[str, Any]) -> None:
-    """The same request twice makes one job."""
-    from botocore.exceptions import ClientError
-
-    try:
-        sagemaker.create_training_job(**job)
-    except ClientError as error:
-        if error.response["Error"]["Code"] != "ResourceInUse":
-            raise
-        known = sagemaker.describe_training_job(TrainingJobName=job["TrainingJobName"])
-        entry = "ContainerEntrypoint"  # it has the digest of the bundle
-        if known["AlgorithmSpecification"].get(entry) != job["AlgorithmSpecification"][entry]:
-            raise
-
-
-def _new_events(logs: Any, prefix: str, tokens: dict[str, str]) -> Iterator[str]:
-    """Lines of the job's streams, of which there is one for each instance, behind those that were read."""
-    from botocore.exceptions import ClientError
-
-    try:
-        streams = logs.describe_log_streams(logGroupName=_LOG_GROUP, logStreamNamePrefix=prefix)["logStreams"]
-    except ClientError as error:
-        if error.response["Error"]["Code"] == "ResourceNotFoundException":
-            return  # no job of this account has printed anything yet
-        raise
-    for name in sorted(stream["logStreamName"] for stream in streams):
-        label = f"{name.removeprefix(prefix).rpartition('-')[0]}: " if len(streams) > 1 else ""
-        while True:
-            token = {"nextToken": tokens[name]} if name in tokens else {}
-            page = logs.get_log_events(logGroupName=_LOG_GROUP, logStreamName=name, startFromHead=True, **token)
-            yield from (f"{label}{event['message'].rstrip()}" for event in page["events"])
-            if tokens.get(name) == page["nextForwardToken"]:
-                break
-            tokens[name] = page["nextForwardToken"]
+def _lost(run_dir: str, folder: str) -> KeyProblem:
+    return KeyProblem("run.dir", f"run.dir={show(run_dir)} would be lost with the instance; give {folder}")
 
 
 def _roles(request: JobRequest) -> dict[str, str]:

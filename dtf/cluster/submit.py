@@ -46,15 +46,16 @@ def submit(composed: Composed) -> int:
         raise ConfigError("train.dry_run tries a run where it is started; use launcher=local with it")
     platform.check(settings.strategy)
     name, id = settings.run.name or composed.config["recipe"]["name"], unique_id()
+    job = job_name(name, id[-6:])
     if platform.sees_folder:
         folder = Path(settings.run.dir or Path("outputs", name, id)).absolute()
         run_dir = str(folder)
-    else:
-        folder = Path("outputs", name, id).absolute()
+    else:  # the same run folder has the same folder here, so that a job of it which lives is found
         run_dir = settings.run.dir or platform.default_run_dir(job_name(name), id)
+        folder = Path("outputs", composed.config["launcher"]["name"], platform.place(run_dir, job)).absolute()
     if platform.sees_folder and folder.exists():
         check_folder(folder, composed.config)
-    return hand_over(platform, request_of(platform, [composed], folder, run_dir, job_name(name, id[-6:])))
+    return hand_over(platform, request_of(platform, [composed], folder, run_dir, job))
 
 
 def hand_over(platform: Platform, request: JobRequest) -> int:

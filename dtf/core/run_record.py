@@ -53,6 +53,22 @@ def launches(folder: Path) -> set[str]:
         return set()
 
 
+SUBMISSION = "DTF_SUBMISSION"
+"""The environment variable with the digest of the bundle that this process runs."""
+
+
+def ends_of_submission(folder: Path, digest: str) -> list[int | None]:
+    """How the launches of a bundle ended in a folder, the newest first; None for one that has not. Each wrote that it
+    is of this bundle while it held the folder's lock. Empty where that cannot be told.
+    """
+    try:
+        record = json.loads((folder / "run.json").read_text())
+        launches = [record, *reversed(record.get("earlier", []))]
+        return [launch["exit"] for launch in launches if launch.get("submission") == digest]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return []
+
+
 SAVE_TIMES = 3
 """How many times the longest save so far a save is given: one that is being written comes first, and disks vary."""
 LONGEST_SAVE = "longest_save_s"

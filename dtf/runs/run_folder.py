@@ -31,7 +31,7 @@ from dtf.core.errors import BusyError, ConfigError, io_failure
 from dtf.core.files import flat, replace_text
 from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import lost_effects
-from dtf.core.run_record import LOCK, LONGEST_SAVE
+from dtf.core.run_record import LOCK, LONGEST_SAVE, SUBMISSION
 from dtf.core.text import quoted
 from dtf.core.types import Ended, Event, Measured, Saved, Started
 from dtf.core.version import __version__
@@ -173,6 +173,8 @@ class Run:
             "host": socket.gethostname(),
             "world": {"processes": processes, "devices": devices, "strategy": self.config["strategy"]["name"]},
         }
+        if digest := os.environ.get(SUBMISSION):
+            self._record["submission"] = digest
         roles = self.settings.strategy.roles(processes)
         if len(roles) > 1:
             self._record["world"]["roles"] = roles

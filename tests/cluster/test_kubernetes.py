@@ -192,7 +192,7 @@ def test_a_save_has_its_time() -> None:
     assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 96
     (job,) = jobs_in(of_kind(rendered(platform(hours=2), request()), "JobSet"))
     pod = job["template"]["spec"]
-    assert pod["activeDeadlineSeconds"] == 7200
+    assert pod["activeDeadlineSeconds"] == 7200 + 3600, "an image that is pulled takes nothing from the time to save"
     assert "DTF_DEADLINE=$(($(date +%s) + 7200)); exec python -m dtf" in pod["containers"][0]["command"][-1]
 
 
@@ -282,11 +282,42 @@ def test_what_cannot_be_right_is_refused_by_name(options: dict[str, Any], text: 
 
 
 def test_a_job_of_one_role_a_folder_elsewhere_and_an_unknown_kind_are_refused() -> None:
-    with pytest.raises(ConfigError, match="run.dir=/home/me must be below launcher.mount=/runs"):
-        platform().render(request(run_dir="/home/me"))
+    for folder in ("/home/me", "/runs", "/runs/../tmp/x", "/runs/a/../../tmp", "runs/a"):
+        with pytest.raises(ConfigError, match=f"run.dir={folder} must be a folder below launcher.mount=/runs"):
+            platform().render(request(run_dir=folder))
     with pytest.raises(
         ConfigError, match="kind=Deployment is not among what is submitted; known are Pod, Secret, JobSet"
     ):
         platform(extra=["{kind: Deployment}"]).render(request())
     with pytest.raises(ConfigError, match="launcher.kind=job has pods of one role"):
         platform("job", nodes=2)._check_kind(roles=2)
+
+
+@pytest.mark.parametrize(
+    ("path", "seen"),
+    [
+        ("outputs/x", False),
+        ("~/x", False),
+        ("HERE/x", False),
+        ("/runs/../HERE/x", False),
+        ("/runs/x", True),
+        ("/models/x", True),  # of the image
+    ],
+)
+def test_a_model_that_no_pod_sees_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, seen: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").touch()
+    path = path.replace("/HERE" if path.startswith("/") else "HERE", str(tmp_path))
+    for config in ({"job": {"model": path}}, {"recipe": {"model": {"weights": path}}}):
+        if seen:
+            assert platform().render(request(config=config))
+            continue
+        with pytest.raises(ConfigError, match="which the job does not see; copy it to launcher.claim=runs"):
+            platform().render(request(config=config))
+
+
+def test_the_same_run_folder_has_the_same_folder_here() -> None:
+    assert platform().place(platform().default_run_dir("toy", "1"), "toy-1") == "runs/toy/1"
+    assert platform(mount="/a/b", claim="c.d").place("/a/b/my run/x/", "toy-2") == "c.d/my-run/x"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dtf.cluster.kubernetes import Kubernetes
+from dtf.cluster.kubernetes_cluster import Cluster
 from dtf.cluster.kubernetes_state import state_of
 from dtf.cluster.platform import JobRequest, State
 from dtf.core.errors import ConfigError, PeerError
@@ -153,3 +154,27 @@ UNSCHEDULED = [{"type": "PodScheduled", "status": "False", "reason": "Unschedula
 def test_a_state_is_told_in_the_words_of_the_cluster(jobs: list, pods: list, state: State, detail: str) -> None:
     known = state_of(jobs, pods)
     assert (known.state, known.detail) == (state, detail)
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        {"names": "../../../../v1/namespaces/default/pods"},
+        {"names": "a?propagationPolicy=Orphan"},
+        {"namespace": "../kube-system"},
+        {"kind": "Secret"},
+        {"job": "a,b!=c"},
+    ],
+)
+def test_a_record_that_no_submission_made_asks_nothing_of_the_cluster(foreign: dict[str, str]) -> None:
+    """A run folder may be a stranger's, and its record decides what job=cancel deletes."""
+    made = {"job": "toy-1", "kind": "JobSet", "names": "toy-1 toy-2", "namespace": "default", "context": ""}
+    for ask in (platform().state, platform().cancel, lambda handle: platform().logs(handle, Path(), follow=False)):
+        with pytest.raises(ConfigError, match="which no submission of dtf has made"):
+            ask(made | foreign)
+
+
+def test_names_are_parts_of_a_path_whatever_they_are() -> None:
+    cluster = object.__new__(Cluster)
+    cluster.namespace = "a/b"
+    assert cluster._path("Pod", name="../x?y") == "/api/v1/namespaces/a%2Fb/pods/..%2Fx%3Fy"

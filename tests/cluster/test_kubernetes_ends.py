@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import time
@@ -14,11 +15,16 @@ import pytest
 from dtf.cluster import inside, names
 from dtf.cluster.after_exit import MOST
 from dtf.cluster.allocation import Allocation
-from dtf.cluster.ends import count_end, count_start, is_finished, note_beginning
+from dtf.cluster.bundle import Bundle, digest_of
+from dtf.cluster.ends import count_end, count_start, is_finished
 from dtf.cluster.kubernetes import Kubernetes
 from dtf.cluster.kubernetes_objects import CRASHES
 from dtf.cluster.platform import JobRequest, State
-from dtf.core.errors import ConfigError, Exit, NoProgressError, Preempted
+from dtf.config.compose import compose
+from dtf.core.errors import BusyError, ConfigError, Exit, NoProgressError, Preempted
+from dtf.core.run_record import SUBMISSION
+from dtf.launch.manual_checks import TOKEN
+from dtf.runs.run_folder import Run as OpenRun
 from tests.support.kubebox import KubeBox, kubebox
 from tests.support.kubernetes_requests import JOBSET_FIRST, platform, request
 
@@ -181,13 +187,28 @@ def test_a_signal_before_the_run_begins_is_no_loss(tmp_path: Path) -> None:
 
 
 def test_a_process_that_comes_after_the_end_knows_it(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    assert not is_finished(folder, "abc")
-    note_beginning(folder, "abc")
+    assert not is_finished(tmp_path, "abc")
     for exit, finished in ((None, False), (75, False), (0, True)):
-        (folder / "run.json").write_text(json.dumps({"exit": exit}))
-        assert is_finished(folder, "abc") is finished
-    assert not is_finished(folder, "abd") and not is_finished(folder, ""), "the run may be submitted again, to go on"
+        (tmp_path / "run.json").write_text(json.dumps({"exit": exit, "submission": "abc"}))
+        assert is_finished(tmp_path, "abc") is finished
+    assert not is_finished(tmp_path, "abd") and not is_finished(tmp_path, ""), "it may be submitted again, to go on"
+    ended = {"exit": 0, "submission": "abc"}
+    (tmp_path / "run.json").write_text(json.dumps({"exit": None, "submission": "abd", "earlier": [ended]}))
+    assert is_finished(tmp_path, "abc") and not is_finished(tmp_path, "abd")
+
+
+def test_a_submission_says_that_a_run_is_its_own_once_it_has_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one of the same folder is refused and leaves no trace: the first one's processes still know its end."""
+    composed = compose(["recipe=resnet_shapes", "train.steps=2", f"run.dir={tmp_path / 'run'}"])
+    monkeypatch.setenv(SUBMISSION, "abc")
+    first = OpenRun.open(composed.config, composed.settings, 1, "cpu")
+    monkeypatch.setenv(SUBMISSION, "abd")
+    with pytest.raises(BusyError, match="in use by a live run"):
+        OpenRun.open(composed.config, composed.settings, 1, "cpu")
+    first.end(0)
+    assert is_finished(tmp_path / "run", "abc") and not is_finished(tmp_path / "run", "abd")
 
 
 def test_a_folder_that_cannot_be_written_counts_nothing(tmp_path: Path) -> None:
@@ -216,3 +237,25 @@ def test_names_are_waited_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     names.wait_for_names(["late:1"], -1.0)  # whoever connects says what is wrong
     with pytest.raises(ConfigError, match="DTF_ADDRESS or DTF_ENDPOINTS=late must be HOST:PORT"):
         names.wait_for_names(["late"], 1.0)
+
+
+def test_a_bundle_that_is_tried_by_hand_in_a_pod_waits_for_no_other_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    composed = compose(["launcher=kubernetes", "launcher.image=dtf", "launcher.claim=runs", "launcher.nodes=2"])
+    content, file = Bundle.of([composed], ["/runs/a"], "", "t" * 64, 25.0).to_bytes([composed]), tmp_path / "bundle.zip"
+    file.write_bytes(content)
+    waited, ran = [], []
+    pod = {"DTF_NODES": "2", "DTF_NODE": "1", "DTF_ADDRESS": "gone:1", SUBMISSION: "", TOKEN: ""}
+    for name, value in pod.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(inside, "wait_for_names", lambda names, timeout_s: waited.append(names))
+    monkeypatch.setattr(inside, "prestart", lambda words: None)
+    monkeypatch.setattr(inside, "sent_by_scheduler", lambda: None)
+    monkeypatch.setattr(inside, "_prepare", lambda content, allocation: None)
+    monkeypatch.setattr(type(composed.job), "run", lambda self, composed: ran.append(composed) or 0)
+    assert inside.run_bundle(file, "", None, ["launcher=local", f"run.dir={tmp_path / 'try'}"]) == Exit.OK
+    assert not waited and ran[0].config["launcher"]["name"] == "local"
+    monkeypatch.setattr(inside, "_is_to_examine", lambda *arguments: False)
+    assert inside.run_bundle(file, digest_of(content), None, [f"run.dir={tmp_path / 'try'}"]) == Exit.OK
+    assert waited == [["gone:1"]] and os.environ[SUBMISSION] == digest_of(content)

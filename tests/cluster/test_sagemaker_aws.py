@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from dtf.cli.main import main
-from dtf.cluster import record, sagemaker_platform
+from dtf.cluster import record, sagemaker_aws
+from dtf.cluster.kubernetes import Kubernetes
 from dtf.cluster.platform import JobState, State
-from dtf.cluster.sagemaker_platform import SageMaker, joint, state_of
-from dtf.core.errors import Exit
+from dtf.cluster.sagemaker_aws import joint, state_of
+from dtf.cluster.sagemaker_platform import SageMaker
+from dtf.core.errors import Exit, PeerError
 
 REQUIRED: dict[str, Any] = {
     "image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/dtf:1",
@@ -26,7 +28,7 @@ BASE = ["launcher=sagemaker", "train.steps=2", *(f"launcher.{name}={value}" for 
 def test_a_missing_boto3_is_named_with_what_installs_it(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sagemaker_platform, "find_spec", lambda name: None)
+    monkeypatch.setattr(sagemaker_aws, "find_spec", lambda name: None)
     assert main(BASE) == Exit.CONFIG
     assert "python -m pip install 'dtf[sagemaker]'" in capsys.readouterr().err
 
@@ -79,7 +81,7 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_a_job_is_submitted_and_found_again(aws: Any, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*BASE, "run.name=shapes"]) == Exit.OK
-    (folder,) = Path("outputs", "shapes").iterdir()
+    folder = next(Path("outputs").rglob("job.json")).parents[1]
     known = record.find(folder)
     assert known is not None and known.run_dir == "/opt/ml/checkpoints"
     name = known.handle["jobs"]
@@ -124,10 +126,10 @@ def test_the_same_request_twice_is_one_job() -> None:
     from_boto = pytest.importorskip("botocore.exceptions")
     taken = from_boto.ClientError({"Error": {"Code": "ResourceInUse", "Message": "taken"}}, "CreateTrainingJob")
     job = {"TrainingJobName": "a", "AlgorithmSpecification": {"ContainerEntrypoint": ["--digest=1"]}}
-    sagemaker_platform._create(Client(create_training_job=taken, describe_training_job=job), job)
+    sagemaker_aws._create(Client(create_training_job=taken, describe_training_job=job), job)
     other = {"AlgorithmSpecification": {"ContainerEntrypoint": ["--digest=2"]}}
     with pytest.raises(from_boto.ClientError):
-        sagemaker_platform._create(Client(create_training_job=taken, describe_training_job=other), job)
+        sagemaker_aws._create(Client(create_training_job=taken, describe_training_job=other), job)
 
 
 def test_cancelling_stops_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +160,46 @@ def test_lines_of_all_instances_are_read_once() -> None:
     streams = {"logStreams": [{"logStreamName": "a/algo-2-9"}, {"logStreamName": "a/algo-1-9"}]}
     client, tokens = Client(describe_log_streams=streams, get_log_events=events), dict[str, str]()
     pytest.importorskip("botocore")
-    lines = list(sagemaker_platform._new_events(client, "a/", tokens))
+    lines = list(sagemaker_aws.new_events(client, "a/", tokens))
     assert lines == ["algo-1: one", "algo-1: two", "algo-2: three", "algo-2: four"]
-    assert not list(sagemaker_platform._new_events(client, "a/", tokens))
+    assert not list(sagemaker_aws.new_events(client, "a/", tokens))
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_sweep_that_aws_does_not_take_as_a_whole_leaves_nothing_that_runs(stops: bool) -> None:
+    from_boto = pytest.importorskip("botocore.exceptions")
+    names, quota = [f"a-{number}" for number in range(4)], "ResourceLimitExceeded"
+    full = from_boto.ClientError({"Error": {"Code": quota, "Message": "quota"}}, "CreateTrainingJob")
+    client = Client(
+        create_training_job=lambda TrainingJobName: full if TrainingJobName == "a-2" else {},
+        stop_training_job={} if stops else full,
+    )
+    with pytest.raises(from_boto.ClientError if stops else PeerError, match=quota) as raised:
+        sagemaker_aws.create_all(client, [{"TrainingJobName": name} for name in names])
+    assert [words["TrainingJobName"] for name, words in client.calls if name == "stop_training_job"] == names[:2]
+    assert stops or "a-0, a-1; stop them by" in str(raised.value)
+
+
+def test_a_run_folder_in_s3_whose_job_lives_is_refused(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also by `launcher.checkpoints`, where the first job made the folder."""
+    monkeypatch.setattr(SageMaker, "submit", lambda self, request, files: {"job": request.name})
+    monkeypatch.setattr(SageMaker, "state", lambda self, handle: JobState(State.running))
+    assert main(BASE) == Exit.OK
+    (made,) = Path("outputs").rglob("job.json")
+    store = "/".join(made.parent.parent.relative_to(Path("outputs", "sagemaker")).parts)
+    assert main([*BASE, f"launcher.checkpoints=s3://{store}"]) == Exit.BUSY
+    assert "belongs to sagemaker job" in capsys.readouterr().err
+    assert main([*BASE, "launcher.checkpoints=s3://mine/other"]) == Exit.OK
+
+
+def test_a_run_folder_on_a_claim_whose_job_lives_is_refused(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kubernetes, "submit", lambda self, request, files: {"job": request.name})
+    monkeypatch.setattr(Kubernetes, "state", lambda self, handle: JobState(State.queued))
+    base = ["launcher=kubernetes", "launcher.image=dtf", "launcher.claim=runs", "train.steps=2"]
+    assert main(base) == Exit.OK
+    (made,) = Path("outputs").rglob("job.json")
+    run = "/".join(made.parent.parent.relative_to(Path("outputs", "kubernetes", "runs")).parts)
+    assert main([*base, f"run.dir=/runs/{run}"]) == Exit.BUSY
+    assert main([*base, "run.dir=/runs/other"]) == Exit.OK

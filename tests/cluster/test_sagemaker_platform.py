@@ -47,7 +47,12 @@ class TwoRoles:
 
 
 def jobs(
-    strategy: Any = None, trials: tuple[str, ...] = (), parallel: int = 0, run_dir: str = "", **options: Any
+    strategy: Any = None,
+    trials: tuple[str, ...] = (),
+    parallel: int = 0,
+    run_dir: str = "",
+    config: Any = None,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """The CreateTrainingJob requests of a run with these options of the launcher."""
     strategy = strategy or OneRole()
@@ -61,7 +66,7 @@ def jobs(
         digest="0" * 64,
         roles=strategy.roles(platform.count()),
         nodes=platform.nodes,
-        config={},
+        config=config or {},
         grace_s=platform.grace_s,
         trials=trials,
         parallel=parallel,
@@ -172,6 +177,9 @@ def test_each_trial_of_a_sweep_is_a_job() -> None:
         ({**SHARED, "checkpoints": "s3://mine/run"}, "launcher.checkpoints=s3://mine/run is for a run folder in S3"),
         ({"run_dir": "/tmp/mine"}, "run.dir=/tmp/mine would be lost"),
         ({"run_dir": "/opt/ml/checkpoints2"}, "run.dir=/opt/ml/checkpoints2 would be lost"),
+        ({"run_dir": "/opt/ml/checkpoints/../x"}, "run.dir=/opt/ml/checkpoints/../x would be lost"),
+        ({**SHARED, "run_dir": "/opt/ml/input/data/run/../x"}, "run.dir=/opt/ml/input/data/run/../x would be lost"),
+        ({"config": {"job": {"model": "outputs/x"}}}, "job.model=outputs/x is a path of this machine"),
         (
             {**SHARED, "strategy": TwoRoles(), "nodes": 2, "processes": 2, "allow_insecure": True},
             "launcher.processes=2",
@@ -262,6 +270,19 @@ def test_a_container_knows_its_place(tmp_path: Path) -> None:
         allocation_of(environment)
 
 
+@pytest.mark.parametrize("hosts", ["[algo-1", '["algo-2"]', "3", '{"a": 1}', "[1]", "null"])
+def test_hosts_that_make_no_sense_are_named_with_their_variable(tmp_path: Path, hosts: str) -> None:
+    with pytest.raises(ConfigError, match="SM_HOSTS"):
+        allocation_of({"SM_HOSTS": hosts, "SM_CURRENT_HOST": "algo-1"})
+    file = tmp_path / "resourceconfig.json"
+    file.write_text(f'{{"current_host": "algo-1", "hosts": {hosts}}}')
+    with pytest.raises(ConfigError, match="DTF_SAGEMAKER_RESOURCES"):
+        allocation_of({"DTF_SAGEMAKER_RESOURCES": str(file)})
+    file.write_text('{"current_host": "algo-1", "instance_groups": []}')
+    with pytest.raises(ConfigError, match="DTF_SAGEMAKER_RESOURCES"):
+        allocation_of({"DTF_SAGEMAKER_RESOURCES": str(file), "DTF_ROLES": "server,trainer"})
+
+
 def test_groups_of_instances_are_roles() -> None:
     groups = [
         {"instance_group_name": "trainer", "hosts": ["algo-4", "algo-2"]},
@@ -273,3 +294,15 @@ def test_groups_of_instances_are_roles() -> None:
     ]
     assert [(one.role, one.number) for one in found] == [("server", 0), ("trainer", 0), ("server", 1), ("trainer", 1)]
     assert {one.endpoints for one in found} == {("algo-1:29500", "algo-3:29500")}
+
+
+def test_the_same_run_folder_has_the_same_folder_here() -> None:
+    """Also where it goes on by `launcher.checkpoints`."""
+    first = SageMaker(**REQUIRED)
+    place = first.place(first.default_run_dir("shapes", "1"), "shapes-1")
+    assert place == "mine/dtf/shapes-1/run"
+    again = SageMaker(**REQUIRED, checkpoints=f"s3://{place}/")
+    assert again.place(again.default_run_dir("shapes", "2"), "shapes-2") == place
+    shared = SageMaker(**REQUIRED, **SHARED)
+    place = shared.place(shared.default_run_dir("shapes", "1"), "shapes-1")
+    assert place == "lustre-fs-0123456789abcdef0-/x/dtf/shapes-1"

@@ -157,7 +157,7 @@ def test_dependencies_are_declared_and_explained() -> None:
         "dtf.cluster.ray_platform": {"ray"},
         "dtf.cluster.ray_driver": {"ray"},
         "dtf.cluster.ray_placement": {"ray"},
-        "dtf.cluster.sagemaker_platform": {"boto3", "botocore"},
+        "dtf.cluster.sagemaker_aws": {"boto3", "botocore"},
         "dtf.recipes.resnet.model": {"timm"},
         "dtf.adapters.transformers_run": {"transformers"},
     }  # imported where the extra is known to be there

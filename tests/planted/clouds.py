@@ -56,7 +56,7 @@ FAULTS = [
     ),
     Fault(
         "any training job of the name counts as the submitted one",
-        "dtf/cluster/sagemaker_platform.py",
+        "dtf/cluster/sagemaker_aws.py",
         '.get(entry) != job["AlgorithmSpecification"][entry]',
         ".get(entry) is None",
         ("tests/cluster/test_sagemaker_aws.py::test_the_same_request_twice_is_one_job",),

@@ -35,10 +35,19 @@ FAULTS = [
     ),
     Fault(
         "a run that was submitted again, to go on, is taken for finished",
-        "dtf/cluster/ends.py",
-        "bool(digest) and begun == digest and",
-        "bool(digest and begun) and",
+        "dtf/core/run_record.py",
+        'if launch.get("submission") == digest]',
+        'if launch.get("submission")]',
         ("tests/cluster/test_kubernetes_ends.py::test_a_process_that_comes_after_the_end_knows_it",),
+    ),
+    Fault(
+        "a run folder leaves its volume by ..",
+        "dtf/cluster/paths_inside.py",
+        'if ".." in known.parts or not',
+        "if not",
+        (
+            "tests/cluster/test_kubernetes.py::test_a_job_of_one_role_a_folder_elsewhere_and_an_unknown_kind_are_refused",
+        ),
     ),
     Fault(
         "hosts do not hear that one of them is asked to stop",
