@@ -105,7 +105,6 @@ OPTIONS = {
         "mpi": "env",
         "mpirun": "env",
         "single": "inline",
-        "slurm": "env",
         "spawn": "local",
         "srun": "env",
     },

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 BUDGET_S = {
-    "laws": 212.0,
+    "laws": 198.0,
     "launch": 80.0,
     "cluster": 22.0,
     "pserver": 31.0,

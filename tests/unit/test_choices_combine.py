@@ -77,6 +77,8 @@ GIVEN = {
     "launcher.node_rank": 0,
     "launcher.address": "127.0.0.1:29500",
     "launcher.rendezvous": "127.0.0.1:29500",
+    "launcher.store": "s3://bucket/runs",
+    "launcher.role": "arn:aws:iam::123456789012:role/dtf",
 }
 """Values of mandatory keys; 1 for all others."""
 

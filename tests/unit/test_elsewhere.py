@@ -90,7 +90,7 @@ def test_what_was_meant_is_said(composer: Composer, line: str, meant: str) -> No
         ("lr=onecycle lr.warmup_steps=9", "did you mean lr.rise=SHARE of the run? "),
         ("lr=onecycle lr.warmup=9", "it is a key of lr=constant, lr=cosine, "),
         ("job.model=x", "it is a key of job=evaluate, job=export and job=predict; there are no choices"),
-        ("num_nodes=2", "launcher.nodes is a key of launcher=static and launcher=torchrun; choices: "),
+        ("num_nodes=2", "launcher.nodes is a key of launcher="),
         (
             "trainer.accumulate_grad_batches=4",
             "did you mean step.micro_batch_rows=ROWS, those of a pass: step.batch_size=128 / 4 passes / ",
