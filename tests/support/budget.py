@@ -16,9 +16,9 @@ import pytest
 BUDGET_S = {
     "laws": 198.0,
     "launch": 80.0,
-    "cluster": 22.0,
+    "cluster": 28.0,
     "pserver": 31.0,
-    "docs": 15.0,
+    "docs": 16.0,
     "unit": 124.0,
     "zoo": 7.0,
     "chains": 3.0,
