@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dtf.api.registry import registered
-from dtf.api.schema import build_option
+from dtf.api.schema import build_option, coerce_option, keys
 from dtf.cluster.platform import JOB_FOLDER, Platform
 from dtf.core.errors import BusyError, ConfigError
 from dtf.core.files import replace_text
@@ -57,9 +57,14 @@ class JobRecord:
             raise ConfigError(
                 f"the run was submitted by launcher={name}, which a plugin brings; give plugins=[MODULE] too"
             )
-        platform = build_option("launcher", self.launcher)
-        assert isinstance(platform, Platform)
-        return platform
+        cls = registered("launcher")[name]
+        if not issubclass(cls, Platform):
+            raise BusyError(f"the record of the job says launcher={name}, which submits no jobs; ask the scheduler")
+        # another version of dtf may have had other options; what asks for a job needs only some
+        known = {key.name for key in keys(cls)} & self.launcher.keys()
+        return build_option(
+            "launcher", coerce_option("launcher", {key: self.launcher[key] for key in ("name", *known)}, "launcher")
+        )
 
     @property
     def title(self) -> str:

@@ -76,7 +76,8 @@ may_go_on() { # after a loss: unless there were @MOST@ without a new checkpoint
     now=$(newest)
     [[ -e $folder/lost$part ]] && read -r count before by <"$folder/lost$part"
     [[ $before == "$now" && $by == "$id" ]] || count=0 # another job's losses were those of another submission
-    echo "$((++count)) $now $id" >"$folder/lost$part"
+    # on a full disk no loss can be counted: then each start of the job counts as one
+    echo "$((++count)) $now $id" 2>/dev/null >"$folder/lost$part" || count=$((restart + 1))
     ((count < @MOST@))
 }
 

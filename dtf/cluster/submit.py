@@ -6,7 +6,9 @@ Torch-free, and short: nothing is read but the config and the code of plugins.
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -21,6 +23,7 @@ from dtf.config.messages import display_path
 from dtf.core.errors import BusyError, ConfigError, DtfError, Exit, PeerError
 from dtf.core.files import open_private
 from dtf.core.run_record import time_to_save_s
+from dtf.core.text import quoted
 from dtf.runs.run_folder import check_folder, take_lock, unique_id
 from dtf.runs.standing import standing
 
@@ -66,8 +69,10 @@ def hand_over(platform: Platform, request: JobRequest) -> int:
         return Exit.OK
     kept, where = hand_in(platform, request), display_path(request.folder)
     print(f"dtf: {kept.title} was submitted; {'sweep' if request.trials else 'run'} folder {where}")
+    plain = re.fullmatch(r"[\w./+-]+", where)
+    named = f"job.run_folder={where}" if plain else shlex.quote(f"job.run_folder={quoted(where)}")
     for job in ("status", "logs", "cancel"):
-        print(f"dtf:   dtf job={job} job.run_folder={where}")
+        print(f"dtf:   python -m dtf job={job} {named}")
     return Exit.OK
 
 

@@ -241,6 +241,15 @@ def test_losses_without_a_new_checkpoint_end_the_job(machine: Machine) -> None:
     assert machine.run("69", SLURM_JOB_ID="8") == 69 and "scontrol requeue 8" in machine.calls, "submitted anew"
 
 
+def test_losses_on_a_full_disk_end_the_job_too(machine: Machine) -> None:
+    """Nothing can be noted there: neither codes nor losses."""
+    (machine.folder / "run" / "job" / "lost").mkdir(parents=True)
+    for restart in range(2):
+        machine.run("69", SLURM_RESTART_COUNT=str(restart))
+        assert machine.requeued
+    assert machine.run("69", SLURM_RESTART_COUNT="2") == 69 and not machine.requeued
+
+
 COMPLETING = "JobId=7 JobState=COMPLETING Reason=None PreemptTime=None Comment= "
 
 

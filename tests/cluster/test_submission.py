@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dtf.cli.main import main
-from dtf.cluster import inside, record
+from dtf.cluster import inside, record, submit
 from dtf.cluster.allocation import Allocation
 from dtf.cluster.bundle import unpacked
 from dtf.cluster.platform import job_name
@@ -22,6 +23,7 @@ from dtf.cluster.submit import refuse_live
 from dtf.config.compose import Composed, compose
 from dtf.core.errors import BusyError, ConfigError, Exit, PeerError
 from dtf.core.files import flat
+from dtf.core.text import quoted
 from tests.support.submission import HERE, SMALL, bundle, composed_inside
 
 pytestmark = pytest.mark.usefixtures("elsewhere", "platform")
@@ -177,6 +179,34 @@ def test_submitting_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, *SMALL, "launcher.dry_run=true"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_record_of_another_version_is_read(tmp_path: Path) -> None:
+    """Which had other options, and lacked some of today's."""
+    (tmp_path / "job").mkdir()
+    node = {"name": "here", "nodes": 2, "gone": 1}
+    record.keep(tmp_path, record.JobRecord(node, {"pids": ""}, "", "", ""))
+    composed = compose(HERE)
+    assert composed.settings is not None
+    known = record.find(tmp_path)
+    assert known is not None and known.platform.nodes == 2
+    record.keep(tmp_path, record.JobRecord({"name": "local"}, {}, "", "", ""))
+    other = record.find(tmp_path)
+    assert other is not None
+    with pytest.raises(BusyError, match="which submits no jobs"):
+        _ = other.platform
+
+
+@pytest.mark.parametrize("folder", ["mine", "it's $(touch PWN), a=b"])
+def test_the_commands_that_follow_a_job_can_be_pasted(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted = record.JobRecord({"name": "here"}, {"job": "1"}, "", "", "")
+    monkeypatch.setattr(submit, "hand_in", lambda platform, request: submitted)
+    assert main([*SMALL, f"run.dir={quoted(folder)}"]) == Exit.OK
+    line = capsys.readouterr().out.splitlines()[1]
+    *_, job, named = shlex.split(line)
+    assert compose([job, named]).config["job"]["run_folder"] == folder
 
 
 def test_names_that_every_scheduler_takes() -> None:
