@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from dtf.cluster.after_exit import newest_checkpoint
 from tests.support.kubebox import KubeBox, Object, condition, is_over, kubebox
 
 pytest.importorskip("kubernetes", reason="asks a cluster by the package kubernetes")
@@ -146,12 +147,7 @@ def test_a_job_that_is_evicted_again_and_again_ends_with_the_same_bits(
     task = [*f"strategy={strategy}".split(), f"train.steps={steps}"]
     spread = [f"launcher.nodes={nodes}", f"launcher.processes={2 // nodes}"]
     folder, name = submit(box, tmp_path, kind, *task, *spread, *words)
-    checkpoints = run_dir(folder) / "checkpoints"
-
-    def newest() -> int:
-        return max((int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*[0-9]")), default=0)
-
-    evictions = disturb(box, kind, name, newest, steps, random.Random(seed))
+    evictions = disturb(box, kind, name, lambda: newest_checkpoint(run_dir(folder)), steps, random.Random(seed))
     end = wait_for_end(box, kind, name)
     assert end["type"] in ("Complete", "Completed"), f"{end}\n{told(box)}"
     assert evictions >= 1
