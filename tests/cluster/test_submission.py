@@ -360,6 +360,32 @@ def test_a_grid_is_one_job_with_a_trial_for_each_value(capsys: pytest.CaptureFix
     assert os.listdir() == []
 
 
+def test_a_trial_whose_own_job_lives_is_left_to_it_and_no_sweep_runs_it_twice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As a killed sweep that decides as it goes has left it. The other way round, a job of a whole sweep."""
+    live = record.JobRecord({"name": "here"}, {"job": "7", "pids": str(os.getpid())}, "2026-11-26", "", "")
+    values = ["-m", *SMALL, "run.dir=mine", "lr.peak=0.1,0.2,0.4"]
+    keep(Path("mine/lr.peak=0.1"), live)
+    assert main([*values, "launcher.dry_run=true"]) == Exit.OK
+    printed = capsys.readouterr().out
+    assert "dtf: lr.peak=0.1 is left to here job 7, which is running\n" in printed
+    assert [f"--trial={number}" in printed for number in range(3)] == [True, True, False]
+    keep(Path("mine/lr.peak=0.2"), live)
+    assert main(["-m", *HERE[:1], "run.dir=mine", "lr.peak=0.1,0.2", "launcher=inline"]) == Exit.BUSY
+    assert "mine/lr.peak=0.1 belongs to here job 7, which is running; wait" in capsys.readouterr().err
+    keep(Path("mine"), live)
+    for words in (["sweep.prune=asha", "train.eval_every=1"], ["launcher=local"]):
+        assert main([*values, *words]) == Exit.BUSY
+        assert "error[E_BUSY]: mine belongs to here job 7, which is running; wait" in capsys.readouterr().err
+
+
+def keep(folder: Path, known: record.JobRecord) -> None:
+    """As the record of the job of this folder."""
+    (folder / "job").mkdir(parents=True)
+    record.keep(folder, known)
+
+
 @pytest.mark.slow
 def test_a_sweep_runs_what_is_missing_in_its_next_job(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["-m", *SMALL, "run.dir=mine"]
