@@ -17,17 +17,14 @@ from dtf.api.schema import to_plain
 from dtf.api.trials import TrialEnd, TrialExecutor, TrialOrder
 from dtf.checkpoint.storage import checkpoints, step_of
 from dtf.cli.pruning import Phase, Standing, champion, is_out, next_of, rungs
-from dtf.cli.trials import NOT_STARTED, Found, Trial, find
-from dtf.core.errors import INTERRUPTED, ConfigError, DtfError, Exit
+from dtf.cli.trials import ENDS, NOT_STARTED, Found, Trial, find
+from dtf.core.errors import ConfigError, DtfError, Exit
 from dtf.core.text import number_text
 from dtf.runs.objective_log import MOST_EVALUATIONS, evaluations, plan_of
 from dtf.runs.sweep_record import SweepRecord
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
-
-ENDS = (Exit.PREEMPTED, Exit.BUDGET, INTERRUPTED)
-"""Codes of a trial that end the sweep too."""
 
 
 class SweepStopped(BaseException):
@@ -154,12 +151,16 @@ class Schedule:
         return {trial.shown.folder.name: trial.step for trial in out if trial.shown.folder}
 
     def close(self) -> None:
-        """Trials that still wait, where the sweep is done, are pruned."""
+        """Trials that still wait, where the sweep is done, are pruned. One that ended a part of its way well, and did
+        not come to go on, was stopped.
+        """
         for trial in self.trials.values():
             if trial.phase is Phase.waiting and not self._stopping:
                 trial.phase = Phase.pruned
             if trial.phase in (Phase.waiting, Phase.pruned):
                 trial.shown.rung, trial.shown.pruned = trial.step, trial.phase is Phase.pruned
+            if trial.phase is Phase.cut and trial.shown.code == Exit.OK:
+                trial.shown.code = Exit.PREEMPTED
         if self._record:
             self._record.prune(self.pruned)
 
@@ -216,9 +217,11 @@ class Schedule:
         """Compose a trial and see what its folder has. It is `cut`, or whatever it has come to."""
         shown = Trial(title=self._rules.title_of(overrides), folder=None)
         trial = self.trials[number] = ScheduledTrial(number, shown)
+        found: Found | None = None
         print(f"dtf: trial {number}{self._rules.of_all}: {shown.title}", flush=True)
 
         def look() -> int:
+            nonlocal found
             folder = self._rules.folder_of(overrides)
             trial.composed = as_trial(self._compose(number, overrides), folder)
             if folder is None:
@@ -234,7 +237,7 @@ class Schedule:
             if shown.code in ENDS:
                 self.stopped = shown.code
         elif trial.phase is Phase.cut:
-            shown.code = NOT_STARTED
+            shown.code = found.code if found else NOT_STARTED
         elif trial.phase is Phase.finished:
             shown.before = True
             print("dtf: it was finished before", flush=True)
@@ -308,7 +311,11 @@ class Schedule:
         self._executor.start(TrialOrder(trial.number, trial.shown.title, composed, trial.shown.folder))
 
     def _settle(self, end: TrialEnd) -> None:
-        """A trial has ended, or come to its rung."""
+        """A trial has ended, or come to its rung. One that lost its ranks after a request to stop was stopped: whoever
+        insists has them killed.
+        """
+        if self._requested() and end.code == Exit.PEER:
+            end = end._replace(code=Exit.PREEMPTED)
         trial = self.trials[end.number]
         shown = trial.shown
         shown.code, shown.best = end.code, end.best or shown.best
@@ -317,8 +324,15 @@ class Schedule:
             if end.code != Exit.BUDGET:  # that ends the others too
                 self._executor.stop()
         trial.phase = Phase.finished if end.code == Exit.OK else Phase.failed
-        if self._rule is Prune.none or shown.folder is None:
-            return
+        if self._rule is not Prune.none and shown.folder is not None:
+            self._place(trial)
+        if trial.phase in (Phase.finished, Phase.failed):
+            best = f", best {shown.best[0]}={number_text(shown.best[1])}" if shown.best else ""
+            print(f"dtf: trial {trial.number}: {shown.outcome}{best}", flush=True)
+
+    def _place(self, trial: ScheduledTrial) -> None:
+        """See by the folder of a trial which rung it has come to."""
+        shown = trial.shown
         failed, composed = trial.phase is Phase.failed, trial.composed
         assert composed is not None
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +35,8 @@ _CODE = (
     "import json, sys; order = json.loads(sys.argv[1]); sys.path[:] = order['path']; from dtf.cli.slot_process import "
     "serve; serve(order)"
 )
+_MEASURED = re.compile(r"(\w+ )?step=")
+"""A line of the console observer, which the trial's log has whole."""
 SIDE_BY_SIDE = ("local", "inline")
 """Launchers whose trials need this host alone."""
 
@@ -249,9 +253,10 @@ class SlotExecutor:
         *lines, slot.said = slot.said.split(b"\n")
         if ended and slot.said:
             lines, slot.said = [*lines, slot.said], b""
-        head = f"{order.number}: " if order else ""
+        head = f"trial {order.number}: " if order else ""
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
         for line in lines:
-            print(f"{head}{line.decode(errors='replace')}", flush=True)
+            print(shown(head, line.decode(errors="replace"), columns), flush=True)
         slot.unlogged += b"".join(line + b"\n" for line in lines)
         if order is None or order.folder is None or not (order.folder / "run.json").exists():
             slot.unlogged = b"" if ended else slot.unlogged
@@ -259,6 +264,14 @@ class SlotExecutor:
         if slot.unlogged:
             _append(order.folder / LOG, slot.unlogged)
             slot.unlogged = b""
+
+
+def shown(head: str, line: str, columns: int) -> str:
+    """A line of a trial as it is printed: what a carriage return has overwritten is left out. On a terminal of so many
+    columns (0: on none) a line of measurements is cut to one row, and all others stay whole.
+    """
+    whole = head + line.rstrip("\r").rpartition("\r")[2]
+    return whole if not columns or len(whole) <= columns or not _MEASURED.match(line) else f"{whole[: columns - 3]}..."
 
 
 def _append(path: Path, data: bytes) -> None:

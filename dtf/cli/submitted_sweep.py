@@ -7,13 +7,17 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtf.api.registry import name_of
 from dtf.cli.schedule import as_trial
-from dtf.cli.trials import find
-from dtf.cluster.platform import Platform, job_name
-from dtf.cluster.submit import hand_over, is_submitted, request_of
+from dtf.cli.trials import digest, find
+from dtf.cluster import record
+from dtf.cluster.bundle import unpacked
+from dtf.cluster.platform import JOB_FOLDER, Platform, job_name
+from dtf.cluster.submit import hand_over, is_submitted, live_job, request_of
 from dtf.cluster.trial_jobs import TrialJobs
-from dtf.core.errors import ConfigError, Exit
+from dtf.core.errors import ConfigError, DataError, Exit
 from dtf.host.signals import Stop
+from dtf.runs.sweep_record import SweepRecord, finished
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -28,27 +32,58 @@ def platform_of(composed: Composed) -> Platform | None:
     return launcher
 
 
-def submit_together(platform: Platform, trials: Sequence[tuple[Path, Composed]], parallel: int) -> int:
-    """Hand the trials that are not finished to the scheduler as one job, or print it where `launcher.dry_run` says so.
-    Each has its folder, and what a sweep decides of a trial is in its config. Returns the exit code.
+def submit_together(
+    platform: Platform, trials: Sequence[tuple[Path, Composed]], parallel: int, kept: SweepRecord | None
+) -> int:
+    """Hand the trials that are not finished, and have no job of their own, to the scheduler as one job; or print it
+    where `launcher.dry_run` says so. Each has its folder, and what a sweep decides of a trial is in its config.
+    Returns the exit code. `kept`: what the scheduler says of earlier trials goes there; None: nowhere.
 
     ConfigError; BusyError for a folder that a live job has, or which holds another trial.
     """
     home, first = trials[0][0].parent, trials[0][1]
+    name, run_dir = job_name(home.parent.name, home.name), str(home)
     if platform.sees_folder:
         trials = [
             (folder, one) for folder, one in trials if (found := find(folder, one.config)) is None or not found.finished
         ]
+    else:
+        run_dir = first.config["run"]["dir"] or platform.default_run_dir(job_name(home.parent.name), home.name)
+        done = finished(home) | (new := _finished_elsewhere(home, name))
+        if kept is not None:
+            kept.finish(new)
+        place = _place(platform, run_dir, name)
+        trials = [(folder, one) for folder, one in trials if done.get(folder.name) != digest([place], [one.config])]
+    jobs = {folder: job for folder, _ in trials if (job := live_job(folder)) is not None}
+    for folder, job in jobs.items():
+        print(f"dtf: {folder.name} is left to {job}")
+    trials = [(folder, one) for folder, one in trials if folder not in jobs]
     if not trials:
-        print("dtf: all trials were finished before")
+        print(f"dtf: all {'other ' if jobs else ''}trials were finished before")
         return Exit.OK
     _check_alike([one for _, one in trials], platform)
-    run_dir = str(home)
-    if not platform.sees_folder:
-        run_dir = first.config["run"]["dir"] or platform.default_run_dir(job_name(home.parent.name), home.name)
-    name = job_name(home.parent.name, home.name)
     composed, names = [one for _, one in trials], [folder.name for folder, _ in trials]
     return hand_over(platform, request_of(platform, composed, home, run_dir, name, names, parallel))
+
+
+def _finished_elsewhere(home: Path, name: str) -> dict[str, str]:
+    """Of the last job of a sweep whose folders are not seen from here, by its scheduler: name of a trial that has
+    finished -> digest of its config and place. Nothing while a submission is cut off, which is to be made as it was.
+    """
+    if record.intent(home) or (known := record.find(home)) is None:
+        return {}
+    try:
+        with unpacked(home / JOB_FOLDER / "bundle.zip", known.digest) as content:
+            runs = content.bundle.runs
+    except (ConfigError, DataError):  # of a later submission that was refused: what was finished is kept since then
+        return {}
+    place = _place(known.platform, known.run_dir, name)
+    numbers = known.platform.finished_trials(known.handle, len(runs))
+    return {Path(runs[number].run_dir).name: digest([place], [runs[number].config]) for number in sorted(numbers)}
+
+
+def _place(platform: Platform, run_dir: str, name: str) -> str:
+    return f"{name_of('launcher', platform)}:{platform.place(run_dir, name)}"
 
 
 def check_job(first: Composed, other: Composed) -> None:

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,16 +22,18 @@ from dtf.api.trials import TrialExecutor
 from dtf.cli.hydra_sweep import HydraSweep, OptunaTrials
 from dtf.cli.optuna_search import OptunaSearch
 from dtf.cli.run_trial import HereExecutor, Reported
-from dtf.cli.schedule import ENDS, Schedule, SweepStopped, as_trial
+from dtf.cli.schedule import Schedule, SweepStopped, as_trial
 from dtf.cli.slots import SlotExecutor
 from dtf.cli.submitted_sweep import each_as_a_job, show_first, submit_together
 from dtf.cli.sweep_plan import SweepPlan, check_trial, make_plan
-from dtf.cli.trials import Trial, best_of, seconds, table
+from dtf.cli.trials import ENDS, Trial, best_of, seconds, table
+from dtf.cluster.submit import refuse_live
 from dtf.config.advice import print_notes
 from dtf.config.hydra_sources import OPTUNA
 from dtf.config.messages import display_path
 from dtf.core.errors import BusyError, ConfigError, Exit
 from dtf.core.text import time_text
+from dtf.host.scratch import scratch_folder
 from dtf.launch import forkserver_cache
 from dtf.runs.run_folder import take_lock
 from dtf.runs.sweep_record import SweepRecord
@@ -82,10 +83,13 @@ def sweep(composer: Composer, overrides: Sequence[str], reported: Reported) -> i
     if plan.platform is not None and (plan.platform.dry_run or not decides):
         return _submit(plan, plan.platform, decides)
     with ExitStack() as stack:
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="dtf-sweep-"))
+        scratch = str(stack.enter_context(scratch_folder("dtf-sweep-")))
         stack.enter_context(_LockedFolder(plan.folder))
         requests = stack.enter_context(_StopRequests())
-        record = SweepRecord(plan.folder, plan.first.config["sweep"]) if plan.folder else None
+        record = None
+        if plan.folder:
+            refuse_live(plan.folder)
+            record = SweepRecord(plan.folder, plan.first.config["sweep"], plan.first.settings.objective)
         hydra = HydraSweep(composer, plan.trials[0], plan.arguments, scratch)
         executor = stack.enter_context(_executor(plan, reported, requests.__bool__))
 
@@ -99,6 +103,7 @@ def sweep(composer: Composer, overrides: Sequence[str], reported: Reported) -> i
         try:
             composer.with_plugins(overrides, lambda: _run(plan, hydra, schedule))
         except SweepStopped:
+            schedule.stopped = schedule.stopped or Exit.PREEMPTED  # by a signal while no trial ran
             print("dtf: the sweep stops here", file=sys.stderr)
         schedule.close()
         done = {number: trial.shown for number, trial in sorted(schedule.trials.items())}
@@ -116,10 +121,12 @@ def _submit(plan: SweepPlan, platform: Platform, decides: bool) -> int:
     folders = [plan.rules.folder_of(trial) for trial in plan.trials]
     trials = [(folder, as_trial(one, folder)) for folder, one in zip(folders, plan.composed, strict=True) if folder]
     if platform.dry_run:
-        return show_first(platform, *trials[0]) if decides else submit_together(platform, trials, plan.options.parallel)
+        if decides:
+            return show_first(platform, *trials[0])
+        return submit_together(platform, trials, plan.options.parallel, None)
     with _LockedFolder(plan.folder):
-        SweepRecord(trials[0][0].parent, plan.first.config["sweep"])
-        return submit_together(platform, trials, plan.options.parallel)
+        record = SweepRecord(trials[0][0].parent, plan.first.config["sweep"], plan.first.settings.objective)
+        return submit_together(platform, trials, plan.options.parallel, record)
 
 
 @contextmanager
@@ -156,7 +163,7 @@ def _print_result(done: Sequence[Trial], plan: SweepPlan) -> None:
         print(line)
     if plan.folder:
         print(_total(done, plan, plan.folder))
-    failed = [f"{trial.title} ({trial.outcome})" for trial in done if trial.code > 0 and trial.code not in ENDS]
+    failed = [f"{trial.title} ({trial.cause})" for trial in done if trial.code > 0 and trial.code not in ENDS]
     if failed:
         print(
             f"dtf: {len(failed)} of {len(done)} trials failed: {', '.join(failed)}; the same sweep started again runs "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,14 +14,14 @@ from dtf.api.lr import steps_of_rise
 from dtf.api.options import Prune, SweepOptions
 from dtf.api.schema import build, show
 from dtf.cli.run_trial import JobWithFolder
-from dtf.cli.schedule import Rules
+from dtf.cli.schedule import Rules, as_trial
 from dtf.cli.slots import SIDE_BY_SIDE, share_of_cores, share_of_devices
 from dtf.cli.submitted_sweep import check_job, platform_of
 from dtf.cli.sweep_overrides import as_typed, combinations, distinct, title_of
-from dtf.cli.trials import NOT_STARTED, Trial, digest, folder_name
+from dtf.cli.trials import Trial, digest, folder_name, left_alone
 from dtf.config.hydra_sources import BASIC_SWEEPER, OPTUNA, OptunaOptions
 from dtf.config.messages import parse
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -81,10 +82,13 @@ class SweepPlan:
         return max(steps_of_rise(one.settings.lr, total) for one in self.composed)
 
     def with_those_not_started(self, begun: Mapping[int, Trial]) -> list[Trial]:
-        """Trials for the table, by number: where a sweep was stopped, some have not been begun."""
-        titles = [self._title_of(trial) for trial in self.trials] if self.complete else []
-        rest = {number: Trial(title=title, code=NOT_STARTED) for number, title in enumerate(titles, 1)}
-        return [trial for _, trial in sorted((rest | dict(begun)).items())]
+        """Trials for the table, by number: where a sweep was stopped, it did not come to some."""
+        trials = dict(begun)
+        for number, (words, one) in enumerate(zip(self.trials, self.composed, strict=True) if self.complete else (), 1):
+            if number not in trials:
+                folder = self._folder_of(words)
+                trials[number] = left_alone(self._title_of(words), folder, as_trial(one, folder).config)
+        return [trial for _, trial in sorted(trials.items())]
 
     def _title_of(self, overrides: Sequence[str]) -> str:
         return title_of(_without_hydra(overrides), self.shared)
@@ -106,14 +110,20 @@ def make_plan(composer: Composer, overrides: Sequence[str]) -> SweepPlan:
     fixed = [override for override in parsed if not override.is_sweep_override()]
     shared = {as_typed(f"{override.get_key_element()}={override.get_value_element_as_str()}") for override in fixed}
     trials, complete = combinations(parsed)
-    several = complete and len(trials) > 1
-    composed = [
-        _composed(composer, trial, f"trial {number} of {len(trials)} ({title_of(trial, shared)}): " if several else "")
+    named = [
+        f"trial {number} of {len(trials)} ({title_of(trial, shared)}): " if complete and len(trials) > 1 else ""
         for number, trial in enumerate(trials, 1)
     ]
+    composed: list[Composed] = []
+    for name, trial in zip(named, trials, strict=True):
+        with _named(name):
+            composed.append(composer.compose(trial))
     first = composed[0]
-    for config in composed:
-        check_trial(first, config)
+    for name, one in zip(named, composed, strict=True):
+        with _named(name):
+            check_trial(first, one)
+            if complete:
+                _check_parts(one)
     is_kept = isinstance(first.job, JobWithFolder)
     folder = _sweep_folder([str(override.input_line) for override in swept], composed) if is_kept else None
     plan = SweepPlan(overrides, parsed, shared, trials, complete, composed, folder)
@@ -218,8 +228,20 @@ def check_trial(first: Composed, other: Composed) -> None:
                 )
 
 
-def _composed(composer: Composer, overrides: list[str], name: str) -> Composed:
+def _check_parts(trial: Composed) -> None:
+    """Raise ConfigError for what a trial on this host would be refused for when it begins. What is wrong with its data
+    may be another thing by then.
+    """
+    if platform_of(trial) is None and isinstance(trial.job, JobWithFolder):
+        with suppress(DataError):
+            settings = as_trial(trial, None).check()
+            settings.launcher.check(settings.strategy)
+
+
+@contextmanager
+def _named(trial: str) -> Iterator[None]:
+    """A context whose ConfigError names the trial."""
     try:
-        return composer.compose(overrides)
+        yield
     except ConfigError as error:
-        raise ConfigError(f"{name}{error}") from error
+        raise ConfigError(f"{trial}{error}") from error

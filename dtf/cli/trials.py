@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from dtf.api.registry import base_of, registered
 from dtf.api.schema import show
 from dtf.config.messages import display_path
-from dtf.core.errors import BusyError, DataError, Exit, code_name
+from dtf.core.errors import INTERRUPTED, BusyError, DataError, Exit, code_name
 from dtf.core.files import flat
 from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import upgraded_config
@@ -25,6 +26,8 @@ from dtf.runs.budget import spent_s
 from dtf.runs.run_folder import untouched
 
 NOT_STARTED = -1
+ENDS = (Exit.PREEMPTED, Exit.BUDGET, INTERRUPTED)
+"""Codes of a trial that was stopped, which end the sweep too: the same command goes on with it."""
 _MAY_CHANGE = ("budget", "launcher", "observer", "plugins", "run", "sweep")
 """Groups that may change between two launches of the same trial."""
 _UNTIL = "train.until"
@@ -47,10 +50,15 @@ class Trial:
     def outcome(self) -> str:
         if self.rung is not None:
             return f"{'pruned' if self.pruned else 'waits'} at step {self.rung}"
-        known = {NOT_STARTED: "not started", Exit.OK: "ok, before" if self.before else "ok"}
-        return known.get(self.code) or (
-            code_name(Exit(self.code)) if self.code in set(Exit) else f"exit code {self.code}"
-        )
+        known = {NOT_STARTED: "not begun", Exit.OK: "finished before" if self.before else "finished"}
+        known |= dict.fromkeys(ENDS, "stopped, goes on" if self.folder else "stopped")
+        known[Exit.BUDGET] = "stopped by the budget"
+        return known.get(self.code) or f"failed, {self.cause}"
+
+    @property
+    def cause(self) -> str:
+        """The name of its exit code."""
+        return code_name(Exit(self.code)) if self.code in set(Exit) else f"exit code {self.code}"
 
 
 def digest(swept: Iterable[str], configs: Iterable[dict[str, Any]]) -> str:
@@ -83,6 +91,12 @@ class Found(NamedTuple):
     def best(self) -> tuple[str, float] | None:
         best = self.record.get("best")
         return (str(best[0]), float(best[1])) if best else None
+
+    @property
+    def code(self) -> int:
+        """Of its last launch; E_PREEMPTED for one that goes on, as it was killed or is to be longer."""
+        exit = self.record["exit"]
+        return Exit.OK if self.finished else Exit.PREEMPTED if exit in (None, Exit.OK) else exit
 
 
 def find(folder: Path, config: dict[str, Any]) -> Found | None:
@@ -118,6 +132,17 @@ def find(folder: Path, config: dict[str, Any]) -> Found | None:
     until = old.get(_UNTIL)
     same_plan = not {"train.steps", "train.epochs"} & {*changed}
     return Found(record, until if isinstance(until, int) else None, exit == Exit.OK and whole, same_plan)
+
+
+def left_alone(title: str, folder: Path | None, config: dict[str, Any]) -> Trial:
+    """A trial that a sweep did not come to before it was stopped, as its folder has it."""
+    found = None
+    if folder is not None:
+        with suppress(BusyError):
+            found = find(folder, config)
+    if found is None:
+        return Trial(title=title, code=NOT_STARTED)
+    return Trial(title=title, code=found.code, before=found.finished, folder=folder, best=found.best)
 
 
 def seconds(home: Path, but: Path | None = None, needed: bool = False) -> float:

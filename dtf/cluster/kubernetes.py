@@ -41,7 +41,7 @@ class Kubernetes(KubernetesOptions):
 
     def render(self, request: JobRequest) -> dict[str, str]:
         self.place(request.run_dir, request.name)
-        refuse_unseen(request.config, self.mount, f"launcher.claim={self.claim}")
+        refuse_unseen(request, self.mount, f"launcher.claim={self.claim}")
         if len(request.content) > MOST_BUNDLE_BYTES:
             raise ConfigError(
                 f"what is submitted, with the plugins' code, is {bytes_text(len(request.content))}, and a Secret of "
@@ -90,6 +90,12 @@ class Kubernetes(KubernetesOptions):
         cluster = self._cluster(handle)
         jobs = [cluster.find(handle["kind"], name) for name in _names(handle)]
         return state_of(jobs, cluster.pods(f"{INSTANCE}={handle['job']}"))
+
+    def finished_trials(self, handle: dict[str, str], count: int) -> set[int]:
+        from dtf.cluster.kubernetes_state import finished_trials
+
+        cluster = self._cluster(handle)
+        return finished_trials([cluster.find(handle["kind"], name) for name in _names(handle)], count)
 
     def cancel(self, handle: dict[str, str]) -> None:
         cluster = self._cluster(handle)

@@ -25,6 +25,15 @@ def state_of(jobs: Sequence[dict[str, Any] | None], pods: Sequence[dict[str, Any
     return JobState(worst, ", ".join(f"{number} {state.value}" for state, number in counts.items()))
 
 
+def finished_trials(jobs: Sequence[dict[str, Any] | None], count: int) -> set[int]:
+    """Numbers of the trials, of `count`, that have ended well: each is a job, or they are the pods of one Job."""
+    first = jobs[0]
+    if len(jobs) == 1 and first and first.get("spec", {}).get("completions") == count:
+        parts = [part.split("-") for part in first.get("status", {}).get("completedIndexes", "").split(",") if part]
+        return {number for part in parts for number in range(int(part[0]), int(part[-1]) + 1)}
+    return {number for number, job in enumerate(jobs) if _one(job, ()).state is State.finished}
+
+
 def _one(job: dict[str, Any] | None, pods: Sequence[dict[str, Any]]) -> JobState:
     if job is None:
         return JobState(State.cancelled, "it was deleted")

@@ -8,9 +8,12 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtf.api.schema import KeyProblem, show
+
+if TYPE_CHECKING:
+    from dtf.cluster.platform import JobRequest
 
 _READ = ("job.model", "job.input", "recipe.model.weights")
 """Keys of files that a job reads, and without which it ends at once."""
@@ -24,10 +27,15 @@ def below(path: str, folder: str) -> PurePosixPath | None:
     return known.relative_to(folder)
 
 
-def refuse_unseen(config: Mapping[str, Any], folder: str, what: str) -> None:
-    """Raise ConfigError for a file to read that lies on this machine alone. `folder`: what the job's processes see
-    besides their image, and `what` that is.
+def refuse_unseen(request: JobRequest, folder: str, what: str) -> None:
+    """Raise ConfigError for a file to read that lies on this machine alone, of any trial. `folder`: what the job's
+    processes see besides their image, and `what` that is.
     """
+    for trial, config in zip(request.trials or [""], request.configs or [request.config], strict=False):
+        _refuse_unseen(config, folder, what, f"trial {trial}: " if trial else "")
+
+
+def _refuse_unseen(config: Mapping[str, Any], folder: str, what: str, trial: str) -> None:
     for key in _READ:
         path = _value(config, key)
         plain = os.path.normpath(path)
@@ -35,8 +43,8 @@ def refuse_unseen(config: Mapping[str, Any], folder: str, what: str) -> None:
             continue
         raise KeyProblem(
             key,
-            f"{key}={show(path)} is a path of this machine, which the job does not see; copy it to {what} and give its "
-            f"path there, below {folder}, or the absolute path of a file in launcher.image",
+            f"{trial}{key}={show(path)} is a path of this machine, which the job does not see; copy it to {what} and "
+            f"give its path there, below {folder}, or the absolute path of a file in launcher.image",
         )
 
 

@@ -59,6 +59,8 @@ class JobRequest:
     """Whether an earlier submission of this request was cut off: the scheduler may have its job."""
     trials: tuple[str, ...] = ()
     """Of a sweep: the names of its trials. Number N of them is `--trial N` of the bundle."""
+    configs: tuple[dict[str, Any], ...] = ()
+    """Resolved: of the run, or of each trial."""
     parallel: int = 0
     """Of a sweep: the most trials at once; 0: as many as the scheduler gives."""
 
@@ -238,6 +240,12 @@ class Platform(RankOptions, Launcher):
     @abstractmethod
     def state(self, handle: dict[str, str]) -> JobState:
         """Ask the scheduler. PeerError when it does not answer."""
+
+    def finished_trials(self, handle: dict[str, str], count: int) -> set[int]:
+        """Numbers of the trials, of `count` in a job, that have ended well, as far as the scheduler still knows. Where
+        `sees_folder` is False nobody else can tell. PeerError when it does not answer.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def cancel(self, handle: dict[str, str]) -> None:

@@ -17,7 +17,7 @@ from dtf.api.registry import option, register
 from dtf.api.schema import KeyProblem, show
 from dtf.cluster.allocation import REASON_FILE, ROLES
 from dtf.cluster.paths_inside import below, folder_name, refuse_unseen
-from dtf.cluster.platform import JobRequest, JobState, Platform
+from dtf.cluster.platform import JobRequest, JobState, Platform, State
 from dtf.cluster.sagemaker_allocation import RESOURCES
 from dtf.cluster.sagemaker_aws import aws, create_all, joint, new_events, state_of
 from dtf.core.errors import ConfigError
@@ -157,7 +157,7 @@ class SageMaker(Platform):
     def render(self, request: JobRequest) -> dict[str, str]:
         """One CreateTrainingJob for a run, and one for each trial of a sweep."""
         self.place(request.run_dir, request.name)
-        refuse_unseen(request.config, ROOT, f"launcher.channels, which lie in {INPUT}")
+        refuse_unseen(request, ROOT, f"launcher.channels, which lie in {INPUT}")
         if request.parallel and len(request.trials) > request.parallel:
             raise ConfigError(
                 f"sweep.parallel={request.parallel}: SageMaker starts all {len(request.trials)} trials that it has "
@@ -253,12 +253,16 @@ class SageMaker(Platform):
         return job.get("CheckpointConfig", {}).get("S3Uri", self.file_system)
 
     def state(self, handle: dict[str, str]) -> JobState:
+        states = self._states(handle)
+        return states[0] if len(states) == 1 else joint(dict(zip(_names(handle), states, strict=True)))
+
+    def _states(self, handle: dict[str, str]) -> list[JobState]:
         with aws(handle["region"]) as client:
             sagemaker = client("sagemaker")
-            states = [state_of(sagemaker.describe_training_job(TrainingJobName=name)) for name in _names(handle)]
-        if len(states) == 1:
-            return states[0]
-        return joint(dict(zip(_names(handle), states, strict=True)))
+            return [state_of(sagemaker.describe_training_job(TrainingJobName=name)) for name in _names(handle)]
+
+    def finished_trials(self, handle: dict[str, str], count: int) -> set[int]:
+        return {number for number, one in enumerate(self._states(handle)) if one.state is State.finished}
 
     def cancel(self, handle: dict[str, str]) -> None:
         with aws(handle["region"]) as client:

@@ -124,9 +124,18 @@ def _taken(platform: Platform, request: JobRequest, files: dict[str, Path]) -> d
 
 def refuse_live(folder: Path) -> None:
     """Raise BusyError where a job of this folder waits or runs, or may do so as its scheduler does not answer."""
+    if (job := live_job(folder)) is not None:
+        raise BusyError(
+            f"{display_path(folder)} belongs to {job}; wait for it, or end it with job=cancel "
+            f"job.run_folder={display_path(folder)}"
+        )
+
+
+def live_job(folder: Path) -> str | None:
+    """The job of this folder that waits or runs, in words. BusyError where its scheduler does not answer."""
     known = record.find(folder)
     if known is None:
-        return
+        return None
     try:
         state = known.platform.state(known.handle)
     except (PeerError, ConfigError) as error:
@@ -135,11 +144,7 @@ def refuse_live(folder: Path) -> None:
             f"asked: {error}; if that job is gone for good, job=cancel job.forget=true "
             f"job.run_folder={display_path(folder)} sets its record aside"
         ) from error
-    if state.state.is_live:
-        raise BusyError(
-            f"{display_path(folder)} belongs to {known.title}, which is {state.state.value}; wait for it, or end it "
-            f"with job=cancel job.run_folder={display_path(folder)}"
-        )
+    return f"{known.title}, which is {state.state.value}" if state.state.is_live else None
 
 
 def request_of(
@@ -174,6 +179,7 @@ def request_of(
         grace_s=grace_s,
         token=token,
         trials=tuple(trials),
+        configs=tuple(one.config for one in composed),
         parallel=parallel,
     )
 

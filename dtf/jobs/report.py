@@ -47,7 +47,7 @@ class Report(Job):
             )
         from dtf.runs.charts import png
         from dtf.runs.report import charts_of, html
-        from dtf.runs.results import read_runs
+        from dtf.runs.results import best_trials, read_runs
 
         results = read_runs(self.runs)
         charts = charts_of(results, self.published)
@@ -63,7 +63,7 @@ class Report(Job):
             raise ConfigError(
                 f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir"
             ) from error
-        for line in _standings(results):
+        for line in (*best_trials(results), *_standings(results)):
             print(line)
         print(f"{count_text(len(results), 'run')}, {count_text(len(charts), 'chart')}: {folder / 'report.html'}")
         return Exit.OK

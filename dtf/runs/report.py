@@ -12,7 +12,7 @@ from dtf.core.text import bytes_text, count_text, number_text, option_text, scal
 from dtf.observers.trace_shares import WORK
 from dtf.runs import html as page
 from dtf.runs.charts import Axes, Bar, Chart, Line, svg
-from dtf.runs.results import Point, Result, differences
+from dtf.runs.results import Point, Result, best_trials, differences
 
 _OF_TRAINING = ("lr", "grad_norm", "rows_per_s", "model_flops_per_s", "mfu")
 _SPEED = ("throughput", "mfu", "epoch_time")
@@ -48,7 +48,9 @@ def html(results: Sequence[Result], charts: Sequence[Chart], now: str) -> str:
     curves = [name for name in others if not name.startswith((*_SPEED, "utilisation", "memory"))]
     speed = [name for name in others if name.startswith(_SPEED)]
     resources = [name for name in others if name.startswith(("utilisation", "memory"))]
-    sections = [("Runs", _runs(results))]
+    best = "".join(f"<p>{escape(line)}</p>" for line in best_trials(results))
+    sections = [("Best", best)] if best else []
+    sections += [("Runs", _runs(results))]
     sections += [("Side by side", "\n".join(figures[name] for name in wide))] if wide else []
     sections += (
         [("Curves", _key(results, "pale: training, strong: evaluation") + page.grid(figures[name] for name in curves))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from dtf.config.limits import read_checked
-from dtf.core.errors import ConfigError, DataError, Exit, code_name
+from dtf.core.errors import INTERRUPTED, ConfigError, DataError, Exit, code_name
 from dtf.core.files import flat
 from dtf.core.json_lines import rows
 from dtf.core.renamed import upgraded_config
@@ -27,7 +27,7 @@ from dtf.core.text import number_text
 from dtf.observers.trace_shares import WORK, Shares
 from dtf.runs.budget import spent_s
 from dtf.runs.objective_log import evaluations, plan_of
-from dtf.runs.sweep_record import is_sweep, pruned
+from dtf.runs.sweep_record import is_sweep, objective, pruned
 
 _SILENT = ("run.dir", "train.until", "run.name", "launcher.processes", "job.", "observer.", "checkpoint.", "plugins")
 """Keys that do not describe a run in its name; `world` describes its processes."""
@@ -40,6 +40,8 @@ _SAMPLED = {"time": float, "device": str, "utilisation": float, "memory": float}
 _MOST_EPOCHS = 100_000
 _MOST_CLASSES = 100
 """Of a confusion matrix that is drawn."""
+_WELL = (None, Exit.OK, Exit.PREEMPTED, Exit.BUDGET, INTERRUPTED)
+"""Ends of trials that have not failed."""
 _NEEDED = ("recipe.name", "strategy.name")
 
 Point = tuple[float, float]
@@ -133,6 +135,12 @@ class Result:
         text = f"step {step}{f'/{plan[0]}' if plan else ''}  {name}={number_text(values[step])}"
         return text + (f"  best={number_text(best[1])}" if best else "")
 
+    def objectives(self, name: str) -> list[float]:
+        """Its values of an objective, and the best one."""
+        best = self.record.get("best")
+        known = [*evaluations(self.record).values()] if self.record.get("objective") == name else []
+        return [*filter(math.isfinite, known), *([float(best[1])] if best and best[0] == name else [])]
+
     @property
     def devices(self) -> list[str]:
         """Those that were sampled."""
@@ -186,6 +194,22 @@ def read_runs(patterns: Sequence[str]) -> list[Result]:
     for result, name in zip(results, _names(results), strict=True):
         result.name = name
     return results
+
+
+def best_trials(results: Sequence[Result]) -> Iterator[str]:
+    """A line for each sweep that these runs are trials of: its best trial so far, by the overrides that name its
+    folder, the value, and how it stands. Trials that failed do not count.
+    """
+    for home in dict.fromkeys(result.folder.parent for result in results):
+        aim = objective(home) if is_sweep(home) else None
+        if aim is None:
+            continue
+        better = max if aim[1] == "max" else min
+        trials = [result for result in results if result.folder.parent == home and result.record.get("exit") in _WELL]
+        values = [(better(found), trial) for trial in trials if (found := trial.objectives(aim[0]))]
+        if values:
+            value, best = better(values, key=lambda pair: pair[0])
+            yield f"best trial of {home.name}: {best.folder.name}  {aim[0]}={number_text(value)}  {best.state}"
 
 
 def differences(results: Sequence[Result]) -> dict[str, list[Any]]:

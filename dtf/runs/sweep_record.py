@@ -1,29 +1,30 @@
-"""sweep.json in the folder of a sweep: whether it has ended, and which trials are pruned. All else is in the trials'
-folders.
+"""sweep.json in the folder of a sweep: whether it has ended, what it aims at, which trials are pruned, and which have
+finished where their folders are not seen from here. All else is in the trials' folders.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dtf.core.errors import DataError, Exit, code_name
 from dtf.core.files import replace_text
 from dtf.core.run_record import is_locked
 
+_Value = TypeVar("_Value")
 FILE = "sweep.json"
 
 
 class SweepRecord:
-    """The record of a sweep that runs. `options`: the config node `sweep`."""
+    """The record of a sweep that runs. `options`: the config node `sweep`; `objective`: its metric, and max or min."""
 
-    def __init__(self, home: Path, options: Mapping[str, Any]) -> None:
+    def __init__(self, home: Path, options: Mapping[str, Any], objective: tuple[str, str] = ("", "max")) -> None:
         self._path = home / FILE
         self._record: dict[str, Any] = {"started": _now(), "ended": None, "exit": None, "options": dict(options)}
-        self._record["pruned"] = pruned(home)
+        self._record |= {"objective": list(objective), "pruned": pruned(home), "finished": finished(home)}
         self._write()
 
     @property
@@ -36,6 +37,11 @@ class SweepRecord:
         if self.pruned != stopped:
             self._record["pruned"] = dict(stopped)
             self._write()
+
+    def finish(self, trials: Mapping[str, str]) -> None:
+        """These have finished as well. Name of a trial -> digest of its config and place."""
+        self._record["finished"] |= trials
+        self._write()
 
     def end(self, code: int) -> None:
         self._record |= {"ended": _now(), "exit": int(code)}
@@ -65,10 +71,29 @@ def sweep_state(home: Path) -> str:
 
 def pruned(home: Path) -> dict[str, int]:
     """Name of a trial's folder -> the step at which it stopped for good. DataError for a file that no sweep writes."""
+    return _read(home, lambda kept: {str(name): int(step) for name, step in kept["pruned"].items()}, {})
+
+
+def finished(home: Path) -> dict[str, str]:
+    """Name of a trial -> digest of its config and place, of those whose scheduler said that they have finished.
+    DataError as of `pruned`.
+    """
+    return _read(home, lambda kept: {str(name): str(text) for name, text in kept.get("finished", {}).items()}, {})
+
+
+def objective(home: Path) -> tuple[str, str] | None:
+    """The metric that a sweep aims at, and `max` or `min`; None for that of an earlier version. DataError as of
+    `pruned`.
+    """
+    name, direction = _read(home, lambda kept: map(str, kept.get("objective", ("", ""))), ("", ""))
+    return (name, direction) if name else None
+
+
+def _read(home: Path, value: Callable[[Any], _Value], none: _Value) -> _Value:
     try:
-        return {str(name): int(step) for name, step in json.loads((home / FILE).read_text())["pruned"].items()}
+        return value(json.loads((home / FILE).read_text()))
     except FileNotFoundError:
-        return {}
+        return none
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{home / FILE} cannot be read ({type(error).__name__}: {error}); remove it") from error
 

@@ -169,7 +169,8 @@ def test_a_sweep_is_the_pods_of_one_job_and_goes_on_after_an_eviction(box: KubeB
     claim.mkdir()
     options = ["launcher.image=dtf", "launcher.claim=runs", f"launcher.mount={claim}", "launcher.processes=1"]
     values = ["optimizer.momentum=0.5,0.9", "train.steps=200"]
-    done = dtf(box, tmp_path, "-m", "launcher=kubernetes", *options, *SMALL, *values, "sweep.parallel=1")
+    words = ["-m", "launcher=kubernetes", *options, *SMALL, *values, "sweep.parallel=1"]
+    done = dtf(box, tmp_path, *words)
     assert done.returncode == 0, done.stderr
     (record,) = tmp_path.glob("**/job/job.json")
     name = json.loads(record.read_text())["handle"]["names"]
@@ -184,6 +185,8 @@ def test_a_sweep_is_the_pods_of_one_job_and_goes_on_after_an_eviction(box: KubeB
     assert [one["exit"] for one in records] == [0, 0]
     assert sorted(len(one.get("earlier", [])) for one in records) == [0, 1]
     assert "finished" in dtf(box, tmp_path, "job=status", f"job.run_folder={record.parents[1]}").stdout
+    again = dtf(box, tmp_path, *words)
+    assert (again.stdout, again.returncode) == ("dtf: all trials were finished before\n", 0), again.stderr
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from dtf.cluster.kubernetes import Kubernetes
 from dtf.cluster.kubernetes_cluster import Cluster
-from dtf.cluster.kubernetes_state import state_of
+from dtf.cluster.kubernetes_state import finished_trials, state_of
 from dtf.cluster.platform import JobRequest, State
 from dtf.core.errors import ConfigError, PeerError
 from tests.support import kubebox as box_module
@@ -154,6 +154,17 @@ UNSCHEDULED = [{"type": "PodScheduled", "status": "False", "reason": "Unschedula
 def test_a_state_is_told_in_the_words_of_the_cluster(jobs: list, pods: list, state: State, detail: str) -> None:
     known = state_of(jobs, pods)
     assert (known.state, known.detail) == (state, detail)
+
+
+def test_trials_that_have_finished_are_told_by_the_indexes_of_a_job_or_by_a_job_each() -> None:
+    def job(completions: int, **status: Any) -> dict[str, Any]:
+        return {"metadata": {}, "spec": {"completions": completions}, "status": status}
+
+    complete = {"conditions": [{"type": "Complete", "status": "True"}]}
+    assert finished_trials([job(9, completedIndexes="0,2-4,8")], 9) == {0, 2, 3, 4, 8}
+    assert finished_trials([job(9)], 9) == set() == finished_trials([None], 9)
+    assert finished_trials([job(2, **complete), None, job(2)], 3) == {0}
+    assert finished_trials([job(2, completedIndexes="0")], 1) == set(), "a node of one trial"
 
 
 @pytest.mark.parametrize(

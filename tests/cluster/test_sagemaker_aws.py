@@ -15,6 +15,7 @@ from dtf.cluster.platform import JobState, State
 from dtf.cluster.sagemaker_aws import joint, state_of
 from dtf.cluster.sagemaker_platform import SageMaker
 from dtf.core.errors import Exit, PeerError
+from dtf.runs.sweep_record import finished
 
 REQUIRED: dict[str, Any] = {
     "image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/dtf:1",
@@ -94,6 +95,26 @@ def test_a_job_is_submitted_and_found_again(aws: Any, elsewhere: Path, capsys: p
     assert main(["job=status", f"job.run_folder={folder}"]) == Exit.OK
     assert "finished" in capsys.readouterr().out
     assert main(["job=cancel", f"job.run_folder={folder}"]) == Exit.OK
+
+
+def test_a_sweep_is_submitted_again_without_the_trials_that_its_jobs_have_finished(
+    aws: Any, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """moto's jobs are Completed at once."""
+    words = ["-m", *BASE, "lr.peak=0.1,0.2", "run.name=shapes"]
+
+    def submitted() -> int:
+        return len(aws.client("sagemaker").list_training_jobs()["TrainingJobSummaries"])
+
+    assert main(words) == Exit.OK and submitted() == 2
+    (home,) = Path("outputs/shapes").iterdir()
+    capsys.readouterr()
+    assert main(words) == Exit.OK and submitted() == 2
+    assert capsys.readouterr().out == "dtf: all trials were finished before\n"
+    assert sorted(finished(home)) == ["lr.peak=0.1", "lr.peak=0.2"]
+    record.set_aside(home)
+    assert main(words) == Exit.OK and submitted() == 2, "it is kept"
+    assert main([*words, "launcher.store=s3://mine/other"]) == Exit.OK and submitted() == 4, "other folders"
 
 
 def test_what_aws_refuses_is_told(aws: Any, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,7 @@ def jobs(
     parallel: int = 0,
     run_dir: str = "",
     config: Any = None,
+    configs: tuple[Any, ...] = (),
     **options: Any,
 ) -> list[dict[str, Any]]:
     """The CreateTrainingJob requests of a run with these options of the launcher."""
@@ -67,6 +68,7 @@ def jobs(
         roles=strategy.roles(platform.count()),
         nodes=platform.nodes,
         config=config or {},
+        configs=configs,
         grace_s=platform.grace_s,
         trials=trials,
         parallel=parallel,
@@ -180,6 +182,10 @@ def test_each_trial_of_a_sweep_is_a_job() -> None:
         ({"run_dir": "/opt/ml/checkpoints/../x"}, "run.dir=/opt/ml/checkpoints/../x would be lost"),
         ({**SHARED, "run_dir": "/opt/ml/input/data/run/../x"}, "run.dir=/opt/ml/input/data/run/../x would be lost"),
         ({"config": {"job": {"model": "outputs/x"}}}, "job.model=outputs/x is a path of this machine"),
+        (
+            {"trials": ("a", "b"), "configs": ({}, {"job": {"model": "outputs/x"}})},
+            "trial b: job.model=outputs/x is a path of this machine",
+        ),
         (
             {**SHARED, "strategy": TwoRoles(), "nodes": 2, "processes": 2, "allow_insecure": True},
             "launcher.processes=2",

@@ -168,7 +168,9 @@ def test_a_sweep_ends_with_the_budget_of_all_its_trials(
     words[words.index("train.until=2")] = "train.until=100000"
     assert main([*words, "run.dir=mine", f"budget.cost={2 * (spent + 0.5) / 3600}"]) == Exit.BUDGET
     out, err = capsys.readouterr()
-    assert "dtf: trial 1: E_BUDGET" in out and out.count("not started") == 1 and "the sweep stops here" in err
+    assert (
+        "dtf: trial 1: stopped by the budget  " in out and out.count("not begun") == 1 and "the sweep stops here" in err
+    )
     assert main([*words, "run.dir=mine", f"budget.cost={2 * spent / 3600}"]) == Exit.BUDGET
     assert "was spent before" in capsys.readouterr().err
 

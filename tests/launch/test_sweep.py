@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from dtf.cli.main import main
 from dtf.cli.sweep import _StopRequests
 from dtf.cli.trials import NOT_STARTED, Trial, folder_name, table
 from dtf.core.errors import Exit
+from dtf.host.scratch import LOCK
 
 SHOW = ("plugins=[tests.support.own_parts]", "job=front_show")
 SMALL = [
@@ -52,6 +54,16 @@ def configs(tmp_path: Path) -> Callable[..., list[dict]]:
 def test_keys_that_only_the_options_swept_over_have(configs) -> None:
     seen = configs("lr=step,constant", "lr.warmup=5")
     assert [(one["lr"]["name"], one["lr"]["warmup"]) for one in seen] == [("step", 5), ("constant", 5)]
+
+
+def test_the_scratch_folder_of_a_killed_sweep_goes_with_the_next(
+    configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "dtf-sweep-killed").mkdir()
+    (tmp_path / "dtf-sweep-killed" / LOCK).touch()
+    configs("seed=1,2")
+    assert not list(tmp_path.glob("dtf-sweep-*"))
 
 
 def test_keys_of_options_that_the_experiments_swept_over_choose(configs, tmp_path: Path) -> None:
@@ -120,7 +132,7 @@ def test_the_table_of_a_sweep_says_where_each_run_is_and_how_good(capsys: Captur
     values = []
     for number, line in enumerate(lines, 1):
         found = re.fullmatch(
-            rf"dtf: trial {number}: ok  top1=(\S+)  (outputs/toy/sweep-\w{{8}}/seed={number})",
+            rf"dtf: trial {number}: finished  top1=(\S+)  (outputs/toy/sweep-\w{{8}}/seed={number})",
             line,
         )
         assert found, line
@@ -135,12 +147,23 @@ def test_the_table_of_a_sweep_says_where_each_run_is_and_how_good(capsys: Captur
     assert capsys.readouterr().out.count("it was finished before") == 3, "mirrors of trials are their own"
 
 
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_trial_that_its_config_alone_forbids_is_named_before_any_begins(
+    parallel: int, capsys: Capture, elsewhere: Path
+) -> None:
+    words = ["-m", *SMALL, "train.steps=2", f"sweep.parallel={parallel}", "step.micro_batch_rows=8,16,96"]
+    assert main(words) == Exit.CONFIG
+    out, err = capsys.readouterr()
+    assert "trial 3 of 3 (step.micro_batch_rows=96): step.micro_batch_rows=96 must be 0 to step.batch_size=48" in err
+    assert not out and not list(elsewhere.iterdir())
+
+
 def test_a_trial_that_fails_stops_no_other_and_is_named(capsys: Capture, elsewhere: Path) -> None:
     words = ["train.steps=2", "observer=[]", "train.log_every=1", "recipe.bad_row=3,-1"]
     assert main(["-m", *SMALL, *words]) == Exit.DIVERGED
     out, err = capsys.readouterr()
     failed, fine, _ = out.splitlines()[-3:]
-    assert failed.startswith("dtf: trial 1: E_DIVERGED ") and fine.startswith("dtf: trial 2: ok ")
+    assert failed.startswith("dtf: trial 1: failed, E_DIVERGED ") and fine.startswith("dtf: trial 2: finished ")
     assert err.splitlines()[-1].startswith("dtf: 1 of 2 trials failed: recipe.bad_row=3 (E_DIVERGED); ")
     assert (elsewhere / failed.split()[-1] / "run.json").is_file()
 
@@ -154,12 +177,13 @@ def test_a_table_says_what_a_name_of_a_folder_cannot(elsewhere: Path) -> None:
     )
     lines = list(table([odd, Trial(title="seed=1", code=3), Trial(title="seed=2", code=NOT_STARTED)]))
     assert re.fullmatch(
-        r"dtf: trial 1: ok           top1=0.5000  outputs/x/recipe.data.root=__a_b_-\w{8}  recipe.data.root='/a b'",
+        r"dtf: trial 1: finished             top1=0.5000  outputs/x/recipe.data.root=__a_b_-\w{8}  "
+        r"recipe.data.root='/a b'",
         lines[0],
     )
     assert lines[1:] == [
-        "dtf: trial 2: exit code 3               seed=1",
-        "dtf: trial 3: not started               seed=2",
+        "dtf: trial 2: failed, exit code 3               seed=1",
+        "dtf: trial 3: not begun                         seed=2",
     ]
 
 

@@ -142,7 +142,7 @@ def test_a_sweep_told_to_stop_saves_what_runs_and_goes_on(
     hold.unlink()
     said = process.communicate()[0]
     assert process.returncode == Exit.PREEMPTED, said
-    assert "trial 3: not started" in said and "the sweep stops here" in said
+    assert "trial 3: not begun" in said and said.count(": stopped, goes on  ") == 2 and "the sweep stops here" in said
     assert "failed" not in said, "a trial that had gone on was finished at most"
     assert main(words) == Exit.OK
     assert "dtf: 3 of 3 trials finished" in capsys.readouterr().out
@@ -213,7 +213,7 @@ def test_trials_of_other_lengths_are_not_compared(capsys: Capture, elsewhere: Pa
     assert main([*words, "run.dir=short", "sweep.prune=asha", "train.epochs=2", "seed=1,2,3"]) == Exit.CONFIG
     out, err = capsys.readouterr()
     assert "needs 3 (sweep.factor) to 4096 evaluations in a trial, trial 1 has 2; change train.eval_every" in err
-    assert "trial 2: not started" in out
+    assert "trial 2: not begun" in out
 
 
 def test_gpus_are_divided_and_refused_where_they_do_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,7 @@ def _count(store: Store, job: Object, pod: Object) -> None:
     spec, status, index = job["spec"], job["status"], int(pod["metadata"]["annotations"][INDEX])
     if pod["status"]["phase"] == "Succeeded":
         status.setdefault("done", []).append(index)
+        status["completedIndexes"] = ",".join(map(str, sorted(status["done"])))
         return
     number, action = _matching(spec.get("podFailurePolicy", {}).get("rules", []), pod)
     if action == "Ignore":

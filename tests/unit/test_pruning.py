@@ -25,6 +25,7 @@ from dtf.api.options import Prune, SweepOptions
 from dtf.api.trials import TrialEnd, TrialOrder
 from dtf.cli.pruning import Phase, Standing, champion, is_out, next_of, rungs
 from dtf.cli.schedule import Batch, Rules, Schedule, SweepStopped
+from dtf.cli.trials import Found, left_alone
 from dtf.core.errors import Exit
 from dtf.runs.sweep_record import SweepRecord
 
@@ -341,6 +342,38 @@ def test_a_sweep_that_is_stopped_says_which_trials_wait_and_which_have_not_begun
         schedule.run(Batch([[f"seed={number}"] for number in range(6)], 1))
     schedule.close()
     assert [trial.shown.outcome for trial in schedule.trials.values()] == ["waits at step 15", "waits at step 15"]
+
+
+def test_the_table_of_a_stopped_sweep_says_what_each_trial_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def outcomes(stop: Callable[[FakeRuns], bool], rule: Prune) -> list[str]:
+        runs = FakeRuns([[0.1 * number] * 9 for number in range(3)], 1, lambda running: 0, maximise=True)
+        schedule = schedule_of(tmp_path, rule, 3, runs, lambda: stop(runs))
+        with pytest.raises(SweepStopped):
+            schedule.run(Batch([[f"seed={number}"] for number in range(3)], 1))
+        schedule.close()
+        return [trial.shown.outcome for trial in schedule.trials.values()]
+
+    assert outcomes(lambda runs: runs.starts == 1, Prune.asha) == ["stopped, goes on"], "it knows its length, no more"
+    assert outcomes(lambda runs: runs.starts == 0, Prune.asha) == ["stopped, goes on"], "of an earlier sweep"
+    assert outcomes(lambda runs: runs.starts == 1, Prune.none) == ["finished"]
+    assert "dtf: trial 1: finished\n" in capsys.readouterr().out
+    kept = yaml.safe_load((tmp_path / "seed=0" / "config.yaml").read_text())
+    assert left_alone("", tmp_path / "seed=0", kept).outcome == "finished before"
+    longer = kept | {"train": kept["train"] | {"epochs": 99}}
+    assert left_alone("", tmp_path / "seed=0", longer).outcome == "stopped, goes on"
+    assert left_alone("", tmp_path / "seed=1", kept).outcome == "not begun"
+    assert Found({"exit": Exit.DIVERGED}, None, finished=False, same_plan=True).code == Exit.DIVERGED
+
+
+def test_ranks_that_somebody_insisted_on_killing_were_stopped_and_did_not_fail(tmp_path: Path) -> None:
+    runs = FakeRuns([[0.1]], 1, lambda running: 0, maximise=True)
+    schedule = schedule_of(tmp_path, Prune.none, 3, runs, lambda: runs.starts == 1)
+    runs.wait = lambda: TrialEnd(1, Exit.PEER)  # type: ignore[method-assign]
+    with pytest.raises(SweepStopped):
+        schedule.run(Batch([["seed=0"]], 1))
+    assert schedule.trials[1].shown.outcome == "stopped, goes on" and schedule.stopped == Exit.PREEMPTED
 
 
 @pytest.mark.parametrize(("every", "first"), [(None, 1), (EVERY, EVERY)])

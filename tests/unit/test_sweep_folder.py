@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from dtf.cli.main import main
-from dtf.cli.slots import receive_order, send_order
+from dtf.cli.slots import receive_order, send_order, shown
 from dtf.core.errors import Exit
 from dtf.jobs import cancel
+from dtf.runs.results import Result, best_trials
 from dtf.runs.run_folder import take_lock
 from dtf.runs.sweep_record import SweepRecord
 
@@ -54,6 +56,30 @@ def test_the_jobs_that_a_killed_sweep_has_left_are_cancelled(home: Path, monkeyp
     monkeypatch.setattr(cancel, "_cancel_job", lambda folder: bool(asked.append(folder.name)))
     assert main(["job=cancel", f"job.run_folder={home}"]) == Exit.OK
     assert asked == ["sweep", "a", "b"]
+
+
+def test_a_line_of_a_trial_is_told_by_its_number_and_measurements_take_one_row_of_a_terminal() -> None:
+    measured, error = f"eval step=20/40 {'top1=0.5 ' * 20}", f"dtf: error[E_DATA]: {'x' * 200}"
+    assert shown("trial 1: ", measured, 0) == f"trial 1: {measured}"
+    cut = shown("trial 1: ", measured, 80)
+    assert len(cut) == 80 and cut.startswith("trial 1: eval step=20/40 ") and cut.endswith("...")
+    assert shown("trial 1: ", error, 80) == f"trial 1: {error}"
+    assert shown("trial 1: ", "\r 10 %\r100 %\r", 80) == "trial 1: 100 %"
+
+
+def test_the_best_trial_of_a_sweep_is_told_while_others_run_or_have_failed(home: Path) -> None:
+    def result(name: str, exit: int | None, *values: float) -> Result:
+        record = {"exit": exit, "cause": "finished", "objective": "loss", "id": "1"}
+        record["evaluations"] = {str(step): value for step, value in enumerate(values)}
+        return Result(home / name, {}, record, [], [], [])
+
+    results = [result("a", Exit.OK, 0.5, 0.3), result("b", None, 0.2, math.nan, 0.4), result("c", Exit.DIVERGED, 0.1)]
+    assert not list(best_trials(results))
+    SweepRecord(home, {}, ("loss", "min"))
+    assert list(best_trials(results)) == ["best trial of sweep: b  loss=0.2000  under way, or killed"]
+    SweepRecord(home, {}, ("loss", "max"))
+    assert list(best_trials(results)) == ["best trial of sweep: a  loss=0.5000  finished"]
+    assert list(best_trials(results[2:])) == []
 
 
 def test_a_slot_is_sent_a_config_of_any_length() -> None:
