@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -129,6 +130,8 @@ class Machine:
     touches: Path | None = None  # a file that is made while the step runs
     setup: list[str] = field(default_factory=list)
     sees: str = "HOME"  # a variable whose value srun writes to `seen`
+    says: str = ""  # what srun prints
+    scontrol: str = ""  # what scontrol does besides
 
     def run(self, *codes: str, srun: int | None = None, tell: bool = False, shown: str = "", **variables: str) -> int:
         """The exit code of the script, when its tasks end with these codes; "" for one that leaves none.
@@ -149,12 +152,16 @@ class Machine:
         touch = f"touch '{self.touches}'\n" if self.touches else ""
         told = "kill -TERM $PPID\n" if tell else ""
         notes += f'echo "boom" >"$DTF_ATTEMPT/reason.1"\necho "${self.sees}" >{self.folder}/seen\n'
+        notes += f"echo {shlex.quote(self.says)} >&2\n" if self.says else ""
         self.stand_in("srun", f"{notes}{touch}{told}exit {highest if srun is None else srun}")
         for name in ("scontrol", "scancel", *(["sleep"] if not self.waits else [])):
-            self.stand_in(name, f'echo "{name} $*" >>{self.folder}/calls\necho "{shown}"')
+            more = self.scontrol if name == "scontrol" else ""
+            self.stand_in(name, f'echo "{name} $*" >>{self.folder}/calls\n{more}\necho "{shown}"')
         path = f"{self.folder}/bin:{os.environ['PATH']}"
         environment = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", **variables}
-        return subprocess.run(["bash", job / JOB], env=environment, capture_output=True, timeout=60).returncode
+        with (self.folder / "log").open("ab") as log:
+            command = ["bash", str(job / JOB)]
+            return subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=60).returncode
 
     def stand_in(self, name: str, text: str) -> None:
         path = self.folder / "bin" / name
@@ -250,7 +257,60 @@ def test_losses_on_a_full_disk_end_the_job_too(machine: Machine) -> None:
     assert machine.run("69", SLURM_RESTART_COUNT="2") == 69 and not machine.requeued
 
 
+def test_a_note_of_losses_is_a_number_and_runs_nothing(machine: Machine) -> None:
+    """A folder may come from elsewhere."""
+    (machine.folder / "run" / "job").mkdir(parents=True)
+    (machine.folder / "run" / "job" / "lost").write_text(f"a[$(touch${{IFS}}{machine.folder}/pwned)] 0 7\n")
+    assert machine.run("69") == 69 and machine.requeued
+    assert not (machine.folder / "pwned").exists()
+
+
 COMPLETING = "JobId=7 JobState=COMPLETING Reason=None PreemptTime=None Comment= "
+MISTAKEN = "srun: unrecognized option '--foo=1'\nTry \"srun --help\" for more information"
+
+
+def test_a_mistake_in_the_arguments_of_srun_ends_the_job_in_its_words(machine: Machine) -> None:
+    machine.says = MISTAKEN
+    assert machine.run("", "", srun=255) == 2 and not machine.requeued
+    noted = (machine.folder / "run" / "job" / "ended").read_text()
+    assert noted == (
+        "failed 2 7 srun started no task and ended with 255: unrecognized option '--foo=1'; correct launcher.srun\n"
+    )
+
+
+def test_a_step_that_slurm_cannot_create_is_a_loss_and_the_third_says_why(machine: Machine) -> None:
+    machine.says = MISTAKEN
+    machine.run("", srun=255)
+    machine.says = "srun: error: Unable to create step for job 7: Requested node configuration is not available"
+    for restart in range(1, 3):
+        assert machine.run("", srun=255, SLURM_RESTART_COUNT=str(restart)) == 69 and machine.requeued
+    assert machine.run("", srun=255, SLURM_RESTART_COUNT="3") == 69 and not machine.requeued
+    noted = (machine.folder / "run" / "job" / "ended").read_text()
+    assert "without a new checkpoint; srun started no task and ended with 255: Unable to create step for job" in noted
+
+
+@pytest.mark.parametrize(
+    ("shown", "code", "ended"),
+    [
+        (COMPLETING, 75, False),  # Slurm has requeued it by itself
+        (COMPLETING.replace("COMPLETING", "RUNNING"), 75, True),
+        ("", 75, True),  # the controller is away
+    ],
+)
+def test_a_job_that_slurm_does_not_requeue_has_failed_and_says_why(
+    machine: Machine, shown: str, code: int, ended: bool
+) -> None:
+    machine.scontrol = 'if [[ $1 == requeue ]]; then echo "Requested operation is presently disabled"; exit 1; fi'
+    machine.save(12)
+    assert machine.run("75", shown=shown) == code
+    noted = machine.folder / "run" / "job" / "ended"
+    assert noted.exists() == ended
+    assert machine.calls.count("scontrol requeue 7") == (1 if shown else 60)
+    if ended:
+        assert noted.read_text() == (
+            "failed 75 7 stopped at step 12, and Slurm does not start it again: Requested operation is presently "
+            "disabled; submit it again\n"
+        )
 
 
 @pytest.mark.parametrize(
