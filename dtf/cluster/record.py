@@ -146,9 +146,11 @@ def _check(values: Mapping[str, Any]) -> None:
             if type(value) not in (int, float) or not 0 <= value <= _LONGEST_S:
                 raise ValueError(f"{key}={value}")
             continue
-        if not isinstance(value, dict if key in ("launcher", "handle") else str):
-            raise TypeError(f"{key} is {type(value).__name__}")
-        texts = [*value.values()] if key == "handle" else [value["name"] if key == "launcher" else value]
+        texts = [value]
+        if key in ("launcher", "handle"):
+            if not isinstance(value, dict):
+                raise TypeError(f"{key} is {type(value).__name__}")
+            texts = [value["name"]] if key == "launcher" else [*value.values()]
         for text in texts:
             if not isinstance(text, str):
                 raise TypeError(f"{key} has {type(text).__name__} where a text is")

@@ -238,6 +238,21 @@ def test_a_job_that_slurm_has_forgotten_is_known_by_its_own_note(commands: Path,
         slurm().state(handle)
 
 
+@pytest.mark.parametrize("what", ["folder", "pipe", "binary", "huge"])
+def test_a_note_that_no_script_wrote_is_an_error_that_names_it(commands: Path, tmp_path: Path, what: str) -> None:
+    stand_in(commands, "scontrol", "echo 'Invalid job id specified' >&2; exit 1")
+    path = tmp_path / "ended.0"
+    make = {
+        "folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "binary": lambda: path.write_bytes(b"\xff"),
+        "huge": lambda: path.write_bytes(b" " * (1 << 21)),
+    }  # fmt: skip
+    make[what]()
+    with pytest.raises(PeerError, match="ended.0 cannot be read"):
+        slurm().state({"job": "41", "folder": str(tmp_path), "trials": "0"})
+    with pytest.raises(ConfigError, match="at most 4,000,001"):
+        slurm().state({"job": "41", "folder": str(tmp_path), "trials": "999999999999"})
+
+
 def test_cancelling_asks_the_run_to_save_first(commands: Path, tmp_path: Path) -> None:
     stand_in(
         commands, "scancel", "echo 'scancel: error: Kill job error on job id 41: Invalid job id specified' >&2; exit 1"
