@@ -14,7 +14,7 @@ from typing import Any
 from dtf.cluster.after_exit import After, after, goes_on, newest_checkpoint
 from dtf.cluster.platform import JOB_FOLDER
 from dtf.core.errors import DataError, Exit, NoProgressError
-from dtf.core.files import replace_text, small_object
+from dtf.core.files import replace_text, small_json
 from dtf.core.run_record import ends_of_submission
 
 _FILE = "ends.json"
@@ -60,7 +60,7 @@ def _known(run_dir: Path, digest: str) -> dict[str, Any]:
     fresh = {"digest": digest, "newest": newest_checkpoint(run_dir), "lost": 0, "open": False}
     path = run_dir / JOB_FOLDER / _FILE
     try:
-        known = small_object(path)
+        known = small_json(path)
         if known.keys() != fresh.keys() or any(type(known[key]) is not type(fresh[key]) for key in fresh):
             raise ValueError("it is not what a job writes")
     except (OSError, ValueError) as error:

@@ -22,7 +22,7 @@ from dtf.api.schema import KeyProblem, show
 from dtf.cluster.followed_logs import followed
 from dtf.cluster.platform import JobRequest, JobState, Platform, State
 from dtf.core.errors import BusyError, ConfigError, PeerError
-from dtf.core.files import small_object
+from dtf.core.files import small_json
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
@@ -220,7 +220,7 @@ def _known(handle: dict[str, str]) -> JobState | None:
     """What the driver of this job wrote last; None where it has not. PeerError for a file that no driver writes."""
     path = Path(handle["folder"], _STATE_FILE)
     try:
-        state = small_object(path, _MOST_STATE)
+        state = small_json(path, _MOST_STATE)
         return JobState(State(state["state"]), str(state["detail"])) if state["id"] == handle["id"] else None
     except FileNotFoundError:
         return None

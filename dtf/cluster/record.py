@@ -12,7 +12,7 @@ from dtf.api.registry import registered
 from dtf.api.schema import build_option, coerce_option, keys
 from dtf.cluster.platform import JOB_FOLDER, Platform
 from dtf.core.errors import BusyError, ConfigError
-from dtf.core.files import replace_text, small_object
+from dtf.core.files import replace_text, small_json
 from dtf.core.text import plain_text
 
 _Kept = TypeVar("_Kept")
@@ -130,7 +130,7 @@ class _Handle(dict[str, str]):
 
 def _read(path: Path, make: Callable[..., _Kept]) -> _Kept | None:
     try:
-        kept = make(**small_object(path))
+        kept = make(**small_json(path))
         _check(vars(kept))
         return replace(kept, handle=_Handle(kept.handle)) if isinstance(kept, JobRecord) else kept
     except FileNotFoundError:

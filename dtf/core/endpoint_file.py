@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dtf.core.errors import DataError, PeerError
-from dtf.core.files import small_object
+from dtf.core.files import small_json
 
 NAME = "live.json"
 
@@ -50,7 +50,7 @@ def find(folder: Path) -> EndpointFile:
     if not folder.is_dir():
         raise DataError(f"job.run_folder={folder} does not exist; give the folder of a run")
     try:
-        live = EndpointFile(**small_object(folder / NAME))
+        live = EndpointFile(**small_json(folder / NAME))
         texts = [live.token, *live.endpoints, *live.tls.values()]
         if not live.endpoints or not all(isinstance(text, str) for text in texts):
             raise TypeError("it is not what a run writes")

@@ -40,7 +40,7 @@ def small_text(path: Path, most: int = 1 << 20) -> str:
     return content.decode()
 
 
-def small_object(path: Path, most: int = 1 << 20) -> dict[str, Any]:
+def small_json(path: Path, most: int = 1 << 20) -> dict[str, Any]:
     """The JSON object in a file, as `small_text`. ValueError for what is none."""
     try:
         value = json.loads(small_text(path, most))

@@ -11,7 +11,7 @@ import yaml
 
 from dtf.core.consistency import keys_of_all_commands
 from dtf.core.errors import Exit
-from dtf.core.files import flat, small_object
+from dtf.core.files import flat, small_json
 from dtf.core.redaction import may_be, redact
 
 LOCK = ".lock"
@@ -32,7 +32,7 @@ class RunEnd(NamedTuple):
 
 def record_of(folder: Path) -> dict[str, Any]:
     """The run.json of a folder. OSError or ValueError where it cannot be read."""
-    return small_object(folder / "run.json", _MOST_BYTES)
+    return small_json(folder / "run.json", _MOST_BYTES)
 
 
 def run_end(folder: Path, config: dict[str, Any]) -> RunEnd | None:

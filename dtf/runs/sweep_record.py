@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dtf.core.errors import DataError, Exit, code_name
-from dtf.core.files import replace_text, small_object
+from dtf.core.files import replace_text, small_json
 from dtf.core.run_record import is_locked
 
 FILE = "sweep.json"
@@ -55,7 +55,7 @@ def sweep_state(home: Path) -> str:
     if is_locked(home):
         return "running"
     try:
-        exit = small_object(home / FILE)["exit"]
+        exit = small_json(home / FILE)["exit"]
         if exit is None:
             return "handed over or killed, or its host is not this one"
         return f"ended with {code_name(Exit(exit)) if exit in set(Exit) else f'exit code {exit}'}"
@@ -66,7 +66,7 @@ def sweep_state(home: Path) -> str:
 def pruned(home: Path) -> dict[str, int]:
     """Name of a trial's folder -> the step at which it stopped for good. DataError for a file that no sweep writes."""
     try:
-        return {str(name): int(step) for name, step in small_object(home / FILE)["pruned"].items()}
+        return {str(name): int(step) for name, step in small_json(home / FILE)["pruned"].items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -180,9 +180,10 @@ if cancelled; then
     sleep 60
     exit "$exit_code"
 fi
-# Slurm ends the whole job. At its time limit, and where a cluster cancels what it preempts, it starts again all the same;
-# after scancel, or where Slurm requeues it by itself, that is not for this script to decide
-ended=' Reason=TimeLimit | PreemptTime=[0-9]'
+# Slurm ends the whole job. At its time limit, and where a cluster cancels what it preempts, it starts again all the same,
+# and where this script has heard a signal alone (scancel --batch --signal); after scancel, or where Slurm requeues it by
+# itself, that is not for this script to decide
+ended=' Reason=TimeLimit | PreemptTime=[0-9]| JobState=RUNNING '
 if [[ -n $told && ! $(scontrol show job -o "$id" 2>/dev/null) =~ $ended ]]; then
     say "ended from outside: $verdict, newest checkpoint: step $(newest)"
     exit "$exit_code"
