@@ -5,6 +5,7 @@ For platforms without a script beside the run that could know.
 
 from __future__ import annotations
 
+import errno
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 
 from dtf.cluster.after_exit import After, after, goes_on, newest_checkpoint
 from dtf.cluster.platform import JOB_FOLDER
-from dtf.core.errors import Exit, NoProgressError
-from dtf.core.files import replace_text
+from dtf.core.errors import DataError, Exit, NoProgressError
+from dtf.core.files import replace_text, small_json
 from dtf.core.run_record import ends_of_submission
 
 _FILE = "ends.json"
@@ -53,14 +54,21 @@ def _count(code: int | None, run_dir: Path, known: dict[str, Any], how: str) -> 
 
 
 def _known(run_dir: Path, digest: str) -> dict[str, Any]:
-    """The last note of this submission; that of an earlier one says nothing about it."""
+    """The last note of this submission; that of an earlier one says nothing about it. DataError for a file that no job
+    writes: without it ends would be counted anew each time.
+    """
     fresh = {"digest": digest, "newest": newest_checkpoint(run_dir), "lost": 0, "open": False}
+    path = run_dir / JOB_FOLDER / _FILE
     try:
-        known = json.loads((run_dir / JOB_FOLDER / _FILE).read_text())
-    except (OSError, ValueError):
-        return fresh
-    same = isinstance(known, dict) and known.keys() == fresh.keys() and known["digest"] == digest
-    return known if same else fresh
+        known = small_json(path)
+        if known.keys() != fresh.keys() or any(type(known[key]) is not type(fresh[key]) for key in fresh):
+            raise ValueError("it is not what a job writes")
+    except (OSError, ValueError) as error:
+        foreign = not isinstance(error, OSError) or error.errno in (errno.EISDIR, errno.EINVAL)
+        if not foreign:
+            return fresh
+        raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}); remove it") from error
+    return known if known["digest"] == digest else fresh
 
 
 def _keep(run_dir: Path, known: dict[str, Any]) -> bool:

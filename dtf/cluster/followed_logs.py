@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from dtf.core.errors import DataError
+from dtf.core.files import open_regular
+
 _PAUSE_S = 0.2
 
 
@@ -32,11 +35,13 @@ def followed(files: Callable[[], Iterable[Path]], lives: Callable[[], bool]) -> 
 def _new_lines(path: Path, offset: int, whole: bool) -> tuple[list[str], int]:
     """The lines behind `offset`, and where they end. `whole`: with a last one that has no end yet."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(offset)
             content = file.read()
     except FileNotFoundError:
         return [], offset
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
     if not whole:
         content = content[: content.rfind(b"\n") + 1]
     return content.decode(errors="replace").splitlines(), offset + len(content)

@@ -31,6 +31,7 @@ from dtf.core.own_code import is_own
 from dtf.core.run_record import SUBMISSION
 from dtf.core.types import Failed
 from dtf.core.version import __version__
+from dtf.host.deadline import EARLY_S
 from dtf.host.deadline import VARIABLE as DEADLINE
 from dtf.host.devices import processes_for
 from dtf.host.network import endpoint
@@ -47,8 +48,6 @@ _PASSED_ON = [field.name for field in fields(RankOptions) if field.name != "proc
 _SEPARATE = ("tls", "allow_insecure")
 _OF_THIS_MACHINE = ("launcher", "run.dir")
 """Keys whose values follow from where the bundle runs."""
-_EARLY_S = 60.0
-"""By how much a scheduler may be early with its notice of the time limit, as Slurm is."""
 _EXAMINED = "examined"
 """In the folder of the submission: the digest of the bundle in whose job job=doctor found nothing wrong."""
 
@@ -99,15 +98,18 @@ def _run(composed: Composed, allocation: Allocation) -> int:
 
 
 def _refuse_loop(config: Mapping[str, Any], deadline: float | None) -> None:
-    """Raise NoProgressError where a run that saves nothing was stopped by the time limit, or just before it: each start
-    of the job would begin at step 0 and end there.
+    """Raise NoProgressError where a run that keeps nothing was stopped by the time limit, or just before it: each start
+    of the job would begin anew and end there.
     """
-    saves = config["job"]["name"] != "train" or config["checkpoint"]["every_steps"] != 0
-    if saves or deadline is None or deadline - time.time() > config["launcher"]["grace_s"] + _EARLY_S:
+    job = config["job"]["name"]
+    trains = job == "train"
+    keeps = config["checkpoint"]["every_steps"] != 0 if trains else job == "predict"
+    if keeps or deadline is None or deadline - time.time() > config["launcher"]["grace_s"] + EARLY_S:
         return
+    what, instead = ("checkpoint=off", ", or checkpoint=every") if trains else (f"job={job}", "")
     raise NoProgressError(
-        "the time limit of the job ended the run, and with checkpoint=off its next start would begin at step 0 again; "
-        "give launcher.hours that the whole run fits in, or checkpoint=every"
+        f"the time limit of the job ended the run, and with {what} its next start would begin anew; give "
+        f"launcher.hours that the whole run fits in{instead}"
     )
 
 

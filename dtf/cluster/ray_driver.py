@@ -39,10 +39,11 @@ class Driver:
         self._job, self._folder = job, Path(job["job_folder"])
         self._lock = threading.Lock()
         self._state: dict[str, Any] = {"id": job["id"], "state": "queued", "detail": "", "cancelled": False, "runs": {}}
-        with contextlib.suppress(OSError, ValueError):
-            earlier = json.loads((self._folder / STATE_FILE).read_text())
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            path = self._folder / STATE_FILE
+            earlier = json.loads(path.read_text()) if path.is_file() else {"id": ""}
             if earlier["id"] == job["id"]:
-                self._state = earlier
+                self._state |= earlier
         self._unseen = "" if os.path.exists(job["bundle"]) else f"{socket.gethostname()} does not see {job['bundle']}"
         if not self._unseen:
             threading.Thread(target=self._drive, daemon=True).start()

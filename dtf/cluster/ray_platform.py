@@ -22,11 +22,14 @@ from dtf.api.schema import KeyProblem, show
 from dtf.cluster.followed_logs import followed
 from dtf.cluster.platform import JobRequest, JobState, Platform, State
 from dtf.core.errors import BusyError, ConfigError, PeerError
+from dtf.core.files import small_json
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
 
 _JOB_FILE, _STATE_FILE = "ray.json", "ray-state.json"
+_MOST_STATE = 1 << 26
+"""Bytes of a state: each trial adds some hundred."""
 _NAMESPACE, _SECONDS, _ANSWER_S = "dtf", 30, 5.0
 _RESOURCE = re.compile(r"([A-Za-z_][A-Za-z0-9_:./-]*)=([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)")
 
@@ -214,12 +217,15 @@ def _start_driver(ray: Any, actor: str, job: dict[str, Any]) -> str:
 
 
 def _known(handle: dict[str, str]) -> JobState | None:
-    """What the driver of this job wrote last; None where it has not."""
+    """What the driver of this job wrote last; None where it has not. PeerError for a file that no driver writes."""
+    path = Path(handle["folder"], _STATE_FILE)
     try:
-        state = json.loads(Path(handle["folder"], _STATE_FILE).read_text())
-        return JobState(State(state["state"]), state["detail"]) if state["id"] == handle["id"] else None
-    except (OSError, ValueError, KeyError):
+        state = small_json(path, _MOST_STATE)
+        return JobState(State(state["state"]), str(state["detail"])) if state["id"] == handle["id"] else None
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, KeyError) as error:
+        raise PeerError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _resources(extra: list[str]) -> dict[str, float]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from dtf.api.registry import registered
 from dtf.api.schema import build_option, coerce_option, keys
 from dtf.cluster.platform import JOB_FOLDER, Platform
 from dtf.core.errors import BusyError, ConfigError
-from dtf.core.files import replace_text
+from dtf.core.files import replace_text, small_json
+from dtf.core.text import plain_text
 
 _Kept = TypeVar("_Kept")
 _NAME, _INTENT = "job.json", "submitting.json"
+_LONGEST_S = 1e7
+"""Of a save: more is no time that anybody gives."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class JobRecord:
     @property
     def title(self) -> str:
         """As people name it: `slurm job 123`."""
-        return f"{self.launcher['name']} job {self.handle.get('job', '?')}"
+        return plain_text(f"{self.launcher['name']} job {self.handle.get('job', '?')}")
 
 
 def keep(folder: Path, record: JobRecord) -> None:
@@ -118,10 +121,38 @@ def find(folder: Path) -> JobRecord | None:
     return _read(folder / JOB_FOLDER / _NAME, JobRecord)
 
 
+class _Handle(dict[str, str]):
+    """What finds a job, as a file has it."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise ConfigError(f"job/{_NAME} lacks the {key} of its job: it is not dtf's; ask the scheduler")
+
+
 def _read(path: Path, make: Callable[..., _Kept]) -> _Kept | None:
     try:
-        return make(**json.loads(path.read_text()))
+        kept = make(**small_json(path))
+        _check(vars(kept))
+        return replace(kept, handle=_Handle(kept.handle)) if isinstance(kept, JobRecord) else kept
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise BusyError(f"{path} cannot be read ({type(error).__name__}: {error}); ask the scheduler") from error
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for fields that dtf would not have written."""
+    for key, value in values.items():
+        if key == "grace_s":
+            if type(value) not in (int, float) or not 0 <= value <= _LONGEST_S:
+                raise ValueError(f"{key}={value}")
+            continue
+        texts = [value]
+        if key in ("launcher", "handle"):
+            if not isinstance(value, dict):
+                raise TypeError(f"{key} is {type(value).__name__}")
+            texts = [value["name"]] if key == "launcher" else [*value.values()]
+        for text in texts:
+            if not isinstance(text, str):
+                raise TypeError(f"{key} has {type(text).__name__} where a text is")
+            if "\0" in text.encode().decode():
+                raise ValueError(f"{key} has a character of no text")

@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf.api.registry import name_of, option, register
+from dtf.api.schema import KeyProblem, show
 from dtf.cluster.followed_logs import followed
+from dtf.cluster.node_lists import MOST_TASKS
 from dtf.cluster.platform import JobRequest, JobState, Platform, Unanswered
-from dtf.cluster.slurm_options import check_extra, check_srun, check_texts, for_sbatch
+from dtf.cluster.slurm_options import check_extra, check_srun, check_texts, for_sbatch, refused_option
 from dtf.cluster.slurm_script import JOB, TASK, JobText, duration, output_pattern
 from dtf.cluster.slurm_state import fields, notes_of, of_array, of_job
 from dtf.core.errors import ConfigError, PeerError
+from dtf.core.files import small_text
+from dtf.host.deadline import EARLY_S
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
@@ -28,8 +32,6 @@ _PATIENCE_S = 60.0
 """For an answer of Slurm's commands."""
 _ASK_S = 5.0
 """Between two questions about a job whose log is followed: the controller answers everybody."""
-_EARLY_S = 60
-"""By how much Slurm may send the signal of --signal too early, says its manual."""
 
 
 @register("launcher", "slurm")
@@ -94,10 +96,10 @@ class Slurm(Platform):
                 "use launcher.nodes=1 for each trial, or sweep.prune"
             )
         limit_s = math.inf if self.hours is None else self.hours * 3600
-        if limit_s <= request.grace_s + _EARLY_S:
+        if limit_s <= request.grace_s + EARLY_S:
             raise ConfigError(
                 f"launcher.hours={self.hours:g}: of {limit_s:.0f} s the run needs {request.grace_s:.0f} to save "
-                f"(launcher.grace_s, or three times its longest save), and Slurm may say so {_EARLY_S} s too early; "
+                f"(launcher.grace_s, or three times its longest save), and Slurm may say so {EARLY_S:.0f} s too early; "
                 "give more hours"
             )
         script = self._script(request)
@@ -179,9 +181,7 @@ class Slurm(Platform):
     # ------------------------------------------------------------ the scheduler
 
     def submit(self, request: JobRequest, files: dict[str, Path]) -> dict[str, str]:
-        for name in ("cancel", "ended", "lost"):  # of an earlier job of this run
-            for path in request.job_folder.glob(f"{name}*"):
-                path.unlink()
+        (request.job_folder / "cancel").unlink(missing_ok=True)  # notes have the number of their job
         environment = for_sbatch(os.environ, files[JOB].read_text())
         try:
             job = _named(request) if request.again else ""
@@ -191,6 +191,9 @@ class Slurm(Platform):
                 if not _is_number(job):
                     raise PeerError(f"sbatch --parsable printed {said.strip()!r}, and no number of a job")
         except PeerError as error:  # an answer that came too late, or amid others: the job may be there
+            if key := refused_option(str(error)):
+                given = f"launcher.{key}={show(getattr(self, key))}"
+                raise KeyProblem(f"launcher.{key}", f"{given}: Slurm refuses such a job: {error}") from error
             try:
                 job = _named(request)
             except PeerError:
@@ -202,7 +205,9 @@ class Slurm(Platform):
     def state(self, handle: dict[str, str]) -> JobState:
         job, tasks = _number(handle, "job"), int(_number(handle, "trials"))
         records = [fields(line) for line in self._asked(job).splitlines() if line.strip()]
-        notes = notes_of({path.name: path.read_text() for path in Path(handle["folder"]).glob("ended*")}, job)
+        if tasks > MOST_TASKS:
+            raise ConfigError(f"job/job.json has trials={tasks}; an array of Slurm has at most {MOST_TASKS:,}")
+        notes = notes_of({path.name: _note(path) for path in Path(handle["folder"]).glob("ended*")}, job)
         return of_array(records, notes, tasks) if tasks else of_job(records, notes)
 
     def _asked(self, job: str) -> str:
@@ -248,6 +253,14 @@ def _number(handle: dict[str, str], name: str) -> str:
             f"job/job.json has {name}={handle[name]!r}, which is no number: it is none of dtf's for Slurm"
         )
     return handle[name]
+
+
+def _note(path: Path) -> str:
+    """PeerError for a file that no script writes: how the job ended is not known then."""
+    try:
+        return small_text(path)
+    except (OSError, ValueError) as error:
+        raise PeerError(f"{path} cannot be read ({type(error).__name__}: {error}); remove it") from error
 
 
 def _is_number(text: str) -> bool:

@@ -45,6 +45,26 @@ newest() { # the step of the newest checkpoint, 0 without one
     echo "$best"
 }
 
+began() { # whether srun has started a task
+    local path
+    for path in "$attempt"/began.*; do [[ -e $path ]] && return 0; done
+    return 1
+}
+
+# What srun itself has printed in this start, without the names of its programs: the last of what is in the job's log.
+words_of_srun() {
+    local log=/proc/$$/fd/2 text
+    [[ -f $log ]] || return 0
+    text=$(tail -c 16000 "$log" | tr -d '\0')
+    text=${text##*": start $restart on "}
+    sed -nE 's/^(srun|slurmstepd[^:]*): ((error|fatal): )?//p' <<<"$text" | head -n 8 | paste -sd ';' | head -c 400
+}
+
+# What srun says where its arguments are wrong, so that it would say so again at each start.
+mistakes="unrecognized|option '.*' (is ambiguous|requires)|Failed to parse|More processors requested"
+mistakes+="|Invalid (--|MPI type|generic resource|node name|numeric value|feature|time)"
+mistakes+="|pyxis: .*(No such file|nvalid|error code: 40[0-4])"
+
 # What became of the run, by the exit codes of its processes. `failed` where one failed for good; else `lost` where a
 # machine or a process was, one that left no code among them; else `stopped` where one was asked to; else `done`.
 judge() {
@@ -74,8 +94,9 @@ judge() {
 may_go_on() { # after a loss: unless there were @MOST@ without a new checkpoint
     local count=0 before='' by='' now
     now=$(newest)
-    [[ -e $folder/lost$part ]] && read -r count before by <"$folder/lost$part"
-    [[ $before == "$now" && $by == "$id" ]] || count=0 # another job's losses were those of another submission
+    [[ -f $folder/lost$part ]] && read -r count before by <"$folder/lost$part"
+    # the number is not trusted; another job's losses were those of another submission
+    [[ $count =~ ^[0-9]$ && $before == "$now" && $by == "$id" ]] || count=0
     # on a full disk no loss can be counted: then each start of the job counts as one
     echo "$((++count)) $now $id" 2>/dev/null >"$folder/lost$part" || count=$((restart + 1))
     ((count < @MOST@))
@@ -120,8 +141,14 @@ if [[ -z $told ]] && ! cancelled; then
     fi
 fi
 
+words=
+if ((step_code != 0)) && [[ -z $told ]] && ! began; then
+    words="srun started no task and ended with $step_code: $(words_of_srun)"
+    [[ $words =~ $mistakes ]] && finish failed 2 "$words; correct launcher.srun"
+fi
 judge
 reason=$(head -c 400 "$attempt/reason.$decisive" 2>/dev/null | tr -s '\n' ' ')
+began || reason=${reason:-$words}
 case $verdict in
 done) finish finished 0 "newest checkpoint: step $(newest)" ;;
 failed) finish failed "$exit_code" "${reason:-a process of the run ended with $exit_code}" ;;
@@ -133,9 +160,10 @@ if cancelled; then
     sleep 60
     exit "$exit_code"
 fi
-# Slurm ends the whole job. At its time limit, and where a cluster cancels what it preempts, it starts again all the same;
-# after scancel, or where Slurm requeues it by itself, that is not for this script to decide
-ended=' Reason=TimeLimit | PreemptTime=[0-9]'
+# Slurm ends the whole job. At its time limit, and where a cluster cancels what it preempts, it starts again all the same,
+# and where this script has heard a signal alone (scancel --batch --signal); after scancel, or where Slurm requeues it by
+# itself, that is not for this script to decide
+ended=' Reason=TimeLimit | PreemptTime=[0-9]| JobState=RUNNING '
 if [[ -n $told && ! $(scontrol show job -o "$id" 2>/dev/null) =~ $ended ]]; then
     say "ended from outside: $verdict, newest checkpoint: step $(newest)"
     exit "$exit_code"
@@ -144,7 +172,17 @@ if [[ $verdict == lost ]] && ! may_go_on; then
     finish failed "$exit_code" "lost again and again without a new checkpoint; ${reason:-srun ended with $step_code}"
 fi
 say "$verdict, exit code $exit_code, newest checkpoint: step $(newest); starts again"
-show "$verdict, starts again from step $(newest). $reason"
-scontrol requeue "$id" || say "scontrol requeue failed, unless Slurm has requeued the job by itself"
+show "$verdict, starts again from step $(newest). ${reason%%; start again *}"
+for ((tries = 60; tries > 0; tries--)); do
+    refused=$(scontrol requeue "$id" 2>&1) && break
+    say "scontrol requeue failed: $refused"
+    shown=$(scontrol show job -o "$id" 2>/dev/null | head -n 1)
+    [[ -n $shown && $shown != *" JobState=RUNNING "* ]] && break # Slurm has requeued it by itself
+    if [[ -n $shown ]] || ((tries == 1)); then
+        refused="and Slurm does not start it again: $refused; submit it again"
+        finish failed "$exit_code" "$verdict at step $(newest), $refused"
+    fi
+    sleep 30 # the controller is away
+done
 sleep 60 # a script that ends here would make the job COMPLETED or FAILED
 exit "$exit_code"

@@ -54,6 +54,32 @@ _OF_SRUN = {
 _VARIABLES = {"time": "TIMELIMIT", "array": "ARRAY_INX", "mem": "MEM_PER_NODE", "job-name": "JOB_NAME"}
 """Where sbatch's variable has another name than its option."""
 
+_REFUSED = (
+    (r"unrecognized option|option '.*' (is ambiguous|requires)", "extra"),
+    (r"invalid (partition|account|qos)\b|Invalid --(partition|account|qos|constraint|mem|export)\b", ""),
+    (r"group not permitted to use this partition|partition (configuration )?not available", "partition"),
+    (r"QOS not permitted", "qos"),
+    (r"invalid feature", "constraint"),
+    (r"memory (specification|required)", "memory"),
+    (r"time limit is invalid|invalid --time", "hours"),
+    (r"generic resource|invalid gres|invalid --gpus", "gpus"),
+    (r"More processors requested|CPU count", "cpus"),
+    (r"node count specification|More nodes requested|Requested node configuration is not available", "nodes"),
+    (r"reservation is invalid|invalid (node name|license|--)", "extra"),
+)
+"""What sbatch says of options that no job can have, and the option of dtf; empty: the word in brackets names it. All
+else, as of a controller that is away or a user who has too many jobs, may be otherwise the next time.
+"""
+
+
+def refused_option(said: str) -> str:
+    """Which option of `launcher=slurm` it is that sbatch refuses; empty where it is not about one."""
+    for pattern, option in _REFUSED:
+        if found := re.search(pattern, said, re.IGNORECASE):
+            word = option or next(filter(None, found.groups())).lower()
+            return _LIMITS.get(word, f"launcher.{word}").removeprefix("launcher.")
+    return ""
+
 
 def check_extra(key: str, words: Sequence[str], role: bool = False) -> None:
     """Raise ConfigError for lines of the script's head that are no options, or that dtf has to decide about.

@@ -9,6 +9,7 @@ cancelled() { # listed: a shared file system may remember for a while that a fil
     for path in "$folder"/*; do [[ $path == "$folder/cancel" ]] && return 0; done
     return 1
 }
+: >"$DTF_ATTEMPT/began.$SLURM_PROCID" # what failed before is srun's
 export DTF_REASON_FILE=$DTF_ATTEMPT/reason.$SLURM_PROCID
 code=143
 if [[ -z $told ]] && ! cancelled; then # as before Slurm knew of this step, which a signal would not have reached

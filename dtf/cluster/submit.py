@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -18,14 +19,15 @@ from typing import TYPE_CHECKING
 from dtf.api.registry import lookup
 from dtf.cluster import record
 from dtf.cluster.bundle import Bundle, digest_of
-from dtf.cluster.platform import JobRequest, Platform, Unanswered, job_name
+from dtf.cluster.platform import JOB_FOLDER, JobRequest, Platform, Unanswered, job_name
 from dtf.config.messages import display_path
 from dtf.core.errors import BusyError, ConfigError, DtfError, Exit, PeerError
 from dtf.core.files import open_private
-from dtf.core.run_record import time_to_save_s
+from dtf.core.run_record import SUBMISSION, time_to_save_s
 from dtf.core.text import quoted
 from dtf.runs.run_folder import check_folder, take_lock, unique_id
 from dtf.runs.standing import standing
+from dtf.runs.sweep_record import is_sweep
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -79,6 +81,7 @@ def hand_over(platform: Platform, request: JobRequest) -> int:
 def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
     """Submit a request, and keep the record of its job in its folder. BusyError while a job of the folder lives."""
     texts = platform.render(request)
+    made = not request.folder.exists()
     request.folder.parent.mkdir(parents=True, exist_ok=True)
     for folder in (request.folder, request.job_folder):
         folder.mkdir(exist_ok=True, mode=0o700)
@@ -99,7 +102,7 @@ def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
         record.keep_intent(request.folder, intent)
         kept = record.JobRecord(
             request.config["launcher"],
-            _taken(platform, request, files),
+            _taken(platform, request, files, made),
             datetime.now(UTC).isoformat(),
             request.digest,
             request.run_dir,
@@ -111,14 +114,16 @@ def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
         os.close(lock)
 
 
-def _taken(platform: Platform, request: JobRequest, files: dict[str, Path]) -> dict[str, str]:
-    """What finds the job. The intent goes where the scheduler says that it has none."""
+def _taken(platform: Platform, request: JobRequest, files: dict[str, Path], made: bool) -> dict[str, str]:
+    """What finds the job. Where the scheduler says that it has none, the intent goes, and a folder `made` for it."""
     try:
         return platform.submit(request, files)
     except Unanswered:
         raise
     except DtfError:
         record.drop_intent(request.folder)
+        if made:
+            shutil.rmtree(request.folder, ignore_errors=True)
         raise
 
 
@@ -145,6 +150,18 @@ def live_job(folder: Path) -> str | None:
             f"job.run_folder={display_path(folder)} sets its record aside"
         ) from error
     return f"{known.title}, which is {state.state.value}" if state.state.is_live else None
+
+
+def refuse_submitted(run_dir: str) -> None:
+    """Raise BusyError, as `refuse_live`, where a run that no scheduler started would take the folder of a job that
+    waits or runs, or of its sweep. What runs inside a job of dtf is that job.
+    """
+    folder = Path(run_dir)
+    if not run_dir or os.environ.get(SUBMISSION):
+        return
+    for known in (folder, *([folder.parent] if is_sweep(folder.parent) else [])):
+        if (known / JOB_FOLDER).is_dir():
+            refuse_live(known)
 
 
 def request_of(

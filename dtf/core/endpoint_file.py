@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dtf.core.errors import DataError, PeerError
+from dtf.core.files import small_json
 
 NAME = "live.json"
 
@@ -49,10 +50,14 @@ def find(folder: Path) -> EndpointFile:
     if not folder.is_dir():
         raise DataError(f"job.run_folder={folder} does not exist; give the folder of a run")
     try:
-        return EndpointFile(**json.loads((folder / NAME).read_text()))
+        live = EndpointFile(**small_json(folder / NAME))
+        texts = [live.token, *live.endpoints, *live.tls.values()]
+        if not live.endpoints or not all(isinstance(text, str) for text in texts):
+            raise TypeError("it is not what a run writes")
+        return live
     except FileNotFoundError:
         raise PeerError(
             f"no run in {folder} can be asked: it has ended, has not begun, or has no servers (strategy=pserver has)"
         ) from None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise PeerError(f"{folder / NAME} cannot be read: {error}") from None

@@ -8,6 +8,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TypeVar
 
+from dtf.core.text import harmless
+
 LONGEST = 2000
 """Characters of an error line; messages may quote what others wrote."""
 
@@ -197,5 +199,5 @@ def code_name(exit: Exit) -> str:
 def error_line(exit: Exit, message: str, rank: int | None = None, step: int | None = None) -> str:
     """The one line that ends a failed run, on standard error."""
     where = "".join(f" {key}={value}" for key, value in (("rank", rank), ("step", step)) if value is not None)
-    text = " ".join(message.split())
+    text = " ".join(harmless(message).split())
     return f"dtf: error[{code_name(exit)}]{where}: {text if len(text) <= LONGEST else text[:LONGEST] + ' ...'}"

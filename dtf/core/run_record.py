@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +11,15 @@ import yaml
 
 from dtf.core.consistency import keys_of_all_commands
 from dtf.core.errors import Exit
-from dtf.core.files import flat
+from dtf.core.files import flat, small_json
 from dtf.core.redaction import may_be, redact
 
 LOCK = ".lock"
 """The file of a run folder that the launching process locks while the run lives."""
+
+
+_MOST_BYTES = 1 << 26
+"""Of a run.json: each launch adds some thousand."""
 
 
 class RunEnd(NamedTuple):
@@ -27,13 +30,18 @@ class RunEnd(NamedTuple):
     cause: str
 
 
+def record_of(folder: Path) -> dict[str, Any]:
+    """The run.json of a folder. OSError or ValueError where it cannot be read."""
+    return small_json(folder / "run.json", _MOST_BYTES)
+
+
 def run_end(folder: Path, config: dict[str, Any]) -> RunEnd | None:
     """How the last launch of a run of this config has ended in `folder`. None where it has not, or that cannot be told.
 
     `config`: as of `config_facts`; secrets are not recorded, and so not compared.
     """
     try:
-        record = json.loads((folder / "run.json").read_text())
+        record = record_of(folder)
         if not record["ended"]:
             return None
         own = keys_of_all_commands(yaml.safe_load((folder / "config.yaml").read_text()))
@@ -47,9 +55,9 @@ def run_end(folder: Path, config: dict[str, Any]) -> RunEnd | None:
 def launches(folder: Path) -> set[str]:
     """The ids of all launches of the run in a folder, as far as they can be told."""
     try:
-        record = json.loads((folder / "run.json").read_text())
+        record = record_of(folder)
         return {str(launch["id"]) for launch in (record, *record.get("earlier", []))}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return set()
 
 
@@ -62,10 +70,10 @@ def ends_of_submission(folder: Path, digest: str) -> list[int | None]:
     is of this bundle while it held the folder's lock. Empty where that cannot be told.
     """
     try:
-        record = json.loads((folder / "run.json").read_text())
+        record = record_of(folder)
         launches = [record, *reversed(record.get("earlier", []))]
         return [launch["exit"] for launch in launches if launch.get("submission") == digest]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
 
 
@@ -78,10 +86,10 @@ LONGEST_SAVE = "longest_save_s"
 def longest_save_s(folder: Path) -> float | None:
     """Seconds that the longest save of a run has taken so far, in any launch. None where that cannot be told."""
     try:
-        record = json.loads((folder / "run.json").read_text())
+        record = record_of(folder)
         known = [launch.get(LONGEST_SAVE) for launch in (record, *record.get("earlier", []))]
         return max((float(seconds) for seconds in known if seconds is not None), default=None)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
@@ -93,8 +101,8 @@ def time_to_save_s(folder: Path, least_s: float) -> float:
 def is_live(folder: Path, id: str) -> bool:
     """Whether the launch `id` is known to live in a folder. False where that cannot be told."""
     try:
-        return json.loads((folder / "run.json").read_text())["id"] == id and is_locked(folder)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return record_of(folder)["id"] == id and is_locked(folder)
+    except (OSError, ValueError, LookupError, TypeError):
         return False
 
 

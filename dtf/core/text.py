@@ -151,10 +151,30 @@ def time_text(seconds: float | None) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute:02d}:{second:02d}"
 
 
+def about_text(seconds: float) -> str:
+    """A time to come, roughly: `40 s`, `12 min`, `1 h 10 min`, `2 d 3 h`."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    parts = {"d": minutes // 1440, "h": minutes % 1440 // 60, "min": minutes % 60 if minutes < 1440 else 0}
+    return " ".join(f"{count} {unit}" for unit, count in parts.items() if count)
+
+
 def plain_text(text: str, limit: int = 512) -> str:
     """One line without control characters, cut at `limit`: text from a rank cannot move the cursor."""
     clean = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: limit + 1])
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def harmless(text: str) -> str:
+    """A text from elsewhere for a terminal: without colours, and with other control characters written out, so that it
+    moves no cursor, sets no title and hides nothing. Tabs and ends of lines stay.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), _COLOUR.sub("", text))
 
 
 def quoted(value: object) -> str:

@@ -9,6 +9,8 @@ from dtf.core.errors import ConfigError
 
 VARIABLE = "DTF_DEADLINE"
 """The environment variable that says it, in seconds since 1970. It holds for the launching process and its ranks."""
+EARLY_S = 60.0
+"""By how much a scheduler may be early with its notice of the time limit, as Slurm is: so says its manual."""
 _EARLIEST, _LATEST = 1e9, 1e11
 """Of a number that is meant as seconds since 1970: neither a duration nor milliseconds."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -13,7 +14,9 @@ from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.cluster import record
 from dtf.core.errors import ConfigError, DataError, Exit, PeerError
+from dtf.core.files import small_text
 from dtf.core.run_record import LOCK, is_locked
+from dtf.core.text import plain_text
 from dtf.runs.standing import standing
 from dtf.runs.sweep_record import is_sweep
 
@@ -70,12 +73,16 @@ def _cancel_sweep(folder: Path) -> int:
 
 def _signal_holder(folder: Path) -> int:
     """Ask the process that holds a folder to stop. ConfigError where it runs on another host."""
-    holder = (folder / LOCK).read_text(errors="replace")
-    process = re.fullmatch(r"process ([0-9]+) on (.*)\n", holder)
+    try:
+        holder = small_text(folder / LOCK)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder / LOCK} cannot be read ({type(error).__name__}: {error})") from error
+    process = re.fullmatch(r"process ([0-9]{1,9}) on (.*)\n", holder)
     if process is None or process[2] != socket.gethostname():
         raise ConfigError(f"{folder} is in use by a live run ({holder.strip()}); end it there")
-    os.kill(int(process[1]), signal.SIGTERM)
-    print(f"dtf: {process[0].strip()} was asked to end")
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(int(process[1]), signal.SIGTERM)
+    print(f"dtf: {plain_text(process[0].strip())} was asked to end")
     return Exit.OK
 
 

@@ -10,6 +10,8 @@ from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.cluster import record
 from dtf.core.errors import ConfigError, DataError, Exit
+from dtf.core.files import open_regular
+from dtf.core.text import harmless
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -33,7 +35,7 @@ class Logs(Job):
                 f"{folder}/rank_*.log"
             )
         for line in known.platform.logs(known.handle, folder, self.follow) if known else _of_ranks(folder):
-            print(line, flush=self.follow)
+            print(harmless(line), flush=self.follow)
         return Exit.OK
 
 
@@ -43,7 +45,11 @@ def _of_ranks(folder: Path) -> Iterator[str]:
     if not paths:
         raise DataError(f"{folder} has no log of a rank; launcher.log_dir may have put them elsewhere")
     for path in paths:
-        text = path.read_text(errors="replace").rstrip("\n")
+        try:
+            with open_regular(path) as file:
+                text = file.read().decode(errors="replace").rstrip("\n")
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
         if text:
             yield f"== {path.name}"
             yield from text.split("\n")

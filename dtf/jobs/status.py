@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 from dtf.api.job import Job, Output
 from dtf.api.registry import option, register
 from dtf.api.schema import build
+from dtf.cluster import joint_state as joint
 from dtf.cluster import record
 from dtf.cluster.platform import JobState, State
 from dtf.core.endpoint_file import NAME as LIVE
 from dtf.core.endpoint_file import EndpointFile, find
 from dtf.core.errors import ConfigError, Exit, PeerError
+from dtf.core.text import harmless
 from dtf.host import network
 from dtf.launch.manual import TlsOptions
 from dtf.launch.manual_checks import token
@@ -54,15 +57,12 @@ class Status(Job):
         found: dict[str, Any] = {}
         text: list[str] = []
         if self.run_folder:
-            for part in (_job_of, _run_of):
-                more, said = part(Path(self.run_folder))
-                found |= more
-                text += said
+            found, text = _standing_of(Path(self.run_folder))
         if self.endpoint or not found or (Path(self.run_folder) / LIVE).exists():
             servers = self._servers(composed)
             found["servers"] = servers
             text += [*([""] if text else []), *lines(servers)]
-        print(json.dumps(found, indent=2) if self.format is Output.json else "\n".join(text))
+        print(json.dumps(found, indent=2) if self.format is Output.json else harmless("\n".join(text)))
         return Exit.OK
 
     def _servers(self, composed: Composed) -> list[dict[str, Any]]:
@@ -90,30 +90,47 @@ class Status(Job):
         return EndpointFile(ask(live)[0]["endpoints"], live.token, live.tls, live.mutual)
 
 
-def _job_of(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """What the scheduler says of the job that was submitted for this folder; nothing where there is none."""
+def _standing_of(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """How the job of this folder stands, where one was submitted for it, and its run, or each of a sweep."""
     known = record.find(folder)
-    if known is None:
-        return {}, []
-    try:
-        state = known.platform.state(known.handle)
-    except (PeerError, ConfigError) as error:  # how the run stands is known all the same
-        state = JobState(State.unknown, f"the scheduler cannot be asked: {error}")
-    detail = f" ({state.detail})" if state.detail else ""
-    told = {"platform": known.launcher["name"], **known.handle, "state": state.state.value, "detail": state.detail}
-    return {"job": told}, [f"{known.title}: {state.state.value}{detail}, submitted {known.submitted[:19]}"]
-
-
-def _run_of(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """How the run in this folder stands, or each of a sweep; nothing where there is none."""
-    if not folder.is_dir():
-        return {}, []
-    one = standing.standing(folder)
+    one = standing.standing(folder) if folder.is_dir() else None
+    found: dict[str, Any] = {}
+    text: list[str] = []
+    told = ""
+    if known is not None:
+        job = joint.job_state(_asked(known), one, known.launch_before)
+        detail = f" ({job.detail})" if job.detail else ""
+        node = {"platform": known.launcher["name"], **known.handle, "state": job.state.value, "detail": job.detail}
+        found["job"] = node
+        text.append(f"{known.title}: {job.state.value}{detail}, submitted {known.submitted[:19]}")
+        if one is not None:
+            if job.state is State.running and one.exit is None and one.id != known.launch_before:
+                one = replace(one, live=True)  # on another host, whose locks are not seen here
+            told = joint.run_state(job.state, one, known.launch_before)
+        if one is None and job.state.is_live and not is_sweep(folder):
+            text.append("the run has not begun yet")
     if one is not None:
-        return {"run": one.to_json()}, list(standing.lines(one))
+        found["run"] = one.to_json()
+        return found, [*text, *standing.lines(one, told)]
+    more, said = _sweep_of(folder) if folder.is_dir() else ({}, [])
+    return found | more, text + said
+
+
+def _asked(known: record.JobRecord) -> JobState:
+    """What the scheduler says of a job."""
+    try:
+        return known.platform.state(known.handle)
+    except (PeerError, ConfigError) as error:  # how the run stands is known all the same
+        return JobState(State.unknown, f"the scheduler cannot be asked: {error}")
+
+
+def _sweep_of(folder: Path) -> tuple[dict[str, Any], list[str]]:
     trials = dict(standing.runs_in(folder))
     found: dict[str, Any] = {"trials": {name: trial.to_json() for name, trial in trials.items()}} if trials else {}
-    text = [f"{name}: {trial.state}, saved step {trial.saved or 0:,}" for name, trial in trials.items()]
+    text = [
+        f"{name}: {trial.state}, {trial.progress or f'saved step {trial.saved or 0:,}'}"
+        for name, trial in trials.items()
+    ]
     if is_sweep(folder):
         state = sweep_state(folder)
         found, text = {"sweep": {"state": state}} | found, [f"sweep: {state}", *text]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dtf.api.job import Job
 from dtf.api.observer import Observers
 from dtf.api.registry import register
+from dtf.cluster.submit import refuse_submitted
 from dtf.core.errors import BudgetError, ConfigError, DtfError, Exit, io_failure
 from dtf.core.types import Ended, Event, Failed, Measured, Note
 from dtf.host.deadline import deadline
@@ -65,7 +66,9 @@ class TrainJob(Job):
     def _make_run(self, composed: Composed, folder: str, until: float) -> Run:
         settings, launcher = composed.settings, composed.settings.launcher
         processes, devices = launcher.count(), launcher.devices_kind()
-        run = Run.open(composed.config, settings, processes, devices, folder or str(self.folder or ""))
+        again = folder or str(self.folder or "")
+        refuse_submitted(again or settings.run.dir)
+        run = Run.open(composed.config, settings, processes, devices, again)
         try:
             run.allot(until - time.time())
             self._begin_counting(run, settings.budget)

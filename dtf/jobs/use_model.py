@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf.api.recipe import Recipe, Split
 from dtf.checkpoint.resolve_path import check_weights_path
+from dtf.cluster.submit import refuse_submitted
 from dtf.core.errors import ConfigError, DtfError, Exit
 from dtf.core.types import Event, Failed, Measured, Note
+from dtf.host.deadline import deadline
 from dtf.runs.run_folder import Run
 
 if TYPE_CHECKING:
@@ -42,27 +46,30 @@ def launch(composed: Composed, entry: str, splits: Collection[Split], one_rank: 
     launcher = settings.launcher
     launcher.check(settings.strategy)
     processes, devices = launcher.count(), launcher.devices_kind()
-    run = launcher.open(
-        composed.config,
-        lambda folder: Run.open(composed.config, settings, processes, devices, folder),
-        composed.command,
-    )
-    exit, cause = Exit.BUG, "an exception in the launching process"
+
+    def make(folder: str) -> Run:
+        refuse_submitted(folder or settings.run.dir)
+        run = Run.open(composed.config, settings, processes, devices, folder)
+        run.allot(deadline(os.environ) - time.time())
+        return run
+
+    run = launcher.open(composed.config, make, composed.command)
+    exit, cause, raised = Exit.BUG, "an exception in the launching process", ""
 
     def see(event: Event) -> None:
-        nonlocal cause
+        nonlocal cause, raised
         if isinstance(event, Failed):
-            cause = event.message
+            cause, raised = event.message, event.error
         print_event(event)
 
     try:
         exit = Exit(launcher.launch(run, see, entry))
         cause = cause if exit else "finished"
     except DtfError as error:
-        exit, cause = error.exit, str(error)
+        exit, cause, raised = error.exit, str(error), type(error).__name__
         raise
     finally:
-        run.end(exit, cause)
+        run.end(exit, cause, {"error": raised})
     if exit:
         raise RanksEnded(exit, run.folder)
     return run.folder if run.leader else None

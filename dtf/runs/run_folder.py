@@ -27,7 +27,7 @@ from dtf.checkpoint.resolve_path import run_folder_of
 from dtf.checkpoint.storage import checkpoints
 from dtf.config.limits import read_checked
 from dtf.core.endpoint_file import withdraw
-from dtf.core.errors import BusyError, ConfigError, io_failure
+from dtf.core.errors import BusyError, ConfigError, DtfError, io_failure
 from dtf.core.files import flat, replace_text
 from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import lost_effects
@@ -35,6 +35,7 @@ from dtf.core.run_record import LOCK, LONGEST_SAVE, SUBMISSION
 from dtf.core.text import quoted
 from dtf.core.types import Ended, Event, Measured, Saved, Started
 from dtf.core.version import __version__
+from dtf.host.deadline import EARLY_S
 from dtf.runs.git_commit import git_commit
 from dtf.runs.objective_log import add, begin, carry
 from dtf.runs.time_left import TIME_LEFT, refuse_short
@@ -185,13 +186,20 @@ class Run:
         replace_text(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
 
     def allot(self, left_s: float) -> None:
-        """Write into run.json that the allocation of this launch ends in `left_s` seconds. Raises where that is too
-        little, see `refuse_short`.
+        """Write into run.json that the allocation of this launch ends in `left_s` seconds. Where that is too little the
+        run ends, and this raises: see `refuse_short`.
         """
-        if left_s < math.inf:
-            self._record[TIME_LEFT] = round(left_s, 1)
-            self._update("does not say when the allocation ends")
-            refuse_short(left_s, self._record.get("earlier", []))
+        if left_s == math.inf:
+            return
+        self._record[TIME_LEFT] = round(left_s, 1)
+        self._update("does not say when the allocation ends")
+        # in a job the scheduler asks a run to stop before the end; elsewhere whoever likes does, at any time
+        notice_s = self.config["launcher"].get("grace_s", 0.0) + EARLY_S if os.environ.get(SUBMISSION) else 0.0
+        try:
+            refuse_short(left_s, self._record.get("earlier", []), notice_s)
+        except DtfError as error:
+            self.end(error.exit, str(error), {"error": type(error).__name__})
+            raise
 
     def ready(self, table: dict[str, Any]) -> None:
         """Called when the ranks are ready: write the start-up table into run.json."""

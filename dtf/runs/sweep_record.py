@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dtf.core.errors import DataError, Exit, code_name
-from dtf.core.files import replace_text
+from dtf.core.files import replace_text, small_json
 from dtf.core.run_record import is_locked
 
 _Value = TypeVar("_Value")
 FILE = "sweep.json"
+_MOST_BYTES = 1 << 26  # a line for each trial that has finished
 
 
 class SweepRecord:
@@ -61,7 +62,7 @@ def sweep_state(home: Path) -> str:
     if is_locked(home):
         return "running"
     try:
-        exit = json.loads((home / FILE).read_text())["exit"]
+        exit = small_json(home / FILE, _MOST_BYTES)["exit"]
         if exit is None:
             return "handed over or killed, or its host is not this one"
         return f"ended with {code_name(Exit(exit)) if exit in set(Exit) else f'exit code {exit}'}"
@@ -91,7 +92,7 @@ def objective(home: Path) -> tuple[str, str] | None:
 
 def _read(home: Path, value: Callable[[Any], _Value], none: _Value) -> _Value:
     try:
-        return value(json.loads((home / FILE).read_text()))
+        return value(small_json(home / FILE, _MOST_BYTES))
     except FileNotFoundError:
         return none
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

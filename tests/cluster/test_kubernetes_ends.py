@@ -21,7 +21,7 @@ from dtf.cluster.kubernetes import Kubernetes
 from dtf.cluster.kubernetes_objects import CRASHES
 from dtf.cluster.platform import JobRequest, State
 from dtf.config.compose import compose
-from dtf.core.errors import BusyError, ConfigError, Exit, NoProgressError, Preempted
+from dtf.core.errors import BusyError, ConfigError, DataError, Exit, NoProgressError, Preempted
 from dtf.core.run_record import SUBMISSION
 from dtf.launch.manual_checks import TOKEN
 from dtf.runs.run_folder import Run as OpenRun
@@ -259,3 +259,12 @@ def test_a_bundle_that_is_tried_by_hand_in_a_pod_waits_for_no_other_pod(
     monkeypatch.setattr(inside, "_is_to_examine", lambda *arguments: False)
     assert inside.run_bundle(file, digest_of(content), None, [f"run.dir={tmp_path / 'try'}"]) == Exit.OK
     assert waited == [["gone:1"]] and os.environ[SUBMISSION] == digest_of(content)
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe", "[]", '{"digest": "abc", "newest": "x", "lost": 0, "open": false}'])
+def test_a_count_that_no_job_wrote_is_an_error_that_names_it(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "job" / "ends.json"
+    path.parent.mkdir()
+    {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}.get(what, lambda: path.write_text(what))()
+    with pytest.raises(DataError, match="ends.json cannot be read"):
+        count_start(tmp_path, "abc")

@@ -57,6 +57,56 @@ def test_a_preempted_job_of_two_nodes_goes_on_and_has_the_same_bits(
 
 @needs_slurm
 @pytest.mark.slow
+def test_what_slurm_itself_refuses_is_told_in_its_words(tmp_path: Path) -> None:
+    with slurmbox(tmp_path / "slurm") as box:
+        campaign = Campaign(box, tmp_path, random.Random(0))
+        box.call("scontrol", "update", "PartitionName=cancel", "MaxTime=60")
+        for option, said in (
+            ("partition=nope", "Invalid partition name"),
+            ("constraint=nope", "Invalid feature specification"),
+            ("memory=999G", "Memory specification can not be satisfied"),
+            ("nodes=5", "Node count specification invalid"),
+            ("cpus=99", "More processors requested than permitted"),
+            ("hours=30", "Requested time limit is invalid"),
+            ('extra=["--reservation=x"]', "Requested reservation is invalid"),
+        ):
+            limited = ["launcher.partition=cancel"] if option.startswith("hours") else []
+            with pytest.raises(AssertionError, match=rf"(?s): 2: .*launcher\.{option.partition('=')[0]}=.*{said}"):
+                campaign.submit(tmp_path / "refused", f"launcher.{option}", *limited)
+            assert not (tmp_path / "refused").exists()
+        job = campaign.submit(tmp_path / "mistake", 'launcher.srun=["--foo=1"]')
+        assert box.wait_end(job) == "FAILED" and box.job(job)["Restarts"] == "0"
+        status = campaign.dtf("job=status", f"job.run_folder={tmp_path / 'mistake'}")
+        assert "srun started no task and ended with 255: unrecognized option '--foo=1'; correct launcher.srun" in status
+        late = campaign.submit(tmp_path / "late", 'launcher.setup=["export DTF_DEADLINE=1700000000"]')
+        assert box.wait_end(late) == "FAILED" and box.job(late)["Restarts"] == "2"
+        assert "E_NO_PROGRESS" in campaign.dtf("job=status", f"job.run_folder={tmp_path / 'late'}")
+
+
+@needs_slurm
+@pytest.mark.slow
+def test_a_run_saves_however_often_it_is_told_and_fails_where_it_is_not_requeued(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with slurmbox(tmp_path / "slurm") as box:
+        campaign = Campaign(box, tmp_path, random.Random(0))
+        job = campaign.submit(run, "train.steps=100000", "launcher.nodes=2", "launcher.processes=1")
+        box.wait(lambda: newest(run), "a first checkpoint")
+        for name in ("TERM", "INT", "TERM"):
+            box.popen("scancel", "--state=RUNNING", f"--signal={name}", job).communicate(timeout=60)
+        box.wait_state(job, "PENDING")
+        assert [path.read_text() for path in (run / "job" / "attempts" / f"{job}.0").glob("code.*")] == ["75\n"] * 2
+        assert not box.processes("-m\0dtf", "n1") and not box.processes("-m\0dtf", "n2")
+        before = newest(run)
+        box.wait(lambda: box.release(box.job(job)) or newest(run) > before, "a checkpoint of the second start")
+        box.call("scontrol", "update", f"JobId={job}", "Requeue=0")
+        box.call("scancel", "--signal=TERM", job)
+        assert box.wait_end(job) == "FAILED"
+        status = campaign.dtf("job=status", f"job.run_folder={run}")
+    assert f"stopped at step {newest(run)}, and Slurm does not start it again: Requested operation is pres" in status
+
+
+@needs_slurm
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "pserver", "sweep"])
 def test_nothing_is_lost_whatever_happens(mode: str, tmp_path: Path) -> None:
     """Fifteen disturbances of each; the whole record is in the folder of the test."""

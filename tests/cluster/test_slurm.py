@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ from dtf.cluster.platform import JobState, State, Unanswered
 from dtf.cluster.slurm_options import check_extra, check_srun, for_sbatch
 from dtf.cluster.slurm_state import fields, notes_of, of_array, of_job
 from dtf.config.compose import compose
-from dtf.core.errors import ConfigError, PeerError
+from dtf.core.errors import ConfigError, Exit, PeerError
 from tests.cluster.test_slurm_script import REQUEST, slurm
 
 RUNNING = (
@@ -44,8 +45,7 @@ def test_a_line_of_scontrol_is_read_with_its_spaces() -> None:
         (
             {},
             State.running,
-            "RUNNING; on n[1-2]; 2 restart(s); stopped, starts again from step 110. dtf: error[E_PREEMPTED] rank=0 "
-            "step=110: asked to stop",
+            "RUNNING; on n[1-2]; 2 restart(s)",
         ),
         (
             {
@@ -59,9 +59,10 @@ def test_a_line_of_scontrol_is_read_with_its_spaces() -> None:
             "PENDING Resources",
         ),
         (
-            {"JobState": "PENDING", "Reason": "BeginTime", "NodeList": "", "Comment": ""},
+            {"JobState": "PENDING", "Reason": "BeginTime", "NodeList": ""},
             State.requeued,
-            "PENDING BeginTime; 2 restart(s)",
+            "PENDING BeginTime; 2 restart(s); stopped, starts again from step 110. dtf: error[E_PREEMPTED] rank=0 "
+            "step=110: asked to stop",
         ),
         (
             {"JobState": "FAILED", "Reason": "NonZeroExitCode", "ExitCode": "65:0", "Comment": "no data"},
@@ -132,12 +133,10 @@ def request_in(folder: Path):
 def test_a_submission_and_one_whose_answer_was_lost(commands: Path, tmp_path: Path) -> None:
     request, files = request_in(tmp_path)
     stand_in(commands, "sbatch", "echo '41;cluster'")
-    earlier = [request.job_folder / name for name in ("cancel", "ended", "lost.3")]
-    for path in earlier:
-        path.touch()
+    (request.job_folder / "cancel").touch()  # of an earlier job
     handle = slurm(nodes=2).submit(request, files)
     assert handle == {"job": "41", "folder": str(request.job_folder), "trials": "0"}
-    assert not any(path.exists() for path in earlier)
+    assert not (request.job_folder / "cancel").exists()
     stand_in(commands, "sbatch", "echo 'Socket timed out on send/recv operation' >&2; exit 1")
     stand_in(commands, "squeue", f"echo '40 dtf other'; echo '42 dtf {REQUEST.digest[:16]}'")
     assert slurm(nodes=2).submit(request, files)["job"] == "42"
@@ -165,6 +164,42 @@ def test_a_submission_that_was_cut_off_finds_its_job_before_it_makes_another(com
     stand_in(commands, "squeue", "echo 'slurmctld is down' >&2; exit 1")
     with pytest.raises(Unanswered, match="slurmctld is down; give the same command again"):
         slurm(nodes=2).submit(request, files)
+
+
+@pytest.mark.parametrize(
+    ("said", "option"),
+    [
+        ("sbatch: error: invalid partition specified: gpuu", "partition=gpuu"),
+        (
+            "sbatch: error: Batch job submission failed: Invalid account or account/partition combination",
+            "account=mine",
+        ),
+        ("sbatch: error: Batch job submission failed: Invalid qos specification", "qos=high"),
+        ("sbatch: error: Batch job submission failed: Job's QOS not permitted to use this partition", "qos=high"),
+        ("sbatch: error: Batch job submission failed: Invalid feature specification", "constraint=a100"),
+        ("sbatch: error: Invalid --mem specification", "memory=lots"),
+        (
+            "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds)",
+            "hours=99",
+        ),
+        ("sbatch: error: Batch job submission failed: Node count specification invalid", "nodes=2"),
+        (
+            "sbatch: error: Batch job submission failed: User's group not permitted to use this partition",
+            "partition=gpuu",
+        ),
+        ("sbatch: unrecognized option '--foo=1'", "extra=.--foo=1."),
+    ],
+)
+def test_what_sbatch_refuses_names_the_option_and_leaves_nothing(
+    commands: Path, capsys: pytest.CaptureFixture[str], said: str, option: str
+) -> None:
+    stand_in(commands, "sbatch", f'echo "{said}" >&2; exit 1')
+    words = ["account=mine", "qos=high", "constraint=a100", "partition=gpuu", "memory=lots", "hours=99", "nodes=2"]
+    given = [f"launcher.{word}" for word in [*words, 'extra=["--foo=1"]']]
+    assert main(["launcher=slurm", "train.steps=2", "run.dir=mine", *given]) == Exit.CONFIG
+    assert re.search(rf"launcher\.{option}[.0]*: Slurm refuses .*{re.escape(said)}", capsys.readouterr().err)
+    assert not Path("mine").exists()
+    assert (commands.parent / "calls").read_text().count("\n") == 1  # there is no job to look for
 
 
 def test_without_slurm_its_commands_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +236,21 @@ def test_a_job_that_slurm_has_forgotten_is_known_by_its_own_note(commands: Path,
     stand_in(commands, "scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(PeerError, match="Unable to contact slurm controller"):
         slurm().state(handle)
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe", "binary", "huge"])
+def test_a_note_that_no_script_wrote_is_an_error_that_names_it(commands: Path, tmp_path: Path, what: str) -> None:
+    stand_in(commands, "scontrol", "echo 'Invalid job id specified' >&2; exit 1")
+    path = tmp_path / "ended.0"
+    make = {
+        "folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "binary": lambda: path.write_bytes(b"\xff"),
+        "huge": lambda: path.write_bytes(b" " * (1 << 21)),
+    }  # fmt: skip
+    make[what]()
+    with pytest.raises(PeerError, match="ended.0 cannot be read"):
+        slurm().state({"job": "41", "folder": str(tmp_path), "trials": "0"})
+    with pytest.raises(ConfigError, match="at most 4,000,001"):
+        slurm().state({"job": "41", "folder": str(tmp_path), "trials": "999999999999"})
 
 
 def test_cancelling_asks_the_run_to_save_first(commands: Path, tmp_path: Path) -> None:

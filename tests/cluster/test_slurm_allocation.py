@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dtf.cluster.allocation import Allocation
 from dtf.cluster.allocation_of import allocation_of
-from dtf.cluster.node_lists import node_names, per_node
+from dtf.cluster.node_lists import node_names, per_node, task_numbers
 from dtf.core.errors import ConfigError
 
 TASK = {
@@ -126,3 +126,26 @@ def test_outside_of_a_step_it_is_a_node_alone(missing: str) -> None:
     """A shell of salloc, or the batch script itself."""
     environment: dict[str, Any] = {name: text for name, text in TASK.items() if name != missing}
     assert allocation_of(environment) == Allocation()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "n[1-999999999]",
+        "n[1-60000][1-60000]",
+        "n[" + "1-60000," * 2000 + "1]",
+        "n[1-60000]," * 2000 + "n",
+        "n" + "[1-2]" * 2000,
+    ],
+)
+def test_a_list_of_more_nodes_than_there_are_takes_no_memory(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no list of nodes"):
+        node_names(text)
+    assert node_names("a[1-2]b[08-09],c") == ["a1b08", "a1b09", "a2b08", "a2b09", "c"]
+
+
+def test_neither_do_lists_of_tasks() -> None:
+    with pytest.raises(ConfigError, match="is of more than 65,536 nodes"):
+        per_node("1(x99999)," * 1000 + "1")
+    with pytest.raises(ConfigError, match="is of more than 4,000,001 tasks"):
+        task_numbers("0-999999999," * 1000 + "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -129,6 +130,8 @@ class Machine:
     touches: Path | None = None  # a file that is made while the step runs
     setup: list[str] = field(default_factory=list)
     sees: str = "HOME"  # a variable whose value srun writes to `seen`
+    says: str = ""  # what srun prints
+    scontrol: str = ""  # what scontrol does besides
 
     def run(self, *codes: str, srun: int | None = None, tell: bool = False, shown: str = "", **variables: str) -> int:
         """The exit code of the script, when its tasks end with these codes; "" for one that leaves none.
@@ -149,12 +152,16 @@ class Machine:
         touch = f"touch '{self.touches}'\n" if self.touches else ""
         told = "kill -TERM $PPID\n" if tell else ""
         notes += f'echo "boom" >"$DTF_ATTEMPT/reason.1"\necho "${self.sees}" >{self.folder}/seen\n'
+        notes += f"echo {shlex.quote(self.says)} >&2\n" if self.says else ""
         self.stand_in("srun", f"{notes}{touch}{told}exit {highest if srun is None else srun}")
         for name in ("scontrol", "scancel", *(["sleep"] if not self.waits else [])):
-            self.stand_in(name, f'echo "{name} $*" >>{self.folder}/calls\necho "{shown}"')
+            more = self.scontrol if name == "scontrol" else ""
+            self.stand_in(name, f'echo "{name} $*" >>{self.folder}/calls\n{more}\necho "{shown}"')
         path = f"{self.folder}/bin:{os.environ['PATH']}"
         environment = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", **variables}
-        return subprocess.run(["bash", job / JOB], env=environment, capture_output=True, timeout=60).returncode
+        with (self.folder / "log").open("ab") as log:
+            command = ["bash", str(job / JOB)]
+            return subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=60).returncode
 
     def stand_in(self, name: str, text: str) -> None:
         path = self.folder / "bin" / name
@@ -257,6 +264,7 @@ COMPLETING = "JobId=7 JobState=COMPLETING Reason=None PreemptTime=None Comment= 
     "shown, again",
     [
         (COMPLETING, False),  # scancel; or Slurm requeues it by itself
+        (COMPLETING.replace("COMPLETING", "RUNNING"), True),  # scancel --batch --signal=TERM
         (COMPLETING.replace("Reason=None", "Reason=TimeLimit"), True),
         (COMPLETING.replace("PreemptTime=None", "PreemptTime=2026-11-26T20:05:53"), True),  # PreemptMode=CANCEL
     ],

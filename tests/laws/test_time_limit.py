@@ -135,26 +135,39 @@ def launch(had_s: float, lasted_s: int = 1, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("earlier", "refused"),
     [
-        ([launch(60), launch(60), launch(60)], True),
-        ([launch(60), launch(60)], False),
-        ([launch(60), launch(60), launch(30)], False),
-        ([launch(60), launch(60, results=True), launch(60)], False),
-        ([launch(60, 58, error="Preempted"), launch(60, 59, error="Preempted"), launch(60)], True),
-        ([launch(60, 20, error="Preempted"), launch(60), launch(60)], False),
-        ([launch(60, ended=None, error=""), launch(60), launch(60)], False),
-        ([launch(60) | {"time_left_s": None}, launch(60), launch(60)], False),
+        ([launch(60), launch(60)], True),
+        ([launch(60)], False),
+        ([launch(60), launch(30)], False),
+        ([launch(60, results=True, error=""), launch(60)], False),
+        ([launch(60, results=True), launch(60, results=True)], True),  # gone on from a save, and not a step further
+        ([launch(60, 58, error="Preempted"), launch(60, 59, error="Preempted")], True),
+        ([launch(60, 20, error="Preempted"), launch(60)], False),
+        ([launch(60, ended=None, error=""), launch(60)], False),
+        ([launch(60) | {"time_left_s": None}, launch(60)], False),
     ],
 )
 def test_allocations_too_short_for_a_step_do_not_go_on_for_ever(earlier: list[dict], refused: bool) -> None:
     """A scheduler starts a job again that ends with 75."""
     if refused:
-        with pytest.raises(NoProgressError, match="the last 3 launches .* and this one has no more time, 01:00; give"):
+        with pytest.raises(NoProgressError, match="the last 2 launches .* and this one has no more time, 01:00; give"):
             refuse_short(60, earlier)
     else:
         refuse_short(60, earlier)
     refuse_short(600, earlier)
+
+
+def test_a_time_limit_that_is_past_does_not_go_on_for_ever() -> None:
     with pytest.raises(OutOfTime, match="was 00:02 ago"):
-        refuse_short(-2, earlier)
+        refuse_short(-2, [launch(-1)])
+    with pytest.raises(NoProgressError, match="the last 2 launches .* was over 00:02 ago; give the allocation more"):
+        refuse_short(-2, [launch(-300), launch(-1)])
+
+
+def test_a_notice_of_the_scheduler_that_comes_before_each_first_step_does_not_either() -> None:
+    told = [launch(100, 20, error="Preempted"), launch(100, 30, error="Preempted")]
+    refuse_short(100, told)
+    with pytest.raises(NoProgressError):
+        refuse_short(100, told, notice_s=85)
 
 
 def test_the_longest_save_of_all_launches_counts(tmp_path: Path) -> None:

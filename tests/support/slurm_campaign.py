@@ -80,7 +80,7 @@ class Campaign:
 
     def submit(self, run: Path, *words: str, doctor: bool = False) -> str:
         """Submit a run, or with `-m` a sweep; returns the number of its job. job=doctor takes seconds of its start."""
-        self.dtf(*words, "launcher=slurm", f"launcher.doctor={str(doctor).lower()}", f"run.dir={run}", *SMALL)
+        self.dtf(*SMALL, *words, "launcher=slurm", f"launcher.doctor={str(doctor).lower()}", f"run.dir={run}")
         return str(json.loads((run / "job" / "job.json").read_text())["handle"]["job"])
 
     # ------------------------------------------------------------ events

@@ -59,6 +59,7 @@ MinJobAge=86400
 KillWait={kill_wait_s}
 SlurmdTimeout={node_timeout_s}
 OverTimeLimit=0
+EnforcePartLimits=ALL
 NodeName=n[1-{nodes}] NodeAddr=10.78.0.[1-{nodes}] Port=6821 CPUs=8 RealMemory=4000
 PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s}
 PartitionName=cancel Nodes=ALL MaxTime=INFINITE PriorityTier=1 PreemptMode=CANCEL GraceTime={grace_s}
