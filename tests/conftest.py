@@ -26,7 +26,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["XDG_CACHE_HOME"] = os.path.join(os.devnull, "cache")
 
 # A busy machine is not a failing property; two workers would share a database of examples.
-settings.register_profile("dtf", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+# Each run draws others: fifty of each property, where its test does not say how many.
+settings.register_profile(
+    "dtf", deadline=None, database=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("dtf")
 
 LONG = {

@@ -134,7 +134,9 @@ def test_a_rank_that_differs_is_named_to_all(ranks, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("sizes", [[2, 3], [3, 2], [3, 2, 3]])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param([2, 3], marks=pytest.mark.slow), pytest.param([3, 2], marks=pytest.mark.slow), [3, 2, 3]]
+)
 def test_a_rank_of_another_world_is_named(ranks, tmp_path: Path, sizes: list[int], port: int) -> None:
     for found in ranks(
         len(sizes),

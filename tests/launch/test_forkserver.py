@@ -63,6 +63,7 @@ def test_the_package_of_a_recipe_is_named_where_it_is_one_of_dtf() -> None:
     assert _package_of("") == _package_of("somebody_elses") == ""
 
 
+@pytest.mark.slow  # by default tests/laws/test_architecture.py looks into a rank, for all but numba
 def test_what_every_rank_has_brings_neither_hydra_nor_libraries_of_recipes() -> None:
     """They take a fifth of the time until the first step."""
     names = "{'hydra', 'omegaconf', 'numba', 'pyarrow', 'torchvision', 'dtf.recipes.ctr.log'}"

@@ -28,6 +28,7 @@ from dtf.launch.worker_group import WorkerGroup
 from tests.support.launching import HANG_S, LONG_S, Launched, launch
 
 Start = Callable[..., Launched]
+QUICK = Path(__file__).parents[1] / "support" / "quick_torch"  # for ranks that compute nothing: torch takes seconds
 
 
 @pytest.fixture
@@ -288,14 +289,8 @@ def test_an_exception_in_the_launching_process_leaves_no_rank(tmp_path: Path, mo
     def see(event) -> None:
         raise KeyboardInterrupt
 
-    order = {
-        "entry": "tests.support.entries:floods",
-        "config": {},
-        "folder": str(tmp_path),
-        "run_id": "r",
-        "environment": dict(os.environ),
-    }
-    order |= {"directory": os.getcwd(), "path": sys.path}
+    order = {"entry": "tests.support.entries:floods", "config": {}, "folder": str(tmp_path), "run_id": "r"}
+    order |= {"environment": dict(os.environ), "directory": os.getcwd(), "path": [str(QUICK), *sys.path]}
     with contextlib.closing(Stop()) as stop, pytest.raises(KeyboardInterrupt):
         WorkerGroup(server, order, [Place(threads=1)], [[]], tmp_path, Limits(60, 60, 1), stop, see).run()
     assert not server.alive
@@ -312,7 +307,7 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
         listener.settimeout(60)
         root = Path(__file__).parents[2]
         command = [sys.executable, "-m", "tests.support.entries", str(tmp_path), str(listener.getsockname()[1])]
-        with subprocess.Popen(command, cwd=root) as launcher:
+        with subprocess.Popen(command, cwd=root, env={**os.environ, "PYTHONPATH": str(QUICK)}) as launcher:
             try:
                 pids = set()
                 channels = [listener.accept()[0] for _ in range(2)]

@@ -153,7 +153,7 @@ def test_without_checkpoints_there_is_no_model_to_load() -> None:
         result.load_model()
 
 
-@pytest.mark.parametrize("which", ["best", "newest"])
+@pytest.mark.parametrize("which", ["best", pytest.param("newest", marks=pytest.mark.slow)])
 def test_a_loaded_model_is_the_one_that_was_measured(which: Any, trained: dtf.Result) -> None:
     model, settings = trained.load_model(which), trained.config.settings
     assert not model.training and {p.dtype for p in model.parameters()} == {torch.float64}

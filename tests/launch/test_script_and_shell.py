@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import select
 import signal
 import subprocess
@@ -11,6 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from dtf.api import registry
+from dtf.config.settings import load_parts
 
 ROOT = Path(__file__).parents[2]
 QUICK = (
@@ -35,7 +39,16 @@ def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_a_script_is_what_its_ranks_import_and_no_process_outlives_it(tmp_path: Path) -> None:
+def test_a_script_is_what_its_ranks_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_parts(["tests.support.toy"])  # what it imports stays registered
+    monkeypatch.setattr(registry, "_CLASSES", {group: dict(known) for group, known in registry._CLASSES.items()})
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_script.py").write_text(f'{RECIPE}\nconfig = dtf.compose(["recipe=mine"]).config\n')
+    assert runpy.run_path(str(tmp_path / "my_script.py"), run_name="__main__")["config"]["plugins"] == ["my_script"]
+
+
+@pytest.mark.slow
+def test_a_script_trains_and_no_process_outlives_it(tmp_path: Path) -> None:
     """Its fork server dies with it, also when it is killed."""
     body = f"""
 if __name__ == "__main__":

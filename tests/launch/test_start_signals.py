@@ -100,7 +100,7 @@ def ended(process: subprocess.Popen) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("moment", ["first", "torch", "wait"])
+@pytest.mark.parametrize("moment", ["first", pytest.param("torch", marks=pytest.mark.slow), "wait"])
 def test_a_rank_that_somebody_else_started(begin: Begin, port: int, moment: str) -> None:
     """Rank 0 of two, and rank 1 never comes: at its first lines, while it imports torch, while it waits in C code."""
     [process] = begin("env")

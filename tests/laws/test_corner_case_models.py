@@ -52,7 +52,7 @@ def test_trains_as_in_one_process(kind: str, strategy: str, processes: int, opti
     assert difference(alone(kind), spread(strategy, processes, options=options, **odd(kind))) <= 1e-10
 
 
-@pytest.mark.parametrize("precision", ["bf16_params", "bf16_master"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16_params", marks=pytest.mark.slow), "bf16_master"])
 def test_a_format_that_a_model_chooses_crosses_a_cut(precision: str) -> None:
     case = odd("wide") | {"precision": precision}
     assert difference(alone("wide", precision), spread("pipeline", 4, options=PIPELINE, **case)) == 0.0

@@ -54,7 +54,7 @@ def test_each_strategy_is_guarded_or_refused() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "options", "processes"),
-    [pytest.param(*each, marks=() if each in [ALL[0], ALL[3], ALL[6]] else pytest.mark.slow) for each in ALL],
+    [pytest.param(*each, marks=() if each in [ALL[0], ALL[3]] else pytest.mark.slow) for each in ALL],
 )
 @pytest.mark.parametrize("micro_batch_rows", [5, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_guarded_run_has_the_bits_of_an_unguarded_one(

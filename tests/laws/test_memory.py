@@ -22,7 +22,7 @@ from dtf.api.registry import lookup, register
 from dtf.api.task import Task
 from dtf.config.settings import load_parts
 from dtf.core.text import bytes_text, memory_text
-from dtf.core.types import Ended, Memory, Place, Started, Train
+from dtf.core.types import WHOLE, Ended, Memory, Place, Started, Train
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.samplers import Sequential
@@ -126,11 +126,10 @@ def made(
     program = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options)).setup(
         task, World(Place(rank=rank, size=size, slots=size))
     )
-    batch = program.prepare(
-        Loader(data, Epochs(Sequential(), rows, rows, 0), program.shard, program.micro_batch_rows).get(0, 0)
-    )
-    program.warmup(batch)
-    return program, batch
+    epochs = Epochs(Sequential(), rows, rows, 0)
+    first = None if program.shard is None else Loader(data, epochs, WHOLE, rows).rows(np.arange(8), 0)
+    program.warmup(program.prepare(first))  # the same rows on all ranks
+    return program, program.prepare(Loader(data, epochs, program.shard, program.micro_batch_rows).get(0, 0))
 
 
 def take(

@@ -30,7 +30,7 @@ def tied(kind: str) -> dict[str, Any]:
     ("kind", "processes", "options", "more"),
     [
         pytest.param("function", 2, {}, {}, marks=pytest.mark.slow),
-        ("function", 4, BLOCKS, {"ema": 0.9, "optimizer": "adamw"}),
+        pytest.param("function", 4, BLOCKS, {"ema": 0.9, "optimizer": "adamw"}, marks=pytest.mark.slow),
         pytest.param("function", 2, {"virtual": 2, **BLOCKS}, {"clip_norm": 0.01}, marks=pytest.mark.slow),
         ("function", 4, {"degree": 2}, {"clip_norm": 0.01, "optimizer": "lars"}),
         pytest.param("function", 2, {}, {"freeze": ["embed"]}, marks=pytest.mark.slow),
@@ -52,7 +52,11 @@ def test_what_several_stages_use_is_updated_alike(
 
 @pytest.mark.parametrize(
     ("processes", "options"),
-    [(2, {}), pytest.param(2, {"virtual": 2, **BLOCKS}, marks=pytest.mark.slow), (4, {"degree": 2})],
+    [
+        (2, {}),
+        pytest.param(2, {"virtual": 2, **BLOCKS}, marks=pytest.mark.slow),
+        pytest.param(4, {"degree": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_tied_parameters_can_be_drawn_by_name(processes: int, options: dict[str, Any]) -> None:
     case = {**TIED, "recipe": {"name": "tied_by_name", "kind": "modules", "rows": 42}}

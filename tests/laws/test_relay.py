@@ -19,16 +19,9 @@ from dtf.core.errors import INTERRUPTED, Exit
 from dtf.core.types import Measured, Note, Started
 from dtf.jobs.fault_injection import KillTrigger
 
-SMALL = [
-    "job=relay",
-    "recipe=resnet_shapes",
-    "recipe.data.pixels=8",
-    "step.batch_size=14",
-    "lr.peak=0.02",
-    "job.steps=8",
-    "job.save_every=3",
-    "job.eval_rows=24",
-]
+RELAY = ["job=relay", "step.batch_size=14", "lr.peak=0.02", "job.steps=8", "job.save_every=3", "job.eval_rows=24"]
+SMALL = [*RELAY, "recipe=resnet_shapes", "recipe.data.pixels=8"]
+TOY = [*RELAY, "plugins=[tests.support.toy]", "recipe=toy", "recipe.rows=98"]  # whole batches
 
 
 def legs(*texts: str) -> str:
@@ -37,7 +30,7 @@ def legs(*texts: str) -> str:
 
 def test_three_segments_and_a_killed_rank_are_one_run(run_dtf: Any, tmp_path: Path) -> None:
     done = run_dtf(
-        *SMALL,
+        *TOY,
         legs("dp processes=2 steps=4", "fsdp processes=2 kill=rank steps=12", "pserver processes=2 servers=1 steps=4"),
     )
     assert done.code == 0, done.err + done.out

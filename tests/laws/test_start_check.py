@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.arrays import SAME_PROGRAM
 from tests.support.harness import meshes, spread, variants
 
 RUN = {"steps": 2, "eval_every": 2, "precision": "fp32"}
@@ -19,7 +20,7 @@ ONE_REPLICA = ("tensor", "pipeline")
     ("strategy", "options", "processes"),
     [
         *(
-            pytest.param(strategy, options, 2, marks=pytest.mark.slow if options or strategy == "zero1" else ())
+            pytest.param(strategy, options, 2, marks=pytest.mark.slow if options or strategy in SAME_PROGRAM else ())
             for strategy, options in variants()
             if strategy not in ONE_REPLICA
         ),

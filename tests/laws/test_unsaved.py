@@ -76,7 +76,7 @@ def warned(rank: int, size: int, **case: Any) -> dict[str, Any]:
     return run.result() | {"texts": texts, "left": all(map(torch.equal, before, after))}
 
 
-@pytest.mark.parametrize(("strategy", "degree"), [("pipeline", 2), ("tensor", 2)])
+@pytest.mark.parametrize(("strategy", "degree"), [("pipeline", 2), pytest.param("tensor", 2, marks=pytest.mark.slow)])
 def test_ranks_that_divide_one_model_say_it_once(strategy: str, degree: int) -> None:
     recipe = {"name": "keeping", "kind": "tensor", "batch_norm": False}
     case: dict[str, Any] = {"plugin": "tests.support.keeping_model", "recipe": recipe, "options": {"degree": degree}}

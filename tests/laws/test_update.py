@@ -16,7 +16,7 @@ from dtf.core.types import Box, State
 from dtf.optim.optimizers import Adam
 from dtf.optim.sharding import Sharding, full_params
 from dtf.optim.update import LocalUpdate
-from tests.support.arrays import crossed, plain
+from tests.support.arrays import SAME_PROGRAM, crossed, plain
 from tests.support.harness import BATCH, ROWS, difference, reference, spread, variants
 from tests.support.ranks import ranks
 
@@ -62,7 +62,9 @@ def test_a_skipped_step_leaves_running_averages_as_they_were(strategy: str, opti
     assert difference(whole, found) <= 1e-10
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline", "pserver"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "pipeline", "pserver", *(pytest.param(name, marks=pytest.mark.slow) for name in SAME_PROGRAM)]
+)
 def test_more_than_allowed_fail_the_run_on_all_ranks(strategy: str) -> None:
     """The message names the step, what was not finite, and the samples."""
     with pytest.raises(AssertionError) as refused:

@@ -96,13 +96,13 @@ def test_rounding_that_a_recipe_amplifies_is_told_from_a_fault(verify: Any) -> N
     assert "fp64 agrees, so this is probably rounding that the recipe amplifies" in out
 
 
-FAULTS = {  # each kind of evidence finds one: numbers of a step, of a module, rows, running averages
-    "skipped_all_reduce": "grad_norm at step 0: .*ranks 0 and 1 hold different .*gradients were not summed",
+FAULTS = {  # each kind of evidence finds one: numbers of a module, rows, running averages; of a step, a fault of docs/
     "wrong_shard_offset": r"loss at step 0: .*; first differs: layer2\.0\.conv1 \(output\), step 0$",
     "swapped_batch": "sample ids at step 0: the same rows in another order",
     "stale_average": "running averages: model/.*running_",
 }
 MORE_FAULTS = {  # found by the same evidence
+    "skipped_all_reduce": "grad_norm at step 0: .*ranks 0 and 1 hold different .*gradients were not summed",
     "wrong_scale": "grad_norm at step 0: .* 2 x the reference's$",
     "missed_reduce_scatter": "grad_norm at step 0: 0 instead of",
     "stale_stage": "loss at step 1: ",

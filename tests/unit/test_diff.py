@@ -134,7 +134,7 @@ def test_two_runs_are_needed(run_dtf, tmp_path: Path) -> None:
 def test_runs_that_trained(run_dtf, tmp_path: Path) -> None:
     """Real checkpoints: of other seeds nothing is alike, the data neither; of two launches of one run all is."""
     keys = ("plugins=[tests.support.toy]", "recipe=toy", "train.epochs=null", "train.steps=4", "train.record=true")
-    keys += ("launcher.processes=1", "checkpoint.every_steps=2", "train.log_every=1", "observer=[jsonl]")
+    keys += ("launcher=inline", "checkpoint.every_steps=2", "train.log_every=1", "observer=[jsonl]")
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         assert run_dtf(*keys, f"seed={seed}", folder=tmp_path / name).code == 0
     alike, _ = found(tmp_path / "a", tmp_path / "b")

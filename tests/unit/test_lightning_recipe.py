@@ -358,19 +358,17 @@ def test_another_optimizer_may_be_chosen_but_not_with_the_modules_schedule(recip
     assert isinstance(registry.lookup("lr", "small")(), ModuleSchedule)
 
 
-def test_two_ranks_train_it_and_go_on(tmp_path: Path) -> None:
+def test_two_ranks_train_it_and_go_on(tmp_path: Path, run_dtf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the command line: read, tried, divided, saved, resumed."""
-    plugin = tmp_path / "my_plugin.py"
+    load_parts([])
+    monkeypatch.setattr(registry, "_CLASSES", {group: dict(known) for group, known in registry._CLASSES.items()})
+    monkeypatch.syspath_prepend(tmp_path)
+    plugin = tmp_path / "lit_plugin.py"
     plugin.write_text(f'import dtf\n\ndtf.lightning_recipe("small", module="{SMALL}:Net", data="{SMALL}:Points")\n')
-    places = ":".join([str(tmp_path), str(Path(__file__).parents[2]), *([str(STAND_IN)] if STANDS_IN else [])])
-    command = [sys.executable, "-m", "dtf", "plugins=[my_plugin]", "recipe=small", "train.epochs=2"]
-    more = ["run.dir=run", "launcher.processes=2", "launcher.devices=cpu", "observer=[jsonl]"]
-    environment = {**os.environ, "PYTHONPATH": places}
+    words = ["plugins=[lit_plugin]", "recipe=small", "train.epochs=2", "launcher.processes=2", "launcher.devices=cpu"]
     for until in ("train.until=4", "train.until=null"):
-        done = subprocess.run(
-            [*command, *more, until], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
+        done = run_dtf(*words, "observer=[jsonl]", until, folder=tmp_path / "run")
+        assert done.code == 0, done.err
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     evaluated = [line for line in lines if line["split"] == "eval"]
     assert [line["step"] for line in evaluated][-1] == 12
