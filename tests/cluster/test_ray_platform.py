@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dtf.cli.main import main
-from dtf.cluster import ray_platform
+from dtf.cluster import ray_platform, record
 from dtf.cluster.followed_logs import followed
 from dtf.cluster.platform import JobRequest, JobState, State
+from dtf.cluster.ray_driver_state import SILENT_S, beat, is_cancelled, write_state
 from dtf.cluster.ray_ends import verdict
 from dtf.cluster.ray_platform import Ray
 from dtf.cluster.submit import request_of
@@ -146,12 +149,54 @@ def test_one_code_of_all_processes(codes: list[int | None], deciding: int, expec
 
 
 def test_what_the_driver_wrote_last_needs_no_cluster(tmp_path: Path) -> None:
-    handle = {"job": "shapes-1", "id": "1", "actor": "dtf-1", "address": "nowhere:1", "folder": str(tmp_path)}
-    for state in (State.finished, State.failed, State.cancelled):
-        (tmp_path / "ray-state.json").write_text(json.dumps({"id": "1", "state": state.value, "detail": "exit code 0"}))
+    handle = {"job": "shapes-1", "id": "1", "folder": str(tmp_path)}
+    file, submitted = tmp_path / "ray-state.json", tmp_path / "ray.json"
+    submitted.touch()
+    assert Ray().state(handle) == JobState(State.queued), "its driver begins"
+    for state in State:
+        file.write_text(json.dumps({"id": "1", "state": state.value, "detail": "exit code 0"}))
         assert Ray().state(handle) == JobState(state, "exit code 0")
         Ray().cancel(handle)
-    assert ray_platform._known({**handle, "id": "2"}) is None, "of an earlier job in this folder"
+        assert is_cancelled(tmp_path, "1") is state.is_live and not is_cancelled(tmp_path, "2")
+        (tmp_path / "cancel").unlink(missing_ok=True)
+    other = {**handle, "id": "2"}
+    assert Ray().state(other) == JobState(State.queued), "the file is of an earlier job in this folder"
+    silent = time.time() - SILENT_S - 1
+    os.utime(submitted, (silent, silent))
+    assert Ray().state(other).state is State.unknown and "may not see" in Ray().state(other).detail
+
+
+def test_a_driver_whose_heart_stands_still_is_not_known_to_live(tmp_path: Path) -> None:
+    """The head node is gone, or its storage: the last state, and what to do. One that has ended needs no heart."""
+    handle, silent = {"job": "shapes-1", "id": "1", "folder": str(tmp_path)}, time.time() - SILENT_S - 1
+    for state in ("running", "finished"):
+        write_state(tmp_path, {"id": "1", "state": state, "detail": "on a"})
+        os.utime(tmp_path / "ray-state.json", (silent, silent))
+        found = Ray().state(handle)
+        if state == "running":
+            assert found.state is State.unknown
+            assert "silent for 61 s; at last: running, on a; the cluster may be gone; submit again" in found.detail
+            beat(tmp_path)
+            assert Ray().state(handle) == JobState(State.running, "on a")
+    assert found == JobState(State.finished, "on a")
+
+
+def test_asking_for_a_job_connects_to_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder from elsewhere names no address: whoever answers there would run code here."""
+    monkeypatch.setattr(socket, "socket", None)
+    monkeypatch.setattr(ray_platform, "RayClient", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (tmp_path / "job").mkdir()
+    launcher = {**compose(["launcher=ray"]).config["launcher"], "address": "evil:6379"}
+    handle = {"job": "a", "id": "1", "actor": "dtf-1", "address": "evil:6379", "folder": str(tmp_path / "job")}
+    record.keep(tmp_path, record.JobRecord(launcher, handle, "2026-11-26T20:00:00", "", ""))
+    write_state(tmp_path / "job", {"id": "1", "state": "running", "detail": "on a"})
+    (tmp_path / "job" / "ray.json").touch()
+    for job, text in (("status", "ray job a: running (on a)"), ("logs", ""), ("cancel", "was asked to end")):
+        assert main([f"job={job}", f"job.run_folder={tmp_path}"]) == Exit.OK
+        assert text in capsys.readouterr().out
 
 
 def test_lines_of_files_that_grow(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""What the driver of a job on Ray and the commands that ask for it tell each other, by files of the job's folder: no
+connection is needed. It travels with the driver, so it imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+STATE_FILE = "ray-state.json"
+"""What the driver last knew. Written whole, by the driver alone; touched at each beat of its heart."""
+CANCEL_FILE = "cancel"
+"""The id of the job that is to end."""
+BEAT_S, SILENT_S = 5.0, 60.0
+"""Seconds between two beats, and after which a silent driver is not known to live."""
+
+
+def last_state(folder: Path, id: str) -> tuple[dict[str, Any] | None, float]:
+    """What the driver of the job `id` wrote last, None where it has not, and how many seconds ago its heart beat."""
+    with suppress(OSError, ValueError, KeyError, TypeError), open(folder / STATE_FILE) as file:  # NFS looks anew
+        state = json.load(file)
+        if state["id"] == id:
+            return state, time.time() - os.fstat(file.fileno()).st_mtime
+    return None, 0.0
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Replace the state whole. A full disk ends no run."""
+    with suppress(OSError):
+        new = folder / f".{STATE_FILE}.new"
+        new.write_text(json.dumps(state, indent=2) + "\n")
+        os.replace(new, folder / STATE_FILE)
+
+
+def beat(folder: Path) -> None:
+    """Say that the driver lives."""
+    with suppress(OSError):
+        os.utime(folder / STATE_FILE)
+
+
+def is_cancelled(folder: Path, id: str) -> bool:
+    with suppress(OSError):
+        return (folder / CANCEL_FILE).read_text() == id
+    return False
