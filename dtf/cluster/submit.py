@@ -69,11 +69,16 @@ def hand_over(platform: Platform, request: JobRequest) -> int:
         return Exit.OK
     kept, where = hand_in(platform, request), display_path(request.folder)
     print(f"dtf: {kept.title} was submitted; {'sweep' if request.trials else 'run'} folder {where}")
-    plain = re.fullmatch(r"[\w./+-]+", where)
-    named = f"job.run_folder={where}" if plain else shlex.quote(f"job.run_folder={quoted(where)}")
     for job in ("status", "logs", "cancel"):
-        print(f"dtf:   python -m dtf job={job} {named}")
+        print(f"dtf:   python -m dtf job={job} {_named(request.folder)}")
     return Exit.OK
+
+
+def _named(folder: Path) -> str:
+    """The folder as a word of a command that can be pasted."""
+    where = display_path(folder)
+    plain = re.fullmatch(r"[\w./+=-]+", where)
+    return f"job.run_folder={where}" if plain else shlex.quote(f"job.run_folder={quoted(where)}")
 
 
 def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
@@ -133,12 +138,12 @@ def refuse_live(folder: Path) -> None:
         raise BusyError(
             f"{display_path(folder)} belongs to {known.title} of {known.submitted[:19]}, whose scheduler cannot be "
             f"asked: {error}; if that job is gone for good, job=cancel job.forget=true "
-            f"job.run_folder={display_path(folder)} sets its record aside"
+            f"{_named(folder)} sets its record aside"
         ) from error
     if state.state.is_live:
         raise BusyError(
             f"{display_path(folder)} belongs to {known.title}, which is {state.state.value}; wait for it, or end it "
-            f"with job=cancel job.run_folder={display_path(folder)}"
+            f"with job=cancel {_named(folder)}"
         )
 
 
