@@ -303,7 +303,7 @@ FAULTS = [
         "dtf/cli/sweep_plan.py",
         "    check_job(first, other)\n",
         "",
-        ("tests/cluster/test_submission.py::test_so_is_a_sweep_that_decides_as_it_goes",),
+        ("tests/cluster/test_submitted_sweeps.py::test_so_is_a_sweep_that_decides_as_it_goes",),
     ),
     Fault(
         "trials at once have the same cores",
