@@ -5,6 +5,7 @@ connection is needed. It travels with the driver, so it imports the standard lib
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from contextlib import suppress
@@ -25,7 +26,7 @@ def last_state(folder: Path, id: str) -> tuple[dict[str, Any] | None, float]:
         state = json.load(file)
         if state["id"] == id:
             return state, time.time() - os.fstat(file.fileno()).st_mtime
-    return None, 0.0
+    return None, math.inf
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dtf.api.registry import option, register
 from dtf.api.schema import KeyProblem, show
 from dtf.cluster.followed_logs import followed
-from dtf.cluster.platform import JobRequest, JobState, Platform, State
+from dtf.cluster.platform import JOB_FOLDER, JobRequest, JobState, Platform, State
 from dtf.cluster.ray_client import RayClient
 from dtf.cluster.ray_driver_state import CANCEL_FILE, SILENT_S, last_state
 from dtf.core.errors import ConfigError, PeerError
@@ -116,7 +116,10 @@ class Ray(Platform):
             with suppress(OSError):
                 age_s = time.time() - (folder / _JOB_FILE).stat().st_mtime
             return JobState(State.queued) if age_s < SILENT_S else JobState(State.unknown, _never(folder))
-        state = JobState(State(known["state"]), known["detail"])
+        try:
+            state = JobState(State(known["state"]), str(known["detail"]))
+        except (ValueError, KeyError) as error:
+            return JobState(State.unknown, f"{folder} has no state of dtf's driver ({type(error).__name__}: {error})")
         if not state.state.is_live or age_s < SILENT_S:
             return state
         last = f"{state.state.value}{state.detail and f', {state.detail}'}"
@@ -136,7 +139,7 @@ class Ray(Platform):
                 known = time.monotonic() + 1, self.state(handle).state.is_live
             return known[1]
 
-        yield from followed(lambda: sorted(Path(handle["folder"]).glob("*.log")), lives if follow else lambda: False)
+        yield from followed(lambda: sorted((folder / JOB_FOLDER).glob("*.log")), lives if follow else lambda: False)
 
 
 def start_client(words: Sequence[str]) -> None:

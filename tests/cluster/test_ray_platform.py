@@ -167,6 +167,10 @@ def test_what_the_driver_wrote_last_needs_no_cluster(tmp_path: Path) -> None:
     silent = time.time() - SILENT_S - 1
     os.utime(submitted, (silent, silent))
     assert Ray().state(other).state is State.unknown and "may not see" in Ray().state(other).detail
+    submitted.unlink()
+    assert Ray().state(other).state is State.unknown
+    file.write_text('{"id": "1", "state": "well"}')
+    assert Ray().state(handle).state is State.unknown
 
 
 def test_a_driver_whose_heart_stands_still_is_not_known_to_live(tmp_path: Path) -> None:
