@@ -30,9 +30,8 @@ from dtf.cli.trials import ENDS, Trial, best_of, seconds, table
 from dtf.cluster.submit import refuse_live
 from dtf.config.advice import print_notes
 from dtf.config.hydra_sources import OPTUNA
-from dtf.config.messages import display_path
 from dtf.core.errors import BusyError, ConfigError, Exit
-from dtf.core.text import time_text
+from dtf.core.text import display_path, time_text
 from dtf.host.scratch import scratch_folder
 from dtf.launch import forkserver_cache
 from dtf.runs.run_folder import take_lock

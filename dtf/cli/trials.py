@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 from dtf.api.registry import base_of, registered
 from dtf.api.schema import show
-from dtf.config.messages import display_path
 from dtf.core.errors import INTERRUPTED, BusyError, DataError, Exit, code_name
 from dtf.core.files import flat
 from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import upgraded_config
-from dtf.core.text import number_text
+from dtf.core.text import display_path, number_text
 from dtf.runs.budget import spent_s
 from dtf.runs.run_folder import untouched
 

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.cluster.plugin_code import MOST_BYTES, code_of
 from dtf.config.importable import plugins_of
+from dtf.core.author_line import DTF
 from dtf.core.errors import ConfigError, DataError, SaveError
+from dtf.core.own_code import dtf_digest
 from dtf.core.text import bytes_text
 from dtf.host.scratch import scratch_folder
 from dtf.runs.run_folder import versions
@@ -43,7 +45,8 @@ class BundledRun:
 class Bundle:
     """`runs`: one, or the trials of a sweep. `directory`: where it was submitted; "" where the job does not see that
     folder. `token`: a secret that the job's processes share. `config_name`: of the root config, "" for dtf's own.
-    `grace_s`: what the scheduler was told that a save may take after a notice, see `JobRequest`.
+    `grace_s`: what the scheduler was told that a save may take after a notice, see `JobRequest`. `dtf`: the digest of
+    dtf's own code, and where it lay.
     """
 
     runs: list[BundledRun]
@@ -52,6 +55,7 @@ class Bundle:
     token: str
     grace_s: float
     versions: dict[str, str]
+    dtf: tuple[str, str]
 
     @classmethod
     def of(
@@ -64,7 +68,7 @@ class Bundle:
             for one, run_dir in zip(composed, run_dirs, strict=True)
         ]
         name = composer.config_name if composer.config_dir else ""
-        return cls(runs, name, directory, token, grace_s, versions())
+        return cls(runs, name, directory, token, grace_s, versions(), (dtf_digest(), DTF))
 
     def to_bytes(self, composed: Sequence[Composed]) -> bytes:
         """The zip file. ConfigError when the code of plugins, or what lies in the config dir, is too much."""
@@ -112,7 +116,8 @@ def unpacked(path: Path, digest: str) -> Iterator[Unpacked]:
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 archive.extractall(scratch)
             manifest = json.loads((scratch / _MANIFEST).read_text())
-            bundle = Bundle(**{**manifest, "runs": [BundledRun(**run) for run in manifest["runs"]]})
+            runs = [BundledRun(**run) for run in manifest["runs"]]
+            bundle = Bundle(**{**manifest, "runs": runs, "dtf": tuple(manifest["dtf"])})
         except (zipfile.BadZipFile, FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"--bundle={path} is no bundle of dtf: {type(error).__name__}: {error}") from error
         except OSError as error:

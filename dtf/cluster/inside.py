@@ -25,10 +25,12 @@ from dtf.cluster.platform import JOB_FOLDER
 from dtf.config.compose import Composed, Composer
 from dtf.config.plugin_modules import entry_point_modules
 from dtf.config.python_overrides import as_texts
+from dtf.core.author_line import DTF
 from dtf.core.errors import ConfigError, DtfError, Exit, NoProgressError, Preempted, error_line
 from dtf.core.files import flat, open_private
-from dtf.core.own_code import is_own
+from dtf.core.own_code import dtf_digest
 from dtf.core.run_record import SUBMISSION
+from dtf.core.submitted_code import from_submission_alone
 from dtf.core.types import Failed
 from dtf.core.version import __version__
 from dtf.host.deadline import EARLY_S
@@ -60,11 +62,10 @@ def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[s
     """
     sent_by_scheduler()
     allocation = allocation_of(os.environ)
-    with _reasons(allocation.reason_file), unpacked(path, digest) as content:
-        bundle, run = content.bundle, _choose(content.bundle, trial)
+    with _reasons(allocation.reason_file), unpacked(path, digest) as content, _submitted_code(content):
+        bundle, run, here = content.bundle, _choose(content.bundle, trial), Path.cwd()
         _prepare(content, allocation)
-        composed = _composed(content, run, allocation, overrides)
-        _refuse_live_code(bundle.directory, content.code)
+        composed = _composed(content, run, allocation, overrides, here)
         launcher, run_dir = composed.config["launcher"]["name"], Path(composed.config["run"]["dir"])
         if is_finished(run_dir, digest):
             print(f"dtf: the run in {run_dir} has ended: nothing is left to do", file=sys.stderr)
@@ -132,6 +133,12 @@ def _prepare(content: Unpacked, allocation: Allocation) -> None:
             f"the run was submitted with dtf {bundle.versions['dtf']}, and {host} has dtf {__version__}; install that "
             "version there, or submit the run again"
         )
+    digest, home = bundle.dtf
+    if digest != (own := dtf_digest()):
+        raise ConfigError(
+            f"the run was submitted with dtf {__version__} of {home} with the code {digest}, and {host} has other code "
+            f"of that version: {DTF} with {own}; install the same there, or submit the run again"
+        )
     if bundle.directory:
         try:
             os.chdir(bundle.directory)
@@ -147,41 +154,27 @@ def _prepare(content: Unpacked, allocation: Allocation) -> None:
         os.environ[DEADLINE] = f"{allocation.deadline:.0f}"
 
 
-def _refuse_live_code(directory: str, code: Path) -> None:
-    """Raise ConfigError where a plugin has loaded a file from the folder of the submission, which may have changed
-    since: an import that no file names, as of `importlib`, is not in the bundle.
-    """
-    installed = {name.partition(".")[0] for name in entry_point_modules()}  # also where pip installed it as editable
-    files = [
-        getattr(module, "__file__", None)
-        for name, module in sorted(sys.modules.items())
-        if name.partition(".")[0] not in installed
-    ]
-    outside = [
-        file
-        for file in files
-        if isinstance(file, str)
-        and is_own(file)
-        and directory
-        and Path(file).is_relative_to(directory)
-        and not Path(file).is_relative_to(code)
-    ]
-    if outside:
-        raise ConfigError(
-            f"a plugin imports {outside[0]}, which is not part of what was submitted, as no import statement names it; "
-            "name its module in plugins, or write an import of it"
-        )
+def _submitted_code(content: Unpacked) -> contextlib.AbstractContextManager[None]:
+    """Modules of plugins that pip installed as editable lie elsewhere, too."""
+    installed = sorted({name.partition(".")[0] for name in entry_point_modules()})
+    return from_submission_alone(str(content.code), installed)
 
 
-def _composed(content: Unpacked, run: BundledRun, allocation: Allocation, overrides: Sequence[str]) -> Composed:
-    """The submitted config with this process's launcher."""
+def _composed(
+    content: Unpacked, run: BundledRun, allocation: Allocation, overrides: Sequence[str], here: Path
+) -> Composed:
+    """The submitted config with this process's launcher. `here`: the folder of whoever typed `overrides`."""
     composer = Composer(str(content.conf) if content.conf else None, content.bundle.config_name or None)
     submitted = composer.compose(run.overrides)
     inside = as_texts({"launcher": _launcher(run.config, allocation), "run.dir": run.run_dir})
     composed = submitted.recompose([*inside, *_options(run.config["launcher"], allocation, content.bundle.grace_s)])
     if changed := _as_submitted(composed.config, run.config):
         composed = composed.recompose(changed)
-    return composed.recompose(overrides) if overrides else composed
+    if not overrides:
+        return composed
+    composed = composed.recompose(overrides)
+    folder = composed.config["run"]["dir"]
+    return composed if not folder or os.path.isabs(folder) else composed.recompose(as_texts({"run.dir": here / folder}))
 
 
 def _launcher(config: Mapping[str, Any], allocation: Allocation) -> str:

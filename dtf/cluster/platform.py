@@ -128,8 +128,8 @@ class Platform(RankOptions, Launcher):
     )
     extra: list[str] = option(factory=list, doc="what a site needs besides, passed on as it is")
     doctor: bool = option(
-        default=True, doc="on several nodes: job=doctor inside the job before its first start, which ends it if a "
-        "node, the network or the storage is wrong"
+        default=True, doc="on several nodes without roles: job=doctor inside the job before its first start, which "
+        "ends it if a node, the network or the storage is wrong"
     )  # fmt: skip
     python: str = option(default="", doc="the interpreter inside the job; empty: the platform's usual one")
     tls: TlsOptions = option(
@@ -182,6 +182,11 @@ class Platform(RankOptions, Launcher):
                 f"launcher.{key} is for roles on several nodes, and strategy={name_of('strategy', strategy)} on "
                 f"launcher.nodes={self.nodes} has none: what its ranks send each other is never encrypted; leave "
                 f"launcher.{key} out"
+            )
+        if self.allow_insecure and self.tls != TlsOptions():
+            raise ConfigError(
+                f"launcher.allow_insecure=true lets everything pass unencrypted, and launcher.tls.mode="
+                f"{self.tls.mode.value} is given too; leave one of them out"
             )
         if separate and self.tls.mode is TlsMode.none and not self.allow_insecure:
             raise ConfigError(

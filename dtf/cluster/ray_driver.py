@@ -5,7 +5,6 @@ Carried by value, as `ray_placement.py` is.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -19,11 +18,10 @@ from typing import Any
 import ray  # pyright: ignore[reportMissingImports]
 
 from dtf.cluster.after_exit import goes_on, newest_checkpoint
+from dtf.cluster.ray_driver_state import BEAT_S, beat, is_cancelled, last_state, write_state
 from dtf.cluster.ray_ends import counted, joint, live
 from dtf.cluster.ray_placement import Placement
 
-STATE_FILE = "ray-state.json"
-"""In the job's folder: what the driver last knew. Written whole, by the driver alone."""
 _ENDS_KEPT = 10
 _BUSY, _BUSY_S = 73, 20.0
 """A lost node may not know yet that it is lost: its run has the folder for as long."""
@@ -38,19 +36,13 @@ class Driver:
     def __init__(self, job: dict[str, Any]) -> None:
         self._job, self._folder = job, Path(job["job_folder"])
         self._lock = threading.Lock()
-        self._state: dict[str, Any] = {"id": job["id"], "state": "queued", "detail": "", "cancelled": False, "runs": {}}
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            path = self._folder / STATE_FILE
-            earlier = json.loads(path.read_text()) if path.is_file() else {"id": ""}
-            if earlier["id"] == job["id"]:
-                self._state |= earlier
+        fresh = {"id": job["id"], "state": "queued", "detail": "", "cancelled": False, "runs": {}}
+        self._state: dict[str, Any] = last_state(self._folder, job["id"])[0] or fresh
         self._unseen = "" if os.path.exists(job["bundle"]) else f"{socket.gethostname()} does not see {job['bundle']}"
         if not self._unseen:
-            threading.Thread(target=self._drive, daemon=True).start()
-
-    def cancel(self) -> None:
-        """End the job; its run saves first."""
-        self._tell(cancelled=True)
+            self._tell()
+            for work in (self._drive, self._beat):
+                threading.Thread(target=work, daemon=True).start()
 
     def ready(self) -> tuple[str, str]:
         """Which submission this is, and why it cannot begin; answers once it is at work."""
@@ -58,7 +50,15 @@ class Driver:
 
     @property
     def cancelled(self) -> bool:
+        """Whether the job is to end; its run saves first."""
+        if not self._state["cancelled"] and is_cancelled(self._folder, self._job["id"]):
+            self._tell(cancelled=True)
         return self._state["cancelled"]
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            beat(self._folder)
 
     def _drive(self) -> None:
         runs = self._job["trials"] or [""]
@@ -120,7 +120,4 @@ class Driver:
                 runs = self._state["runs"]
                 self._state["detail"] = run[1]["detail"] if not run[0] else counted(runs, len(self._job["trials"]))
                 self._state["state"] = live([each["state"] for each in runs.values()])
-            with contextlib.suppress(OSError):  # a full disk ends no run
-                new = self._folder / f".{STATE_FILE}.new"
-                new.write_text(json.dumps(self._state, indent=2) + "\n")
-                os.replace(new, self._folder / STATE_FILE)
+            write_state(self._folder, self._state)

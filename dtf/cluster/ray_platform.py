@@ -1,6 +1,6 @@
 """Ray clusters: a driver on the head node places the job's supervisors and follows them, see `ray_driver.py`.
 
-Ray is imported when something is asked of a cluster, and not before.
+A submission alone asks the cluster, by a process that imports Ray, see `ray_client.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,17 +21,19 @@ from typing import TYPE_CHECKING, Any
 from dtf.api.registry import option, register
 from dtf.api.schema import KeyProblem, show
 from dtf.cluster.followed_logs import followed
-from dtf.cluster.platform import JobRequest, JobState, Platform, State
-from dtf.core.errors import BusyError, ConfigError, PeerError
-from dtf.core.files import small_json
+from dtf.cluster.platform import JOB_FOLDER, JobRequest, JobState, Platform, State
+from dtf.cluster.ray_client import RayClient
+from dtf.cluster.ray_driver_state import CANCEL_FILE, SILENT_S, last_state
+from dtf.core.errors import ConfigError, PeerError
+from dtf.core.files import replace_text
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
 
-_JOB_FILE, _STATE_FILE = "ray.json", "ray-state.json"
-_MOST_STATE = 1 << 26
-"""Bytes of a state: each trial adds some hundred."""
-_NAMESPACE, _SECONDS, _ANSWER_S = "dtf", 30, 5.0
+_JOB_FILE, _ANSWER_S = "ray.json", 5.0
+_GONE = "the cluster may be gone; submit again with the same run.dir, which is refused where the job still lives"
+_started: list[RayClient] = []
+"""One that waits for the job of this command line."""
 _RESOURCE = re.compile(r"([A-Za-z_][A-Za-z0-9_:./-]*)=([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)")
 
 
@@ -95,78 +98,60 @@ class Ray(Platform):
         ]
 
     def submit(self, request: JobRequest, files: dict[str, Path]) -> dict[str, str]:
+        if find_spec("ray") is None:
+            raise ConfigError(
+                "launcher=ray needs the package ray, which is not installed: python -m pip install 'dtf[ray]'"
+            )
+        _check_answers(self.address)
         job = json.loads(files[_JOB_FILE].read_text())
         actor = f"dtf-{hashlib.sha256(str(request.job_folder).encode()).hexdigest()[:12]}"  # a folder has one job
-        ray = connect(self.address)
-        try:
-            # `auto` may be another cluster where the job is asked for
-            address = self.address if self.address.startswith("ray://") else ray.get_runtime_context().gcs_address
-            unseen = _start_driver(ray, actor, job)
-        except ray.exceptions.RayError as error:
-            raise PeerError(f"launcher.address={self.address}: Ray did not start the job's driver: {error}") from error
-        finally:
-            ray.shutdown()
-        if unseen:
-            raise ConfigError(f"Ray's head node {unseen}; put run.dir on storage that all nodes of the cluster share")
-        where = {"address": address, "folder": str(request.job_folder)}
-        return {"job": request.name, "id": job["id"], "actor": actor, **where}
+        (_started.pop() if _started else RayClient()).submit(self.address, actor, job)
+        return {"job": request.name, "id": job["id"], "folder": str(request.job_folder)}
 
     def state(self, handle: dict[str, str]) -> JobState:
-        known = _known(handle)
-        if known is not None and not known.state.is_live:
-            return known
-        ray = connect(handle["address"])
+        """By the files of the job's folder; nobody is asked."""
+        folder = Path(handle["folder"])
+        known, age_s = last_state(folder, handle["id"])
+        if known is None:
+            with suppress(OSError):
+                age_s = time.time() - (folder / _JOB_FILE).stat().st_mtime
+            return JobState(State.queued) if age_s < SILENT_S else JobState(State.unknown, _never(folder))
         try:
-            ray.get_actor(handle["actor"])
-        except ValueError:
-            known = _known(handle)  # it may just have ended
-            if known is not None and not known.state.is_live:
-                return known
-            lost = "the Ray cluster does not know the job's driver: its head node was started anew; submit again"
-            return JobState(State.unknown, f"{lost} ({known.detail})" if known and known.detail else lost)
-        finally:
-            ray.shutdown()
-        return known or JobState(State.queued)
+            state = JobState(State(known["state"]), str(known["detail"]))
+        except (ValueError, KeyError) as error:
+            return JobState(State.unknown, f"{folder} has no state of dtf's driver ({type(error).__name__}: {error})")
+        if not state.state.is_live or age_s < SILENT_S:
+            return state
+        last = f"{state.state.value}{state.detail and f', {state.detail}'}"
+        return JobState(State.unknown, f"its driver is silent for {age_s:.0f} s; at last: {last}; {_GONE}")
 
     def cancel(self, handle: dict[str, str]) -> None:
-        if not self.state(handle).state.is_live:
-            return
-        ray = connect(handle["address"])
-        try:
-            ray.get(ray.get_actor(handle["actor"]).cancel.remote(), timeout=_SECONDS)
-        except (ValueError, ray.exceptions.RayActorError):
-            return  # it ended meanwhile
-        finally:
-            ray.shutdown()
+        folder = Path(handle["folder"])
+        if self.state(handle).state.is_live and (folder / _JOB_FILE).exists():
+            replace_text(folder / CANCEL_FILE, handle["id"])
 
     def logs(self, handle: dict[str, str], folder: Path, follow: bool) -> Iterator[str]:
-        known = time.monotonic() + 5, True
+        known = time.monotonic() + 1, True
 
         def lives() -> bool:
             nonlocal known
             if time.monotonic() > known[0]:
-                known = time.monotonic() + 5, self.state(handle).state.is_live
+                known = time.monotonic() + 1, self.state(handle).state.is_live
             return known[1]
 
-        yield from followed(lambda: sorted(Path(handle["folder"]).glob("*.log")), lives if follow else lambda: False)
+        yield from followed(lambda: sorted((folder / JOB_FOLDER).glob("*.log")), lives if follow else lambda: False)
 
 
-def connect(address: str) -> Any:
-    """The module `ray`, connected to a cluster. ConfigError where it is not there, PeerError where nobody answers."""
-    if find_spec("ray") is None:
-        raise ConfigError(
-            "launcher=ray needs the package ray, which is not installed: python -m pip install 'dtf[ray]'"
-        )
-    _check_answers(address)
-    import ray  # pyright: ignore[reportMissingImports]
+def start_client(words: Sequence[str]) -> None:
+    """Let Ray be imported while the config is composed, where the words of a command line submit to Ray."""
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    submits = given.get("launcher") == "ray" and given.get("launcher.dry_run", "false") == "false"
+    if submits and not _started and find_spec("ray") is not None:
+        _started.append(RayClient())
 
-    try:
-        ray.init(
-            address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR", configure_logging=False
-        )
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise PeerError(f"launcher.address={address}: no Ray cluster answers: {str(error).splitlines()[0]}") from error
-    return ray
+
+def _never(folder: Path) -> str:
+    return f"its driver has written nothing in {SILENT_S:.0f} s: Ray's head node may not see {folder}; {_GONE}"
 
 
 def _check_answers(address: str) -> None:
@@ -180,52 +165,6 @@ def _check_answers(address: str) -> None:
     except OSError as error:
         name = "RAY_ADDRESS" if address == "auto" else "launcher.address"
         raise PeerError(f"{name}={given}: no Ray cluster answers there ({error})") from error
-
-
-def _start_driver(ray: Any, actor: str, job: dict[str, Any]) -> str:
-    """Start the driver, once. Returns why it cannot begin. BusyError while another job of the folder has its name."""
-    from dtf.cluster import after_exit, ray_driver, ray_ends, ray_placement
-
-    for module in (ray_driver, ray_placement, ray_ends, after_exit):
-        ray.cloudpickle.register_pickle_by_value(module)
-    options = {
-        "name": actor,
-        "namespace": _NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "max_restarts": -1,
-        "max_concurrency": 4,
-        "num_cpus": 0,
-        "resources": {"node:__internal_head__": 0.001},  # it lives as long as the cluster, and is never drained
-    }
-    deadline = time.monotonic() + _SECONDS
-    while True:
-        driver = ray.remote(ray_driver.Driver).options(**options).remote(job)
-        try:
-            id, unseen = ray.get(driver.ready.remote(), timeout=_SECONDS)
-        except ray.exceptions.RayActorError:  # that of an earlier job, which was about to end
-            id, unseen = "", ""
-            if time.monotonic() > deadline:
-                raise
-        if id == job["id"]:
-            if unseen:
-                ray.kill(driver)
-            return unseen
-        if id and time.monotonic() > deadline:
-            raise BusyError(f"{job['job_folder']} has a job on this cluster, the actor {actor}; end that first")
-        time.sleep(0.2)
-
-
-def _known(handle: dict[str, str]) -> JobState | None:
-    """What the driver of this job wrote last; None where it has not. PeerError for a file that no driver writes."""
-    path = Path(handle["folder"], _STATE_FILE)
-    try:
-        state = small_json(path, _MOST_STATE)
-        return JobState(State(state["state"]), str(state["detail"])) if state["id"] == handle["id"] else None
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError) as error:
-        raise PeerError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _resources(extra: list[str]) -> dict[str, float]:

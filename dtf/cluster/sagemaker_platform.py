@@ -98,6 +98,12 @@ class SageMaker(Platform):
                 f"launcher.keep_alive_s={self.keep_alive_s}: SageMaker keeps no spot instances; give "
                 "launcher.keep_alive_s=0, or launcher.spot=false",
             )
+        if not self.spot and self.wait_hours != _DAY_H:
+            raise KeyProblem(
+                "launcher.wait_hours",
+                f"launcher.wait_hours={self.wait_hours:g}: a job waits for spot instances alone; give "
+                "launcher.spot=true, or leave launcher.wait_hours out",
+            )
         if bool(self.subnets) != bool(self.security_groups):
             raise ConfigError(
                 f"launcher.subnets={self.subnets} and launcher.security_groups={self.security_groups} belong together; "
@@ -154,6 +160,10 @@ class SageMaker(Platform):
         """Where S3 has the run folder, without a file system. `job`: the name of the submission."""
         return self.checkpoints.rstrip("/") or f"{self.store.rstrip('/')}/{job}/run"
 
+    def _bundle_uri(self, request: JobRequest) -> str:
+        """By its digest: a job that waits, or starts again, finds its own one after another submission of the name."""
+        return f"{self.store.rstrip('/')}/{request.name}/bundle/{request.digest}"
+
     def render(self, request: JobRequest) -> dict[str, str]:
         """One CreateTrainingJob for a run, and one for each trial of a sweep."""
         self.place(request.run_dir, request.name)
@@ -200,7 +210,7 @@ class SageMaker(Platform):
         return job
 
     def _inputs(self, request: JobRequest) -> list[dict[str, Any]]:
-        sources = {_BUNDLE: f"{self.store.rstrip('/')}/{request.name}/bundle/", **self.channels}
+        sources = {_BUNDLE: f"{self._bundle_uri(request)}/", **self.channels}
         whole = {"S3DataType": "S3Prefix", "S3DataDistributionType": "FullyReplicated"}
         channels: list[dict[str, Any]] = [
             {"ChannelName": name, "DataSource": {"S3DataSource": {**whole, "S3Uri": uri}}}
@@ -239,10 +249,9 @@ class SageMaker(Platform):
 
     def submit(self, request: JobRequest, files: dict[str, Path]) -> dict[str, str]:
         jobs = [json.loads(path.read_text()) for path in files.values()]
-        bucket, _, prefix = self.store.removeprefix("s3://").rstrip("/").partition("/")
-        key = "/".join(filter(None, [prefix, request.name, "bundle", "bundle.zip"]))
+        bucket, _, folder = self._bundle_uri(request).removeprefix("s3://").partition("/")
         with aws(self.region) as client:
-            client("s3").upload_fileobj(io.BytesIO(request.content), bucket, key)
+            client("s3").upload_fileobj(io.BytesIO(request.content), bucket, f"{folder}/bundle.zip")
             sagemaker = client("sagemaker")
             create_all(sagemaker, jobs)
             region = sagemaker.meta.region_name

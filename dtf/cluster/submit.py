@@ -20,11 +20,10 @@ from dtf.api.registry import lookup
 from dtf.cluster import record
 from dtf.cluster.bundle import Bundle, digest_of
 from dtf.cluster.platform import JOB_FOLDER, JobRequest, Platform, Unanswered, job_name
-from dtf.config.messages import display_path
 from dtf.core.errors import BusyError, ConfigError, DtfError, Exit, PeerError
 from dtf.core.files import open_private
 from dtf.core.run_record import SUBMISSION, time_to_save_s
-from dtf.core.text import quoted
+from dtf.core.text import display_path, quoted
 from dtf.runs.run_folder import check_folder, take_lock, unique_id
 from dtf.runs.standing import standing
 from dtf.runs.sweep_record import is_sweep
@@ -71,11 +70,16 @@ def hand_over(platform: Platform, request: JobRequest) -> int:
         return Exit.OK
     kept, where = hand_in(platform, request), display_path(request.folder)
     print(f"dtf: {kept.title} was submitted; {'sweep' if request.trials else 'run'} folder {where}")
-    plain = re.fullmatch(r"[\w./+-]+", where)
-    named = f"job.run_folder={where}" if plain else shlex.quote(f"job.run_folder={quoted(where)}")
     for job in ("status", "logs", "cancel"):
-        print(f"dtf:   python -m dtf job={job} {named}")
+        print(f"dtf:   python -m dtf job={job} {_named(request.folder)}")
     return Exit.OK
+
+
+def _named(folder: Path) -> str:
+    """The folder as a word of a command that can be pasted."""
+    where = display_path(folder)
+    plain = re.fullmatch(r"[\w./+=-]+", where)
+    return f"job.run_folder={where}" if plain else shlex.quote(f"job.run_folder={quoted(where)}")
 
 
 def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
@@ -131,8 +135,7 @@ def refuse_live(folder: Path) -> None:
     """Raise BusyError where a job of this folder waits or runs, or may do so as its scheduler does not answer."""
     if (job := live_job(folder)) is not None:
         raise BusyError(
-            f"{display_path(folder)} belongs to {job}; wait for it, or end it with job=cancel "
-            f"job.run_folder={display_path(folder)}"
+            f"{display_path(folder)} belongs to {job}; wait for it, or end it with job=cancel {_named(folder)}"
         )
 
 
@@ -147,7 +150,7 @@ def live_job(folder: Path) -> str | None:
         raise BusyError(
             f"{display_path(folder)} belongs to {known.title} of {known.submitted[:19]}, whose scheduler cannot be "
             f"asked: {error}; if that job is gone for good, job=cancel job.forget=true "
-            f"job.run_folder={display_path(folder)} sets its record aside"
+            f"{_named(folder)} sets its record aside"
         ) from error
     return f"{known.title}, which is {state.state.value}" if state.state.is_live else None
 

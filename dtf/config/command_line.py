@@ -23,8 +23,10 @@ _FLAGS_ELSEWHERE = {
 }
 """Flags of Hydra that are not used here: what to write instead."""
 
-_TILDE = re.compile(r"^([^=]+=)(~(?:/[^,]*)?)$")
-"""A path below the home directory, where the shell did not expand it."""
+_PATH = re.compile(r"^([^=]+=)(~(?:/[^,]*)?|(?=[^=]+=)[\w./+=@%:-]+)$")
+"""A path below the home directory, where the shell did not expand it; or one with `=` in it, such as a trial's folder,
+which Hydra reads in quotes alone.
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,7 +68,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     for flag, instead in _FLAGS_ELSEWHERE.items():
         if getattr(flags, flag.lstrip("-").replace("-", "_")):
             raise ConfigError(f"{flag} is not used here; {instead}")
-    flags.overrides = [_TILDE.sub(lambda found: f"{found[1]}{quoted(found[2])}", text) for text in flags.overrides]
+    flags.overrides = [_PATH.sub(lambda found: f"{found[1]}{quoted(found[2])}", text) for text in flags.overrides]
     if (flags.digest is not None or flags.trial is not None) and not flags.bundle:
         parser.error("--digest and --trial go with --bundle")
     if flags.bundle and (flags.config_dir or flags.config_name):

@@ -12,12 +12,12 @@ from dtf.api.registry import registered
 from dtf.api.schema import show
 from dtf.config.defaults_lists import ROOT, YamlFile, choices_in, named_by
 from dtf.config.limits import one_line
-from dtf.config.messages import COMMAND_LINE, display_path, located, meant_option, no_override, parse, typed
+from dtf.config.messages import COMMAND_LINE, located, meant_option, no_override, parse, typed
 from dtf.config.option_files import SCHEMA
 from dtf.config.plugin_names import plugins_in, plugins_in_overrides
 from dtf.config.settings import GROUPS
 from dtf.core.errors import ConfigError
-from dtf.core.text import suggest
+from dtf.core.text import display_path, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

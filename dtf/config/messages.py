@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,12 +195,6 @@ def is_set_by(key: str, overrides: Sequence[str], loader: Loader) -> bool:
         return _overlap(key, given)
 
     return any(gives(override) for override in parse(overrides, loader))
-
-
-def display_path(path: Path) -> str:
-    """A path as text: relative to the current directory where it lies below that, else absolute."""
-    absolute, current = os.path.abspath(path), os.getcwd()
-    return os.path.relpath(absolute, current) if absolute.startswith(f"{current}{os.sep}") else absolute
 
 
 def no_override(text: str) -> str:

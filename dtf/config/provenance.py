@@ -15,10 +15,10 @@ from dtf.config import presets
 from dtf.config.defaults_lists import YamlFile
 from dtf.config.dotted_keys import UNSAID, at, leaves, parts_of
 from dtf.config.hydra_sources import CONF, Loader
-from dtf.config.messages import COMMAND_LINE, display_path, in_quotes, is_set_by, with_suggestions
+from dtf.config.messages import COMMAND_LINE, in_quotes, is_set_by, with_suggestions
 from dtf.config.option_files import ROOT_KEYS, is_class_file, option_of
 from dtf.config.settings import Root
-from dtf.core.text import suggest
+from dtf.core.text import display_path, suggest
 
 
 class Source(NamedTuple):

@@ -19,6 +19,7 @@ CODE = "code"
 """The key of `own_code` among what hosts and ranks must have in common. A file that one of them has not loaded, as it
 had no use for it yet, is no difference.
 """
+_OF_DTF = (".py", ".yaml", ".sh", ".c")
 _INSTALLED = re.compile("site-packages|dist-packages")
 _PYTHON = tuple(f"{sysconfig.get_path(key)}{os.sep}" for key in ("stdlib", "platstdlib", "scripts"))
 
@@ -43,6 +44,21 @@ def own_code() -> dict[str, str]:
     if not _INSTALLED.search(DTF):
         code |= dict(_working_copy())
     return code
+
+
+def dtf_digest(package: str = DTF) -> str:
+    """Of all files of dtf that it runs or reads: the same of a working copy and of the installed package of one state,
+    in 20 ms.
+    """
+    content = hashlib.sha256()
+    for folder, folders, files in os.walk(package, followlinks=True):  # recipes and conf are links in a working copy
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        for name in sorted(files):
+            if name.endswith(_OF_DTF):
+                path = os.path.join(folder, name)
+                with open(path, "rb") as file:
+                    content.update(f"{os.path.relpath(path, package)}\0".encode() + file.read() + b"\0")
+    return content.hexdigest()[:16]
 
 
 def _path_of(name: str, path: str) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import os
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 
 class StepRate:
@@ -189,3 +191,9 @@ def suggest(word: str, choices: Iterable[str]) -> str:
     near = [small[choice] for choice in difflib.get_close_matches(word.lower(), small, n=1, cutoff=0.6)]
     listed = f"choices: {', '.join(known)}" if known else "there are no choices"
     return f"did you mean {near[0]}? {listed}" if near else listed
+
+
+def display_path(path: Path) -> str:
+    """A path as text: relative to the current directory where it lies below that, else absolute."""
+    absolute, current = os.path.abspath(path), os.getcwd()
+    return os.path.relpath(absolute, current) if absolute.startswith(f"{current}{os.sep}") else absolute

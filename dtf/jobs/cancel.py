@@ -31,7 +31,7 @@ class Cancel(Job):
     run_folder: str = option(doc="the folder of the run, or of the sweep")
     forget: bool = option(
         default=False, doc="ask no scheduler, and set the record of its job aside: for one that is gone for good, as a "
-        "Ray cluster that was taken down. A new job may be submitted then"
+        "cluster that was taken down. A new job may be submitted then"
     )  # fmt: skip
 
     def run(self, composed: Composed) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 
 from dtf.core.errors import DtfError, Exit, io_failure
 from dtf.core.lossy_stream import lossy_stream
+from dtf.core.submitted_code import as_submitted
 from dtf.core.types import Event, Failed, Note, Place, event_to_json
 from dtf.host import heartbeat
 
@@ -66,6 +67,7 @@ def begin(order: dict[str, Any], fds: list[int]) -> int:
     os.environ.update(shared["environment"])
     os.chdir(shared["directory"])
     sys.path[:] = shared["path"]
+    as_submitted()
     send = with_log(post)
     try:
         import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from dtf.cluster.allocation import Allocation
 from dtf.cluster.platform import Platform
 from dtf.cluster.submit import request_of
 from dtf.config.compose import compose
+from dtf.core import submitted_code
 from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.core.run_record import LONGEST_SAVE
 from tests.support.submission import HERE, bundle, composed_inside
@@ -112,20 +114,32 @@ def test_ranks_of_a_node_are_as_many_as_were_submitted(tmp_path: Path) -> None:
         assert composed_inside(path, Allocation()).config["launcher"]["processes"] == platform.per_node() == ranks
 
 
-def test_code_that_is_imported_from_the_folder_of_the_submission_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may have changed since. What was submitted may be unpacked below that folder, too."""
-    for name in ("live", "bundled/mine"):
+def test_code_that_was_not_submitted_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any time, in the launching process and in its ranks, wherever Python finds it. What was submitted may be
+    unpacked below such a folder.
+    """
+    for name in ("live", "bundled/mine", "installed"):
         (tmp_path / f"{name}.py").parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "bundled")
-    importlib.import_module("mine")
-    code = tmp_path / "bundled"
-    inside._refuse_live_code(str(tmp_path), code)
-    monkeypatch.setitem(sys.modules, "live", importlib.import_module("live"))
-    with pytest.raises(ConfigError, match="imports .*live.py, which is not part of what was submitted"):
-        inside._refuse_live_code(str(tmp_path), code)
-    inside._refuse_live_code("", code)
-    del sys.modules["mine"]
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    before = list(sys.meta_path)
+
+    def imports() -> None:
+        for name in ("mine", "installed"):
+            sys.modules.pop(name, None)
+            importlib.import_module(name)
+        assert importlib.util.find_spec("torch") and importlib.util.find_spec("nowhere") is None
+        with pytest.raises(ConfigError, match="live is imported from .*live.py, which is not part of what was submit"):
+            importlib.import_module("live")
+
+    with submitted_code.from_submission_alone(str(tmp_path / "bundled"), ["installed"]):
+        imports()
+        environment = dict(os.environ)
+    assert sys.meta_path == before
+    monkeypatch.setattr(os, "environ", environment)
+    submitted_code.as_submitted()
+    imports()
+    for name in ("mine", "installed"):
+        del sys.modules[name]

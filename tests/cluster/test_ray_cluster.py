@@ -294,7 +294,7 @@ def test_trials_of_a_sweep_are_placements_of_one_job_and_one_that_fails_ends_no_
     state = json.loads(file.read_text())
     assert {name: run["state"] for name, run in state["runs"].items()} == {
         "lr.peak=0.05": "finished",
-        "lr.peak=1e30": "failed",
+        "lr.peak=1e+30": "failed",
         "lr.peak=0.1": "finished",
     }
     assert state["state"] == "failed" and "3 trials" in state["detail"] and most == 2, state

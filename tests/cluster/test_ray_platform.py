@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dtf.cli.main import main
-from dtf.cluster import ray_platform
+from dtf.cluster import ray_client, ray_platform, record
 from dtf.cluster.followed_logs import followed
-from dtf.cluster.platform import JobRequest, JobState, State
+from dtf.cluster.platform import JobRequest, JobState, State, Unanswered
+from dtf.cluster.ray_driver_state import SILENT_S, beat, is_cancelled, last_state, write_state
 from dtf.cluster.ray_ends import verdict
 from dtf.cluster.ray_platform import Ray
 from dtf.cluster.submit import request_of
 from dtf.config.compose import compose
-from dtf.core.errors import ConfigError, Exit
+from dtf.core.errors import BusyError, ConfigError, Exit, PeerError
 
 PSERVER = ["strategy=pserver", "strategy.servers=2", "launcher.allow_insecure=true"]
 
@@ -146,12 +152,135 @@ def test_one_code_of_all_processes(codes: list[int | None], deciding: int, expec
 
 
 def test_what_the_driver_wrote_last_needs_no_cluster(tmp_path: Path) -> None:
-    handle = {"job": "shapes-1", "id": "1", "actor": "dtf-1", "address": "nowhere:1", "folder": str(tmp_path)}
-    for state in (State.finished, State.failed, State.cancelled):
-        (tmp_path / "ray-state.json").write_text(json.dumps({"id": "1", "state": state.value, "detail": "exit code 0"}))
+    handle = {"job": "shapes-1", "id": "1", "folder": str(tmp_path)}
+    file, submitted = tmp_path / "ray-state.json", tmp_path / "ray.json"
+    submitted.touch()
+    assert Ray().state(handle) == JobState(State.queued), "its driver begins"
+    for state in State:
+        file.write_text(json.dumps({"id": "1", "state": state.value, "detail": "exit code 0"}))
         assert Ray().state(handle) == JobState(state, "exit code 0")
         Ray().cancel(handle)
-    assert ray_platform._known({**handle, "id": "2"}) is None, "of an earlier job in this folder"
+        assert is_cancelled(tmp_path, "1") is state.is_live and not is_cancelled(tmp_path, "2")
+        (tmp_path / "cancel").unlink(missing_ok=True)
+    other = {**handle, "id": "2"}
+    assert Ray().state(other) == JobState(State.queued), "the file is of an earlier job in this folder"
+    silent = time.time() - SILENT_S - 1
+    os.utime(submitted, (silent, silent))
+    assert Ray().state(other).state is State.unknown and "may not see" in Ray().state(other).detail
+    submitted.unlink()
+    assert Ray().state(other).state is State.unknown
+    file.write_text('{"id": "1", "state": "well"}')
+    assert Ray().state(handle).state is State.unknown
+
+
+def test_a_driver_whose_heart_stands_still_is_not_known_to_live(tmp_path: Path) -> None:
+    """The head node is gone, or its storage: the last state, and what to do. One that has ended needs no heart."""
+    handle, silent = {"job": "shapes-1", "id": "1", "folder": str(tmp_path)}, time.time() - SILENT_S - 1
+    for state in ("running", "finished"):
+        write_state(tmp_path, {"id": "1", "state": state, "detail": "on a"})
+        os.utime(tmp_path / "ray-state.json", (silent, silent))
+        found = Ray().state(handle)
+        if state == "running":
+            assert found.state is State.unknown
+            assert "silent for 61 s; at last: running, on a; the cluster may be gone; submit again" in found.detail
+            beat(tmp_path)
+            assert Ray().state(handle) == JobState(State.running, "on a")
+    assert found == JobState(State.finished, "on a")
+
+
+def test_asking_for_a_job_connects_to_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder from elsewhere names no address: whoever answers there would run code here."""
+    monkeypatch.setattr(socket, "socket", None)
+    monkeypatch.setattr(ray_platform, "RayClient", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (tmp_path / "job").mkdir()
+    launcher = {**compose(["launcher=ray"]).config["launcher"], "address": "evil:6379"}
+    handle = {"job": "a", "id": "1", "actor": "dtf-1", "address": "evil:6379", "folder": str(tmp_path / "job")}
+    record.keep(tmp_path, record.JobRecord(launcher, handle, "2026-11-26T20:00:00", "", ""))
+    write_state(tmp_path / "job", {"id": "1", "state": "running", "detail": "on a"})
+    (tmp_path / "job" / "ray.json").touch()
+    for job, text in (("status", "ray job a: running (on a)"), ("logs", ""), ("cancel", "was asked to end")):
+        assert main([f"job={job}", f"job.run_folder={tmp_path}"]) == Exit.OK
+        assert text in capsys.readouterr().out
+
+
+class FakeRay:
+    """As much of Ray as a submission uses. `holds`: what the driver of the actor's name answers, None where there is
+    none; `begins`: what a new one answers, or raises.
+    """
+
+    class exceptions:
+        class RayError(Exception): ...
+
+        RayActorError = GetTimeoutError = type("RayActorError", (RayError,), {})
+
+    def __init__(self, holds: Any, begins: Any) -> None:
+        self.holds, self.killed = holds, False
+        self._new = SimpleNamespace(ready=SimpleNamespace(remote=lambda: begins))
+
+    def remote(self, driver: type) -> Any:
+        def register(job: dict) -> Any:
+            if self.holds is not None:
+                raise ValueError("the name is taken")
+            return self._new
+
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=register))
+
+    def get_actor(self, name: str) -> Any:
+        return SimpleNamespace(ready=SimpleNamespace(remote=lambda: self.holds))
+
+    def get(self, answer: Any, timeout: float) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def kill(self, driver: Any) -> None:
+        self.killed = True
+
+
+def test_a_folder_has_one_driver_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same submission again finds its own one; that of another job is in the way as long as it lives."""
+    monkeypatch.setattr(ray_client, "_ENDS_S", 0.0)
+    job = {"id": "1", "job_folder": str(tmp_path)}
+    ray_client._start(FakeRay(("1", ""), None), object, "dtf-1", job)
+    with pytest.raises(BusyError, match="has another job on this cluster, the actor dtf-1"):
+        ray_client._start(FakeRay(("2", ""), None), object, "dtf-1", job)
+
+
+@pytest.mark.parametrize(
+    ("begins", "told"),
+    [
+        (("1", ""), ""),
+        (("1", "a does not see /x"), "Ray's head node a does not see /x"),
+        (FakeRay.exceptions.RayError("...\nno such class"), "did not start the job's driver: no such class"),
+    ],
+)
+def test_a_driver_that_cannot_begin_is_told_in_its_place(tmp_path: Path, begins: Any, told: str) -> None:
+    """As it may not see the folder itself. Nobody waits for that at submission."""
+    job, ray = {"id": "1", "job_folder": str(tmp_path)}, FakeRay(None, begins)
+    ray_client._see_it_begin(ray, ray_client._start(ray, object, "dtf-1", job), job)
+    state, _ = last_state(tmp_path, "1")
+    assert ray.killed is bool(told) and (state is not None) is bool(told)
+    assert state is None or (state["state"] == "failed" and told in state["detail"])
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("pass", Unanswered),
+        ('print(\'["BusyError", "taken"]\')', BusyError),
+        ('print(\'["PeerError", "nobody"]\')', PeerError),
+        ('print(\'["", ""]\')', None),
+    ],
+)
+def test_what_rays_client_answers(code: str, error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_client, "_START", f"import sys; sys.stdin.read(); {code}")
+    client = ray_client.RayClient()
+    with pytest.raises(error) if error else nullcontext():
+        client.submit("auto", "dtf-1", {"id": "1"})
+    assert client._process.wait() == 0 or error is Unanswered
 
 
 def test_lines_of_files_that_grow(tmp_path: Path) -> None:

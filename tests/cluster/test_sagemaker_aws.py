@@ -10,6 +10,7 @@ import pytest
 
 from dtf.cli.main import main
 from dtf.cluster import record, sagemaker_aws
+from dtf.cluster.bundle import digest_of
 from dtf.cluster.kubernetes import Kubernetes
 from dtf.cluster.platform import JobState, State
 from dtf.cluster.sagemaker_aws import joint, state_of
@@ -88,8 +89,10 @@ def test_a_job_is_submitted_and_found_again(aws: Any, elsewhere: Path, capsys: p
     name = known.handle["jobs"]
     described = aws.client("sagemaker").describe_training_job(TrainingJobName=name)
     assert described["AlgorithmSpecification"]["ContainerEntrypoint"][-1] == f"--digest={known.digest}"
-    body = aws.client("s3").get_object(Bucket="mine", Key=f"dtf/{known.handle['job']}/bundle/bundle.zip")["Body"].read()
+    key = f"dtf/{known.handle['job']}/bundle/{known.digest}/bundle.zip"
+    body = aws.client("s3").get_object(Bucket="mine", Key=key)["Body"].read()
     assert body == (folder / "job" / "bundle.zip").read_bytes()
+    assert described["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"] == f"s3://mine/{Path(key).parent}/"
     assert known.platform.state(known.handle).state is State.finished, "moto's jobs are Completed at once"
     capsys.readouterr()
     assert main(["job=status", f"job.run_folder={folder}"]) == Exit.OK
@@ -115,6 +118,18 @@ def test_a_sweep_is_submitted_again_without_the_trials_that_its_jobs_have_finish
     record.set_aside(home)
     assert main(words) == Exit.OK and submitted() == 2, "it is kept"
     assert main([*words, "launcher.store=s3://mine/other"]) == Exit.OK and submitted() == 4, "other folders"
+
+
+def test_the_bundle_of_a_sweep_outlives_the_next_submission_of_it(aws: Any, elsewhere: Path) -> None:
+    """Both have one name, and a trial of the first one may wait, or start again on another spot instance."""
+    for peaks in ("0.1,0.2", "0.1,0.2,0.3"):
+        assert main(["-m", *BASE, f"lr.peak={peaks}", "run.name=shapes", "run.dir=/opt/ml/checkpoints"]) == Exit.OK
+    stored = aws.client("s3").list_objects_v2(Bucket="mine")["Contents"]
+    digests = {Path(entry["Key"]).parent.name for entry in stored}
+    assert len(stored) == len(digests) == 2, stored
+    for entry in stored:
+        body = aws.client("s3").get_object(Bucket="mine", Key=entry["Key"])["Body"].read()
+        assert digest_of(body) == Path(entry["Key"]).parent.name
 
 
 def test_what_aws_refuses_is_told(aws: Any, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

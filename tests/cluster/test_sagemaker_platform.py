@@ -100,7 +100,7 @@ def test_the_whole_request_of_a_spot_job() -> None:
         "RoleArn": ROLE,
         "AlgorithmSpecification": {"TrainingImage": IMAGE, "TrainingInputMode": "File"},
         "InputDataConfig": [
-            channel("dtf", "s3://mine/dtf/shapes-1/bundle/"),
+            channel("dtf", f"s3://mine/dtf/shapes-1/bundle/{'0' * 64}/"),
             channel("photos", "s3://mine/photos"),
         ],
         "OutputDataConfig": {"S3OutputPath": "s3://mine/dtf/shapes-1/output"},
@@ -172,6 +172,7 @@ def test_each_trial_of_a_sweep_is_a_job() -> None:
         ({"channels": {"dtf": "s3://mine/a"}}, "launcher.channels.dtf"),
         ({"grace_s": 200.0}, "launcher.grace_s=200"),
         ({"spot": True, "keep_alive_s": 60}, "launcher.keep_alive_s=60"),
+        ({"wait_hours": 1.0}, "launcher.wait_hours=1"),
         ({"subnets": ["subnet-1"]}, "belong together"),
         ({"nodes": 2}, "launcher.nodes=2 instances share no folder"),
         ({**VPC, "file_system": "nfs:1:/"}, "launcher.file_system=nfs:1:/ must be"),

@@ -23,9 +23,12 @@ from dtf.cluster.submit import refuse_live
 from dtf.config.compose import Composed, compose
 from dtf.core.errors import BusyError, ConfigError, Exit, PeerError
 from dtf.core.files import flat
+from dtf.core.own_code import dtf_digest
 from dtf.core.text import quoted
+from dtf.core.version import __version__
 from tests.support.submission import HERE, SMALL, bundle, composed_inside
 
+ROLES = ["strategy=pserver", "strategy.servers=1", "launcher.nodes=2"]
 pytestmark = pytest.mark.usefixtures("elsewhere", "platform")
 
 
@@ -88,9 +91,10 @@ def test_config_files_are_those_of_the_submission(tmp_path: Path) -> None:
 
 
 def test_whoever_runs_a_bundle_by_hand_may_change_it(tmp_path: Path) -> None:
+    """A relative run folder is below the folder where that command is typed, not below that of the submission."""
     path, _ = bundle(tmp_path, compose([*HERE, "lr.peak=0.3"]))
     found = composed_inside(path, Allocation(), "lr.peak=0.4", "run.dir=mine")
-    assert (found.config["lr"]["peak"], found.config["run"]["dir"]) == (0.4, "mine")
+    assert (found.config["lr"]["peak"], found.config["run"]["dir"]) == (0.4, str(tmp_path / "mine"))
 
 
 def test_the_code_of_plugins_is_what_they_import_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +135,19 @@ def test_a_node_with_another_version_is_named(tmp_path: Path, monkeypatch: pytes
         inside._prepare(content, Allocation())
 
 
+def test_a_node_with_other_code_of_the_same_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two working copies of dtf have one version."""
+    path, _ = bundle(tmp_path, compose(HERE))
+    monkeypatch.setattr(inside, "dtf_digest", lambda: "0123")
+    monkeypatch.setattr(inside, "DTF", "/other/dtf/")
+    with unpacked(path, "") as content:
+        digest, home = content.bundle.dtf
+        with pytest.raises(ConfigError) as raised:
+            inside._prepare(content, Allocation())
+    assert f"dtf {__version__} of {home} with the code {digest}," in str(raised.value)
+    assert "/other/dtf/ with 0123" in str(raised.value) and digest == dtf_digest()
+
+
 def test_a_sweeps_bundle_needs_the_number_of_a_trial(tmp_path: Path) -> None:
     path, _ = bundle(tmp_path, compose(HERE), compose([*HERE, "lr.peak=0.3"]))
     with unpacked(path, "") as content:
@@ -145,11 +162,12 @@ def test_a_sweeps_bundle_needs_the_number_of_a_trial(tmp_path: Path) -> None:
     [
         (["train.dry_run=true"], "train.dry_run"),
         (["launcher.devices=auto", "launcher.gpus=1", "launcher.processes=2"], "launcher.gpus=1"),
-        (["strategy=pserver", "strategy.servers=1", "launcher.nodes=2"], "launcher.allow_insecure=true"),
-        (["strategy=pserver", "strategy.servers=1", "launcher.nodes=2", "launcher.pin=true"], "launcher.pin=false"),
+        (ROLES, "launcher.allow_insecure=true"),
+        ([*ROLES, "launcher.pin=true"], "launcher.pin=false"),
         (["job=verify", "train.steps=2"], "job=verify starts many"),
         (["run.dir=foreign"], "holds no run"),
         (["strategy=ddp", "launcher.nodes=2", "launcher.tls.mode=mtls"], "launcher.tls is for roles"),
+        ([*ROLES, "launcher.allow_insecure=true", "launcher.tls.ca=ca.pem"], "leave one of them out"),
         (["strategy=ddp", "launcher.nodes=2", "launcher.allow_insecure=true"], "launcher.allow_insecure is for roles"),
         (["launcher.devices=cuda"], "launcher.gpus=0 asks for none"),
         (["launcher.devices='\"0,1\"'"], "launcher.gpus=0 asks for none"),
@@ -197,7 +215,7 @@ def test_the_record_of_another_version_is_read(tmp_path: Path) -> None:
         _ = other.platform
 
 
-@pytest.mark.parametrize("folder", ["mine", "it's $(touch PWN), a=b"])
+@pytest.mark.parametrize("folder", ["mine", "sweep/lr.peak=0.1", "sweep/lr.peak=0.1,seed=2", "it's $(touch PWN), a=b"])
 def test_the_commands_that_follow_a_job_can_be_pasted(
     folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +261,27 @@ def test_a_job_of_two_nodes_runs_what_was_submitted(submit_and_wait, capsys: pyt
     status = json.loads(capsys.readouterr().out)
     assert status["run"]["exit"] == 0 and status["run"]["saved"] == 2 and status["job"]["state"] == "finished"
     assert not Path("mine/job/reason").exists()
+
+
+@pytest.mark.slow
+def test_ranks_refuse_code_that_was_not_submitted(
+    submit_and_wait, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies where Python finds it, in the working directory or by PYTHONPATH, and ranks alone would load it."""
+    (tmp_path / "late.py").write_text(
+        "import importlib\nfrom dtf import register\nfrom dtf.recipes.resnet.recipe import ResnetShapes\n"
+        "@register('recipe', 'late')\nclass Late(ResnetShapes):\n"
+        "    def build_model(self):\n        importlib.import_module('unnamed')\n        return super().build_model()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}{os.pathsep}{tmp_path}")
+    monkeypatch.syspath_prepend(tmp_path)
+    for place in (Path(), tmp_path):
+        (place / "unnamed.py").touch()
+        folder = f"run-{place.name}"
+        submit_and_wait(folder, "plugins=[here_platform,late]", "recipe=late")
+        said = Path(folder, "job/reason").read_text()
+        assert "unnamed is imported from" in said and "not part of what was submitted" in said, said
+        (place / "unnamed.py").unlink()
 
 
 @pytest.mark.slow

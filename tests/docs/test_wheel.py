@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from dtf.core.own_code import dtf_digest
+
 ROOT = Path(__file__).parents[2]
 INPUTS = ("pyproject.toml", "README.md", "LICENSE", "dtf", "recipes", "conf")
 
@@ -97,6 +99,17 @@ def test_the_wheel_holds_exactly_what_is_shipped(wheel: Path) -> None:
     recipes = shipped("recipes", "dtf/recipes", "*.py", "*.md", "*.yaml")
     assert "dtf/conf/config.yaml" in conf and "dtf/recipes/resnet/model.py" in recipes
     assert names == code | conf | recipes
+
+
+def test_the_installed_wheel_and_the_working_copy_are_the_same_code(wheel: Path, tmp_path: Path) -> None:
+    """By the digest that a job is held against."""
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    (tmp_path / "dtf" / "__pycache__").mkdir()
+    (tmp_path / "dtf" / "__pycache__" / "run.py").touch()
+    assert dtf_digest(str(tmp_path / "dtf")) == dtf_digest()
+    with (tmp_path / "dtf" / "conf" / "config.yaml").open("a") as file:
+        file.write("#")
+    assert dtf_digest(str(tmp_path / "dtf")) != dtf_digest()
 
 
 def test_the_wheel_says_what_it_is(wheel: Path) -> None:

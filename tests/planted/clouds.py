@@ -28,9 +28,9 @@ FAULTS = [
     ),
     Fault(
         "what an earlier job of the folder came to is the state of the new one",
-        "dtf/cluster/ray_platform.py",
-        'if state["id"] == handle["id"] else None',
-        'if state["id"] else None',
+        "dtf/cluster/ray_driver_state.py",
+        'if state["id"] == id:',
+        'if state["id"]:',
         (f"{_RAY}test_what_the_driver_wrote_last_needs_no_cluster",),
     ),
     Fault(

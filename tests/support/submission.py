@@ -24,4 +24,4 @@ def bundle(tmp_path: Path, *composed: Composed) -> tuple[Path, str]:
 
 def composed_inside(path: Path, allocation: Allocation, *overrides: str) -> Composed:
     with unpacked(path, "") as content:
-        return inside._composed(content, content.bundle.runs[0], allocation, overrides)
+        return inside._composed(content, content.bundle.runs[0], allocation, overrides, path.parent)
