@@ -154,7 +154,7 @@ def test_dependencies_are_declared_and_explained() -> None:
         "dtf.sparse.id_kernels": {"numba", "llvmlite"},
         "dtf.sparse.row_kernels": {"numba"},
         "dtf.pserver.net.rpc": {"grpc"},
-        "dtf.cluster.ray_platform": {"ray"},
+        "dtf.cluster.ray_client": {"ray"},
         "dtf.cluster.ray_driver": {"ray"},
         "dtf.cluster.ray_placement": {"ray"},
         "dtf.cluster.sagemaker_aws": {"boto3", "botocore"},
