@@ -77,6 +77,10 @@ def _dispatch(argv: list[str]) -> int:
         os.getcwd()
     except OSError as error:
         raise ConfigError("the current directory does not exist any more; change to one that does") from error
+    if "launcher=ray" in argv:
+        from dtf.cluster.ray_client import start_client
+
+        start_client(argv)
     if will_launch(argv):
         from dtf.launch.forkserver_cache import prestart
 
@@ -96,10 +100,6 @@ def _dispatch(argv: list[str]) -> int:
         from dtf.cluster.inside import run_bundle
 
         return run_bundle(Path(flags.bundle), flags.digest or "", flags.trial, flags.overrides)
-    if "launcher=ray" in flags.overrides:
-        from dtf.cluster.ray_platform import start_client
-
-        start_client(flags.overrides)
     composer = Composer(flags.config_dir, flags.config_name, flags.overrides)
     if flags.shell_completion:
         return _complete(flags.overrides)

@@ -193,7 +193,7 @@ def test_asking_for_a_job_connects_to_nothing(
 ) -> None:
     """A folder from elsewhere names no address: whoever answers there would run code here."""
     monkeypatch.setattr(socket, "socket", None)
-    monkeypatch.setattr(ray_platform, "RayClient", None)
+    monkeypatch.setattr(ray_platform, "ray_client", None)
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "job").mkdir()
     launcher = {**compose(["launcher=ray"]).config["launcher"], "address": "evil:6379"}
