@@ -346,7 +346,8 @@ def test_a_task_of_a_job_that_was_cancelled_meanwhile_starts_nothing(tmp_path: P
 def noted(folder: Path, command: list[str]) -> str:
     """The code that a task notes, whose command is this."""
     script = JobText(
-        options=[[]], steps=[[]], tasks=1, roles=[], comment="dtf 5b0d", job_folder=str(folder), run_dirs=[""], setup=[], command=command
+        options=[[]], steps=[[]], tasks=1, roles=[], comment="dtf 5b0d",
+        job_folder=str(folder), run_dirs=[""], setup=[], command=command
     )  # fmt: skip
     (folder / TASK).write_text(script.task())
     path = f"{folder}/bin:{os.environ['PATH']}"
