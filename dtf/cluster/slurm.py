@@ -90,6 +90,10 @@ class Slurm(Platform):
 
     def render(self, request: JobRequest) -> dict[str, str]:
         check_texts({"run.dir": request.run_dir, "the folder of the job": str(request.job_folder)})
+        if "\\" in str(request.job_folder):
+            raise ConfigError(
+                f"{request.folder} has a backslash, which Slurm reads otherwise in a log's path; choose another run.dir"
+            )
         if request.separate and request.trials:
             raise ConfigError(
                 f"Slurm takes no array of heterogeneous jobs, and roles on launcher.nodes={request.nodes} need one; "

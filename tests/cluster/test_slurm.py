@@ -320,6 +320,8 @@ def test_a_path_with_a_newline_makes_no_line_of_the_script() -> None:
     for request in (replace(REQUEST, folder=Path("a\nb")), replace(REQUEST, run_dir="a\nb")):
         with pytest.raises(ConfigError, match="would end its line"):
             slurm(nodes=2).render(request)
+    with pytest.raises(ConfigError, match="has a backslash"):  # the job would fail without a word
+        slurm(nodes=2).render(replace(REQUEST, folder=Path("a\\b")))
 
 
 def test_lines_of_a_site_are_passed_on_also_with_values_apart_and_for_one_role() -> None:
