@@ -90,6 +90,10 @@ class Slurm(Platform):
 
     def render(self, request: JobRequest) -> dict[str, str]:
         check_texts({"run.dir": request.run_dir, "the folder of the job": str(request.job_folder)})
+        if "\\" in str(request.job_folder):
+            raise ConfigError(
+                f"{request.folder} has a backslash, which Slurm reads otherwise in a log's path; choose another run.dir"
+            )
         if request.separate and request.trials:
             raise ConfigError(
                 f"Slurm takes no array of heterogeneous jobs, and roles on launcher.nodes={request.nodes} need one; "
@@ -112,6 +116,7 @@ class Slurm(Platform):
             steps=self._steps(request),
             tasks=sum(request.roles.values()) if request.separate else request.nodes,
             roles=list(request.roles) if request.separate else [],
+            comment=_comment(request),
             job_folder=str(request.job_folder),
             run_dirs=[str(Path(request.run_dir, trial)) for trial in trials],
             setup=self.setup,
@@ -183,8 +188,8 @@ class Slurm(Platform):
     def submit(self, request: JobRequest, files: dict[str, Path]) -> dict[str, str]:
         (request.job_folder / "cancel").unlink(missing_ok=True)  # notes have the number of their job
         environment = for_sbatch(os.environ, files[JOB].read_text())
+        job = _known(request) if request.again else ""
         try:
-            job = _named(request) if request.again else ""
             if not job:
                 said = _slurm("sbatch", "--parsable", str(files[JOB]), environment=environment)
                 job = said.strip().partition(";")[0]
@@ -279,9 +284,20 @@ def _comment(request: JobRequest) -> str:
 
 
 def _named(request: JobRequest) -> str:
-    """The number of the job that was submitted for a request; empty where there is none."""
-    lines = _slurm("squeue", "--noheader", "--me", f"--name={request.name}", "--format=%A %k").splitlines()
-    return next((line.partition(" ")[0] for line in lines if line.endswith(_comment(request))), "")
+    """The number of the job that was submitted for a request, of an array that of the whole; empty where there is none.
+    Behind the comment stands what the job says of its last start.
+    """
+    lines = _slurm("squeue", "--noheader", "--me", f"--name={request.name}", "--format=%F %k").splitlines()
+    found = (line.partition(" ") for line in lines)
+    return next((job for job, _, text in found if f"{text} ".startswith(f"{_comment(request)} ")), "")
+
+
+def _known(request: JobRequest) -> str:
+    """As `_named`, of a submission that was cut off. Unanswered also where Slurm's commands are not here."""
+    try:
+        return _named(request)
+    except (PeerError, ConfigError) as error:
+        raise Unanswered(f"{error}; give the same command again, which finds a job that was taken") from error
 
 
 def _lines(values: dict[str, str]) -> list[str]:

@@ -16,13 +16,15 @@ JOB, TASK = "job.sh", "task.sh"
 @dataclass(frozen=True, kw_only=True)
 class JobText:
     """`options`, `steps`: the #SBATCH lines and the arguments of srun, of each component of the job. `roles`: of the
-    components, none where there is one. `run_dirs`: one, or those of a sweep's trials.
+    components, none where there is one. `comment`: by which the job is known before its number is. `run_dirs`: one, or
+    those of a sweep's trials.
     """
 
     options: list[list[str]]
     steps: list[list[str]]
     tasks: int
     roles: list[str]
+    comment: str
     job_folder: str
     run_dirs: list[str]
     setup: list[str]
@@ -35,6 +37,7 @@ class JobText:
         body = {
             "FOLDER": shlex.quote(self.job_folder),
             "RUNS": " ".join(map(shlex.quote, self.run_dirs)),
+            "COMMENT": self.comment,
             "TASKS": str(self.tasks),
             "ALWAYS": " | ".join(map(str, ALWAYS)),
             "FINAL": " | ".join(map(str, FINAL)),

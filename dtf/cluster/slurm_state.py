@@ -115,8 +115,8 @@ def of_job(jobs: Sequence[Mapping[str, str]], notes: Sequence[Note]) -> JobState
     if shown.get("Restarts", "0") != "0":
         details.append(f"{shown['Restarts']} restart(s)")
     # that of a job which runs is of its start before
-    if state is not State.running and shown.get("Comment", "").partition(" ")[0] not in ("", "dtf"):
-        details.append(shown["Comment"])
+    if state is not State.running:
+        details.append(re.sub("^dtf [0-9a-f]+ ?", "", shown.get("Comment", "")))
     return JobState(state, "; ".join(part for part in details if part))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.cluster import record
-from dtf.core.errors import ConfigError, DataError, Exit, PeerError
+from dtf.core.errors import ConfigError, DataError, DtfError, Exit, PeerError
 from dtf.core.files import small_text
 from dtf.core.run_record import LOCK, is_locked
 from dtf.core.text import plain_text
@@ -65,8 +65,15 @@ def _cancel_sweep(folder: Path) -> int:
     """End a sweep that starts its trials itself. Where its process is gone, the jobs that it has left."""
     if is_locked(folder):
         return _signal_holder(folder)
-    ended = [_cancel_job(path) for path in sorted(folder.iterdir()) if path.is_dir()]
-    if not any(ended):
+    ended, first = False, None
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        try:
+            ended |= _cancel_job(path)
+        except DtfError as error:  # of one trial; the others are to end all the same
+            first = first or error
+    if first:
+        raise first
+    if not ended:
         print(f"dtf: nothing to end: no sweep lives in {folder}, and no job of its trials")
     return Exit.OK
 

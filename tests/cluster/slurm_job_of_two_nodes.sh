@@ -32,7 +32,8 @@ trap 'heard=1' USR1 USR2 HUP INT
 
 say() { echo "dtf: $(date +%FT%T) job $id: $*"; }
 
-show() { scontrol update JobId="$id" Comment="$*" 2>/dev/null; }
+# behind what the job is known by, until its number is recorded
+show() { scontrol update JobId="$id" Comment="dtf d60e22dfd60e22df $*" 2>/dev/null; }
 
 note() { # state, exit code, text: for job=status, when Slurm has forgotten the job
     echo "$1 $2 $id $3" >"$folder/.ended$part" && mv "$folder/.ended$part" "$folder/ended$part"

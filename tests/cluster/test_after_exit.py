@@ -39,7 +39,8 @@ def test_each_exit_code_of_dtf_is_decided() -> None:
 def _by_slurm(tmp_path: Path, codes: str, may_go_on: str = "") -> list[str]:
     """What the functions of the batch script say to each code, in one shell."""
     text = JobText(
-        options=[[]], steps=[[]], tasks=1, roles=[], job_folder=str(tmp_path), run_dirs=["/x"], setup=[], command=["x"]
+        options=[[]], steps=[[]], tasks=1, roles=[], comment="dtf 5b0d",
+        job_folder=str(tmp_path), run_dirs=["/x"], setup=[], command=["x"]
     ).job()  # fmt: skip
     functions = re.findall(r"^(?:judge|may_go_on|newest)\(\) \{.*?^\}", text, re.MULTILINE | re.DOTALL)
     assert len(functions) == 3

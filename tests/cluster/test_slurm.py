@@ -22,7 +22,7 @@ from tests.cluster.test_slurm_script import REQUEST, slurm
 RUNNING = (
     "JobId=1 JobName=shapes-8a4bb8 UserId=root(0) Priority=4294901759 Account=(null) JobState=RUNNING Reason=None "
     "Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 ExitCode=0:0 StartTime=2026-11-26T19:48:24 Partition=low "
-    "NodeList=n[1-2] TRES=cpu=4,node=2,billing=4 Comment=stopped, starts again from step 110. dtf: "
+    "NodeList=n[1-2] TRES=cpu=4,node=2,billing=4 Comment=dtf 5b0d stopped, starts again from step 110. dtf: "
     "error[E_PREEMPTED] rank=0 step=110: asked to stop WorkDir=/tmp Power= "
 )
 
@@ -35,7 +35,7 @@ def test_a_line_of_scontrol_is_read_with_its_spaces() -> None:
     read = fields(RUNNING)
     assert read["NodeList"] == "n[1-2]" and read["Power"] == ""
     assert read["Comment"] == (
-        "stopped, starts again from step 110. dtf: error[E_PREEMPTED] rank=0 step=110: asked to stop"
+        "dtf 5b0d stopped, starts again from step 110. dtf: error[E_PREEMPTED] rank=0 step=110: asked to stop"
     )
 
 
@@ -141,7 +141,7 @@ def test_a_submission_and_one_whose_answer_was_lost(commands: Path, tmp_path: Pa
     stand_in(commands, "squeue", f"echo '40 dtf other'; echo '42 dtf {REQUEST.digest[:16]}'")
     assert slurm(nodes=2).submit(request, files)["job"] == "42"
     assert (tmp_path / "calls").read_text().splitlines()[-1] == (
-        "squeue --noheader --me --name=shapes-8a4bb8 --format=%A %k"
+        "squeue --noheader --me --name=shapes-8a4bb8 --format=%F %k"
     )
     stand_in(commands, "sbatch", "echo 'Welcome to the cluster'; echo 42")  # a site's own wrapper
     assert slurm(nodes=2).submit(request, files)["job"] == "42"
@@ -158,6 +158,8 @@ def test_a_submission_that_was_cut_off_finds_its_job_before_it_makes_another(com
     request = replace(request, again=True)
     stand_in(commands, "sbatch", "echo 43")
     stand_in(commands, "squeue", f"echo '42 dtf {REQUEST.digest[:16]}'")
+    assert slurm(nodes=2).submit(request, files)["job"] == "42"
+    stand_in(commands, "squeue", f"echo '42 dtf {REQUEST.digest[:16]} stopped, starts again from step 8'")
     assert slurm(nodes=2).submit(request, files)["job"] == "42"
     stand_in(commands, "squeue", "true")
     assert slurm(nodes=2).submit(request, files)["job"] == "43"
@@ -207,6 +209,8 @@ def test_without_slurm_its_commands_are_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="sbatch is not on the PATH"):
         slurm(nodes=2).submit(request, files)
+    with pytest.raises(Unanswered, match="squeue is not on the PATH"):  # its job may be there
+        slurm(nodes=2).submit(replace(request, again=True), files)
 
 
 def test_variables_do_not_override_the_script(tmp_path: Path) -> None:
@@ -316,6 +320,8 @@ def test_a_path_with_a_newline_makes_no_line_of_the_script() -> None:
     for request in (replace(REQUEST, folder=Path("a\nb")), replace(REQUEST, run_dir="a\nb")):
         with pytest.raises(ConfigError, match="would end its line"):
             slurm(nodes=2).render(request)
+    with pytest.raises(ConfigError, match="has a backslash"):  # the job would fail without a word
+        slurm(nodes=2).render(replace(REQUEST, folder=Path("a\\b")))
 
 
 def test_lines_of_a_site_are_passed_on_also_with_values_apart_and_for_one_role() -> None:

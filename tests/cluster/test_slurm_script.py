@@ -143,7 +143,7 @@ class Machine:
         job.mkdir(parents=True, exist_ok=True)
         (self.folder / "calls").unlink(missing_ok=True)
         script = JobText(
-            options=[[]], steps=[[]], tasks=len(codes), roles=[], job_folder=str(job),
+            options=[[]], steps=[[]], tasks=len(codes), roles=[], comment="dtf 5b0d", job_folder=str(job),
             run_dirs=[str(self.folder / "run")], setup=self.setup, command=["true"],
         )  # fmt: skip
         (job / JOB).write_text(script.job())
@@ -296,7 +296,7 @@ def test_a_task_of_an_array_is_requeued_alone_and_shows_why(machine: Machine) ->
     machine.run("0", "75", SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="0")
     assert "scontrol requeue 5_0" in machine.calls
     shown = [call for call in machine.calls if "Comment=" in call]
-    assert shown == ["scontrol update JobId=5_0 Comment=stopped, starts again from step 0. boom "]
+    assert shown == ["scontrol update JobId=5_0 Comment=dtf 5b0d stopped, starts again from step 0. boom "]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,8 @@ def test_a_task_of_a_job_that_was_cancelled_meanwhile_starts_nothing(tmp_path: P
 def noted(folder: Path, command: list[str]) -> str:
     """The code that a task notes, whose command is this."""
     script = JobText(
-        options=[[]], steps=[[]], tasks=1, roles=[], job_folder=str(folder), run_dirs=[""], setup=[], command=command
+        options=[[]], steps=[[]], tasks=1, roles=[], comment="dtf 5b0d",
+        job_folder=str(folder), run_dirs=[""], setup=[], command=command
     )  # fmt: skip
     (folder / TASK).write_text(script.task())
     path = f"{folder}/bin:{os.environ['PATH']}"

@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 import yaml
 
+from dtf.cli.trials import find
 from dtf.config.settings import Settings
 from dtf.core.errors import BusyError, ConfigError, SaveError
 from dtf.core.redaction import is_secret, redact
@@ -232,6 +233,12 @@ def test_an_unreadable_record_is_not_overwritten(here: Path) -> None:
         with pytest.raises(BusyError, match="cannot be read"):
             opened(config(run__dir="runs/a"))
         assert (here / "runs/a/run.json").read_text() == text
+    (here / "runs/a/run.json").unlink()
+    os.mkfifo(here / "runs/a/run.json")  # would wait for ever for somebody who writes
+    with pytest.raises(BusyError, match="no regular file"):
+        opened(config(run__dir="runs/a"))
+    with pytest.raises(BusyError, match="no regular file"):
+        find(here / "runs/a", config())
 
 
 def test_whole_checkpoints_under_an_unreadable_record_are_not_lost(here: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from dtf.cli.main import main
 from dtf.cli.slots import receive_order, send_order, shown
+from dtf.cluster.record import Intent, find, keep_intent
 from dtf.core.errors import Exit
 from dtf.jobs import cancel
 from dtf.runs.results import Result, best_trials
@@ -56,6 +57,12 @@ def test_the_jobs_that_a_killed_sweep_has_left_are_cancelled(home: Path, monkeyp
     monkeypatch.setattr(cancel, "_cancel_job", lambda folder: bool(asked.append(folder.name)))
     assert main(["job=cancel", f"job.run_folder={home}"]) == Exit.OK
     assert asked == ["sweep", "a", "b"]
+    # a kill while one was submitted leaves an intent, which is refused by name after the others were asked
+    (home / "a" / "job").mkdir()
+    keep_intent(home / "a", Intent("sweep-1", "d", "t", 1.0))
+    monkeypatch.setattr(cancel, "_cancel_job", lambda folder: bool(asked.append(folder.name) or find(folder)))
+    assert main(["job=cancel", f"job.run_folder={home}"]) == Exit.BUSY
+    assert asked[3:] == ["sweep", "a", "b"]
 
 
 def test_a_line_of_a_trial_is_told_by_its_number_and_measurements_take_one_row_of_a_terminal() -> None:
