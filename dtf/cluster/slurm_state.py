@@ -114,8 +114,8 @@ def of_job(jobs: Sequence[Mapping[str, str]], notes: Sequence[Note]) -> JobState
         details.append(f"exit code {shown['ExitCode'].partition(':')[0]}")
     if shown.get("Restarts", "0") != "0":
         details.append(f"{shown['Restarts']} restart(s)")
-    # that of a job which runs is of its start before
-    if state is not State.running and shown.get("Comment", "").partition(" ")[0] not in ("", "dtf"):
+    # that of a job which runs, or was cancelled, is of its start before
+    if state not in (State.running, State.cancelled) and shown.get("Comment", "").partition(" ")[0] not in ("", "dtf"):
         details.append(shown["Comment"])
     return JobState(state, "; ".join(part for part in details if part))
 
