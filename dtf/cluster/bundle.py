@@ -64,7 +64,12 @@ class Bundle:
         """Of runs that were composed by one composer."""
         composer = composed[0].composer
         runs = [
-            BundledRun(list(one.overrides), one.config, run_dir)
+            BundledRun(
+                [word for word in one.overrides if not word.startswith("run.dir=")],
+                one.config
+                | {"run": one.config["run"] | {"dir": run_dir}},  # given by the user or chosen: no difference
+                run_dir,
+            )
             for one, run_dir in zip(composed, run_dirs, strict=True)
         ]
         name = composer.config_name if composer.config_dir else ""

@@ -22,8 +22,8 @@ def job_state(job: JobState, run: Standing | None, launch_before: str) -> JobSta
     return job
 
 
-def run_state(job: State, run: Standing, launch_before: str) -> str:
-    """The state of the run in words that fit that of its job."""
+def run_state(job: State, run: Standing, launch_before: str, ends: bool = False) -> str:
+    """The state of the run in words that fit that of its job. `ends`: it was told to end."""
     if run.live:
         # a job that failed or waits has lost its node, which does not know; or this is no process of it
         return "running" if job in (State.running, State.unknown) else f"running, though its job is {job.value}"
@@ -31,7 +31,8 @@ def run_state(job: State, run: Standing, launch_before: str) -> str:
         lost = run.exit is None and job is not State.unknown and run.id != launch_before
         return "was killed, or its node was lost" if lost else run.state
     if run.id == launch_before:
-        return f"{run.state}, before this job, which has not begun it yet"
+        return f"{run.state}; that was before this job, which has not begun yet"
     before = "saved and stopped" if run.exit == Exit.PREEMPTED else run.state if run.exit is not None else "was killed"
-    waits = "its job starts it again" if job is State.running else "waits for the next start of its job"
+    again = "its job ends" if ends else "its job starts it again"
+    waits = again if job is State.running else "waits for the next start of its job"
     return f"{before}; {waits}"

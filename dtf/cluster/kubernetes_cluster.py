@@ -60,7 +60,7 @@ class Cluster:
                 default = _own_namespace()
         except config.ConfigException as error:
             raise ConfigError(
-                f"launcher=kubernetes finds no cluster: {' '.join(str(error).split())}; give KUBECONFIG, "
+                f"launcher=kubernetes finds no cluster: {' '.join(str(error).split()).rstrip('.')}; give KUBECONFIG, "
                 "launcher.context, or launcher.dry_run=true"
             ) from error
         self.namespace = namespace or default

@@ -256,6 +256,10 @@ class Platform(RankOptions, Launcher):
     def cancel(self, handle: dict[str, str]) -> None:
         """End the job, with notice: its run saves. Nothing happens to one that has ended."""
 
+    def is_told_to_end(self, handle: dict[str, str]) -> bool:
+        """Whether `cancel` has told a job to end that its scheduler still calls running."""
+        return False
+
     @abstractmethod
     def logs(self, handle: dict[str, str], folder: Path, follow: bool) -> Iterator[str]:
         """Lines that the job printed, the oldest first. `follow`: until it ends. `folder`: as `JobRequest.folder`."""

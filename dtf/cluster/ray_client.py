@@ -56,10 +56,7 @@ class RayClient:
             answer = answers.readline() if select.select([answers], [], [], _ANSWER_S)[0] else b""
         if not answer:
             self._process.kill()
-            raise Unanswered(
-                f"launcher.address={address}: Ray's client has not answered; give the same command again, which finds "
-                "a job that was taken"
-            )
+            raise Unanswered(f"launcher.address={address}: Ray's client has not answered")
         kind, text = json.loads(answer)
         if kind:
             raise _ERRORS[kind](f"launcher.address={address}: {text}")

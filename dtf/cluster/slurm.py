@@ -202,7 +202,7 @@ class Slurm(Platform):
             try:
                 job = _named(request)
             except PeerError:
-                raise Unanswered(f"{error}; give the same command again, which finds a job that was taken") from error
+                raise Unanswered(str(error)) from error
             if not job:
                 raise
         return {"job": job, "folder": str(request.job_folder), "trials": str(len(request.trials))}
@@ -236,6 +236,9 @@ class Slurm(Platform):
             except PeerError as error:
                 if not re.search("Invalid job id|already completing|not running", str(error)):
                     raise
+
+    def is_told_to_end(self, handle: dict[str, str]) -> bool:
+        return (Path(handle["folder"]) / "cancel").exists()
 
     def logs(self, handle: dict[str, str], folder: Path, follow: bool) -> Iterator[str]:
         asked, live, job = -_ASK_S, follow, _number(handle, "job")

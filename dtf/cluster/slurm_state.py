@@ -104,6 +104,9 @@ def of_job(jobs: Sequence[Mapping[str, str]], notes: Sequence[Note]) -> JobState
         return JobState(_ENDED.get(notes[0].word, State.unknown), notes[0].shown)
     states = [_state(job) for job in jobs]
     state = _first(states)
+    if state is State.failed and notes and notes[0].word == _NOTED["finished"]:  # by its time limit, at the last moment
+        said = jobs[states.index(state)]["JobState"]
+        return JobState(State.finished, f"{notes[0].shown}; Slurm calls it {said}, as it ended while the job did")
     shown = jobs[states.index(state)]
     reason = "" if shown.get("Reason", "None") == "None" else f" {shown['Reason']}"
     nodes = ",".join(
@@ -114,8 +117,8 @@ def of_job(jobs: Sequence[Mapping[str, str]], notes: Sequence[Note]) -> JobState
         details.append(f"exit code {shown['ExitCode'].partition(':')[0]}")
     if shown.get("Restarts", "0") != "0":
         details.append(f"{shown['Restarts']} restart(s)")
-    # that of a job which runs is of its start before
-    if state is not State.running:
+    # that of a job which runs, or was cancelled, is of its start before
+    if state not in (State.running, State.cancelled):
         details.append(re.sub("^dtf [0-9a-f]+ ?", "", shown.get("Comment", "")))
     return JobState(state, "; ".join(part for part in details if part))
 

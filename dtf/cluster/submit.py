@@ -68,18 +68,23 @@ def hand_over(platform: Platform, request: JobRequest) -> int:
         for name, text in platform.render(request).items():
             print(f"# {name}\n{text.rstrip()}")
         return Exit.OK
-    kept, where = hand_in(platform, request), display_path(request.folder)
+    try:
+        kept, where = hand_in(platform, request), display_path(request.folder)
+    except Unanswered as error:
+        # the folder of a sweep follows from its command, that of a run does not
+        place = "" if request.trials else f" with {_named(request.folder, 'run.dir')}"
+        raise Unanswered(f"{error}; give the same command again{place}, which finds a job that was taken") from error
     print(f"dtf: {kept.title} was submitted; {'sweep' if request.trials else 'run'} folder {where}")
     for job in ("status", "logs", "cancel"):
         print(f"dtf:   python -m dtf job={job} {_named(request.folder)}")
     return Exit.OK
 
 
-def _named(folder: Path) -> str:
+def _named(folder: Path, key: str = "job.run_folder") -> str:
     """The folder as a word of a command that can be pasted."""
     where = display_path(folder)
     plain = re.fullmatch(r"[\w./+=-]+", where)
-    return f"job.run_folder={where}" if plain else shlex.quote(f"job.run_folder={quoted(where)}")
+    return f"{key}={where}" if plain else shlex.quote(f"{key}={quoted(where)}")
 
 
 def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:

@@ -12,6 +12,7 @@ from dtf.cluster import record
 from dtf.core.errors import ConfigError, DataError, Exit
 from dtf.core.files import open_regular
 from dtf.core.text import harmless
+from dtf.runs.sweep_record import is_sweep
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -42,6 +43,10 @@ class Logs(Job):
 def _of_ranks(folder: Path) -> Iterator[str]:
     """The logs that ranks write into the run folder, one after the other. DataError where there is none."""
     paths = sorted(folder.glob("rank_*.log"), key=lambda path: (len(path.name), path.name))
+    if not paths and is_sweep(folder):
+        trials = sorted(path.parent for path in folder.glob("*/run.json"))
+        such = f", such as job.run_folder={trials[0]}" if trials else ", once one has begun"
+        raise DataError(f"job.run_folder={folder} is a sweep whose trials have logs of their own; give one{such}")
     if not paths:
         raise DataError(f"{folder} has no log of a rank; launcher.log_dir may have put them elsewhere")
     for path in paths:

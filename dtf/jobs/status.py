@@ -106,13 +106,15 @@ def _standing_of(folder: Path) -> tuple[dict[str, Any], list[str]]:
         if one is not None:
             if job.state is State.running and one.exit is None and one.id != known.launch_before:
                 one = replace(one, live=True)  # on another host, whose locks are not seen here
-            told = joint.run_state(job.state, one, known.launch_before)
+            ends = job.state is State.running and known.platform.is_told_to_end(known.handle)
+            told = joint.run_state(job.state, one, known.launch_before, ends)
         if one is None and job.state.is_live and not is_sweep(folder):
-            text.append("the run has not begun yet")
+            unseen = f"{known.run_dir} is not seen from here; job=logs prints what the run does"
+            text.append("the run has not begun yet" if known.platform.sees_folder else unseen)
     if one is not None:
         found["run"] = one.to_json()
         return found, [*text, *standing.lines(one, told)]
-    more, said = _sweep_of(folder) if folder.is_dir() else ({}, [])
+    more, said = _sweep_of(folder, known is not None) if folder.is_dir() else ({}, [])
     return found | more, text + said
 
 
@@ -124,15 +126,15 @@ def _asked(known: record.JobRecord) -> JobState:
         return JobState(State.unknown, f"the scheduler cannot be asked: {error}")
 
 
-def _sweep_of(folder: Path) -> tuple[dict[str, Any], list[str]]:
+def _sweep_of(folder: Path, submitted: bool) -> tuple[dict[str, Any], list[str]]:
     trials = dict(standing.runs_in(folder))
     found: dict[str, Any] = {"trials": {name: trial.to_json() for name, trial in trials.items()}} if trials else {}
     text = [
-        f"{name}: {trial.state}, {trial.progress or f'saved step {trial.saved or 0:,}'}"
+        f"{name}: {trial.state}, {trial.progress or (f'saved step {trial.saved:,}' if trial.saved else 'no step yet')}"
         for name, trial in trials.items()
     ]
     if is_sweep(folder):
-        state = sweep_state(folder)
+        state = sweep_state(folder, submitted)
         found, text = {"sweep": {"state": state}} | found, [f"sweep: {state}", *text]
     return found, text
 

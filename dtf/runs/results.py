@@ -22,7 +22,7 @@ from dtf.core.errors import INTERRUPTED, ConfigError, DataError, Exit, code_name
 from dtf.core.files import flat
 from dtf.core.json_lines import rows
 from dtf.core.renamed import upgraded_config
-from dtf.core.run_record import is_live
+from dtf.core.run_record import is_locked
 from dtf.core.text import number_text
 from dtf.observers.trace_shares import WORK, Shares
 from dtf.runs.budget import spent_s
@@ -59,6 +59,7 @@ class Result:
     profiles: list[tuple[int, Shares]]  # of ranks
     confusion: list[tuple[str, list[int]]] = field(default_factory=list)  # class, rows by what they were taken for
     name: str = ""
+    live: bool = False  # when it was read
 
     def rows(self, split: str) -> list[dict[str, Any]]:
         return [row for row in self.metrics if row["split"] == split]
@@ -116,7 +117,7 @@ class Result:
         """What it does, or how it has ended."""
         exit, cause, step = self.record.get("exit"), str(self.record.get("cause") or ""), self.record.get("step")
         if exit is None:
-            return "running" if is_live(self.folder, str(self.record.get("id"))) else "under way, or killed"
+            return "running" if self.live else "under way, or killed"
         if exit == Exit.OK and cause == "stopped" and step is not None:
             stopped = pruned(self.folder.parent).get(self.folder.name) == step
             return f"pruned at step {step}" if stopped else f"waits at step {step}"
@@ -250,6 +251,7 @@ def _word(key: str, value: Any) -> str:
 def _result(folder: Path) -> Result:
     import yaml
 
+    live = is_locked(folder)  # asked first: a run that ends meanwhile has its end in the record
     record = _json(folder / "run.json")
     if not isinstance(record.get("seconds"), int | float):
         record["seconds"] = None
@@ -289,6 +291,7 @@ def _result(folder: Path) -> Result:
         [*rows(folder / "resources.jsonl", _SAMPLED)],
         sorted(shares),
         _confusion(folder / "evaluation.json"),
+        live=live,
     )
 
 

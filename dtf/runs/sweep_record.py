@@ -57,14 +57,16 @@ def is_sweep(home: Path) -> bool:
     return (home / FILE).is_file()
 
 
-def sweep_state(home: Path) -> str:
-    """How a sweep stands, in a few words. DataError for a file that no sweep writes."""
+def sweep_state(home: Path, submitted: bool = False) -> str:
+    """How a sweep stands, in a few words. `submitted`: a job of a scheduler has its trials. DataError for a file that
+    no sweep writes.
+    """
     if is_locked(home):
         return "running"
     try:
         exit = small_json(home / FILE, _MOST_BYTES)["exit"]
         if exit is None:
-            return "handed over or killed, or its host is not this one"
+            return "handed over to its job" if submitted else "killed, or its host is not this one"
         return f"ended with {code_name(Exit(exit)) if exit in set(Exit) else f'exit code {exit}'}"
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{home / FILE} cannot be read ({type(error).__name__}: {error}); remove it") from error

@@ -33,7 +33,7 @@ WAITS = "waits for the next start of its job"
 @pytest.mark.parametrize(
     ("said", "run", "before", "state", "told"),
     [
-        (State.queued, RUN, "2", State.queued, f"{RUN.state}, before this job, which has not begun it yet"),
+        (State.queued, RUN, "2", State.queued, f"{RUN.state}; that was before this job, which has not begun yet"),
         (State.queued, RUN, "1", State.requeued, f"saved and stopped; {WAITS}"),
         (State.requeued, RUN, "1", State.requeued, f"saved and stopped; {WAITS}"),
         (State.requeued, KILLED, "1", State.requeued, f"was killed; {WAITS}"),
@@ -54,6 +54,7 @@ WAITS = "waits for the next start of its job"
 def test_a_job_and_its_run_agree(said: State, run: Standing, before: str, state: State, told: str) -> None:
     assert job_state(JobState(said, "why"), run, before) == JobState(state, "why")
     assert run_state(state, run, before) == told
+    assert run_state(state, run, before, ends=True) == told.replace("its job starts it again", "its job ends")
 
 
 def test_how_far_a_run_is_and_what_is_left() -> None:
@@ -107,7 +108,14 @@ def test_a_folder_whose_job_waits_is_not_used_here(
     )
     Path("mine/sweep.json").write_text("{}")
     assert main([*LOCAL[:-1], "run.dir=mine/trial"]) == Exit.BUSY  # of its sweep
+    Path("mine/sweep.json").write_text('{"exit": null}')
+    assert main(["job=status", HERE[0], "job.run_folder=mine"]) == Exit.OK
+    assert capsys.readouterr().out.endswith("\nsweep: handed over to its job\n")
     Path("mine/sweep.json").unlink()
+    with monkeypatch.context() as unseen:
+        unseen.setattr(type(submitted.platform), "sees_folder", False)
+        assert main(["job=status", HERE[0], "job.run_folder=mine"]) == Exit.OK
+    assert "\nmine is not seen from here; job=logs prints what the run does\n" in capsys.readouterr().out
 
     def silent(*_: object) -> JobState:
         raise PeerError("nobody answers")
@@ -179,6 +187,13 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_as_one(capsys: pytest.Ca
     assert standing(Path("mine")) is not None
     assert main(["job=logs", "job.run_folder=mine"]) == Exit.DATA
     assert "mine/rank_0.log cannot be read" in capsys.readouterr().err
+    Path("home/a").mkdir(parents=True)
+    put(Path("home/sweep.json"), b"{}")
+    assert main(["job=logs", "job.run_folder=home"]) == Exit.DATA
+    assert "is a sweep whose trials have logs of their own; give one, once one has begun" in capsys.readouterr().err
+    put(Path("home/a/run.json"), json.dumps(run).encode())
+    assert main(["job=logs", "job.run_folder=home"]) == Exit.DATA
+    assert "give one, such as job.run_folder=home/a" in capsys.readouterr().err
     assert main(["job=status", "job.run_folder=mine"]) == Exit.PEER
     assert "mine/live.json cannot be read" in capsys.readouterr().err
 

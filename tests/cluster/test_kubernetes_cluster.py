@@ -84,7 +84,7 @@ def test_a_cluster_that_does_not_answer_may_later(box: KubeBox) -> None:
     box.kubeconfig.write_text(text)
     with pytest.raises(PeerError, match="the cluster at http://127.0.0.1:1 does not answer"):
         platform().state(handle)
-    with pytest.raises(ConfigError, match="finds no cluster.*launcher.context"):
+    with pytest.raises(ConfigError, match=r"finds no cluster: .*[^.]; give KUBECONFIG, launcher.context"):
         platform().state({**handle, "context": "elsewhere"})
 
 

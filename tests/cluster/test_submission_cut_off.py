@@ -48,6 +48,12 @@ def test_a_submission_that_was_cut_off_is_made_again_as_the_same(
     assert {(request.name, request.digest) for request in requests} == {(requests[0].name, requests[0].digest)}
     assert main(words) == Exit.OK and not requests[3].again
     assert requests[3].digest != requests[0].digest
+    take(Unanswered("who knows"))  # of a run whose folder dtf has named
+    assert main(SMALL) == Exit.PEER
+    place = capsys.readouterr().err.partition("give the same command again with ")[2].partition(",")[0]
+    assert place.startswith("run.dir=outputs/")
+    take(None)
+    assert main([*SMALL, place]) == Exit.OK and requests[-1].again
     take(PeerError("no such partition"))
     assert main(words) == Exit.PEER and main([*words, "seed=7"]) == Exit.PEER
 

@@ -36,6 +36,7 @@ def broken(page: Path) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     assert not list(broken(page))
+    assert not re.findall(r"@[A-Z]+@", page.read_text()), "a place that was to be filled"
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
