@@ -82,6 +82,10 @@ def _dispatch(argv: list[str]) -> int:
 
         # torch is imported over there while the config is composed here; only now, since it slows every answer down
         prestart(argv)
+        if "launcher=ray" in argv:
+            from dtf.cluster.ray_platform import start_client
+
+            start_client(argv)
     if "--version" in argv:
         from dtf.core.version import __version__
 
@@ -96,10 +100,6 @@ def _dispatch(argv: list[str]) -> int:
         from dtf.cluster.inside import run_bundle
 
         return run_bundle(Path(flags.bundle), flags.digest or "", flags.trial, flags.overrides)
-    if "launcher=ray" in flags.overrides:
-        from dtf.cluster.ray_platform import start_client
-
-        start_client(flags.overrides)
     composer = Composer(flags.config_dir, flags.config_name, flags.overrides)
     if flags.shell_completion:
         return _complete(flags.overrides)

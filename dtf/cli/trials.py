@@ -20,6 +20,7 @@ from dtf.core.errors import INTERRUPTED, BusyError, DataError, Exit, code_name
 from dtf.core.files import flat
 from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import upgraded_config
+from dtf.core.run_record import record_of
 from dtf.core.text import display_path, number_text
 from dtf.runs.budget import spent_s
 from dtf.runs.run_folder import untouched
@@ -107,13 +108,13 @@ def find(folder: Path, config: dict[str, Any]) -> Found | None:
     import yaml
 
     try:
-        record = json.loads((folder / "run.json").read_text())
+        record = record_of(folder)
         saved = upgraded_config(yaml.safe_load((folder / "config.yaml").read_text()))
         old, new = (dict(flat(_lasting(config_node), "")) for config_node in (saved, redact(config)))
         exit, cause = record["exit"], record.get("cause")
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise BusyError(
             f"{folder} holds what is no trial ({type(error).__name__}: {error}); choose another run.dir"
         ) from error

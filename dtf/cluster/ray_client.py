@@ -80,9 +80,10 @@ def main() -> int:
         kind = type(error).__name__ if type(error).__name__ in _ERRORS else "PeerError"
         lines = str(error).strip().splitlines()
         text = lines[0] if lines else type(error).__name__
-        answers.write(json.dumps([kind, text if kind in _ERRORS and lines else f"Ray: {text}"]))
+        told = [kind, text if kind in _ERRORS and lines else f"Ray: {text}"]
+        print(json.dumps(told), file=answers, flush=True)  # a line: what Ray has started may hold the pipe open
         return 1
-    answers.write(json.dumps(["", ""]))
+    print(json.dumps(["", ""]), file=answers, flush=True)
     answers.close()
     try:
         _see_it_begin(ray, driver, job)

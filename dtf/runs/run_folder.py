@@ -31,7 +31,7 @@ from dtf.core.errors import BusyError, ConfigError, DtfError, io_failure
 from dtf.core.files import flat, replace_text
 from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import lost_effects
-from dtf.core.run_record import LOCK, LONGEST_SAVE, SUBMISSION
+from dtf.core.run_record import LOCK, LONGEST_SAVE, SUBMISSION, record_of
 from dtf.core.text import quoted
 from dtf.core.types import Ended, Event, Measured, Saved, Started
 from dtf.core.version import __version__
@@ -245,10 +245,10 @@ class Run:
 def untouched(folder: Path) -> bool:
     """Whether the run in a folder ended before its first result, so that another config may take its place."""
     try:
-        record = json.loads((folder / "run.json").read_text())
+        record = record_of(folder)
         past = [*record.pop("earlier", []), record]
         return not any(map(_left_something, past)) and not checkpoints(folder / "checkpoints")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -263,10 +263,10 @@ def _earlier_launches(folder: Path, config: dict[str, Any], again: bool) -> list
     """The records of the launches in a folder, the oldest first. BusyError where this config may not go on there."""
     path = folder / "run.json"
     try:
-        record = json.loads(path.read_text())
+        record = record_of(folder)
         past, old = [*record.pop("earlier", []), {**record, "id": str(record["id"])}], dict(record["identity"])
         left = any(map(_left_something, past)) or bool(checkpoints(folder / "checkpoints"))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         whole = bool(checkpoints(folder / "checkpoints"))
         rescue = f", with checkpoint.resume={quoted(folder)} to go on from its checkpoints" if whole else ""
         raise BusyError(
