@@ -53,15 +53,20 @@ def _open_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
+def _asks(argv: Sequence[str]) -> bool:
+    """Whether the command line asks for an answer, and starts nothing."""
+    return any(word.split("=")[0] in _ANSWERS for word in argv if word.startswith("-"))
+
+
 def will_launch(argv: Sequence[str]) -> bool:
     """Whether the command line looks as if ranks will be needed: it asks for no answer and has no typo that can be seen
     without composing.
 
     A guess: wrong either way costs time only. Imports the parts, which composing needs too, but not Hydra.
     """
-    flags = [word for word in argv if word.startswith("-")]
-    if any(flag.split("=")[0] in _ANSWERS for flag in flags):
+    if _asks(argv):
         return False
+    flags = [word for word in argv if word.startswith("-")]
     from dtf.config.command_line import is_known
     from dtf.config.settings import load_parts
 
@@ -77,15 +82,15 @@ def _dispatch(argv: list[str]) -> int:
         os.getcwd()
     except OSError as error:
         raise ConfigError("the current directory does not exist any more; change to one that does") from error
+    if "launcher=ray" in argv and not _asks(argv):
+        from dtf.cluster.ray_client import start_client
+
+        start_client(argv)
     if will_launch(argv):
         from dtf.launch.forkserver_cache import prestart
 
         # torch is imported over there while the config is composed here; only now, since it slows every answer down
         prestart(argv)
-        if "launcher=ray" in argv:
-            from dtf.cluster.ray_platform import start_client
-
-            start_client(argv)
     if "--version" in argv:
         from dtf.core.version import __version__
 

@@ -5,12 +5,15 @@ for the driver's first line nor for Ray's goodbye.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import select
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ _ANSWER_S, _ENDS_S, _READY_S = 60.0, 5.0, 60.0
 _START = (
     "import json, sys\nsys.path[:] = json.loads(sys.argv[1])\nfrom dtf.cluster.ray_client import main\nsys.exit(main())"
 )
+_NEEDED_LATER = ("ray._common.pydantic_compat", "ray._private.arrow_serialization", "starlette.datastructures")
+"""What Ray imports when it sends something for the first time: 0.2 s, which pass while the config is composed."""
 _ERRORS = {error.__name__: error for error in (PeerError, BusyError, ConfigError)}
 
 
@@ -60,6 +65,23 @@ class RayClient:
             raise _ERRORS[kind](f"launcher.address={address}: {text}")
 
 
+def start_client(words: Sequence[str]) -> None:
+    """Let Ray be imported while the config is composed, where the words of a command line submit to Ray."""
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    submits = given.get("launcher") == "ray" and given.get("launcher.dry_run", "false") == "false"
+    if submits and not _started and find_spec("ray") is not None:
+        _started.append(RayClient())
+
+
+def ray_client() -> RayClient:
+    """The one that was started, or a new one."""
+    return _started.pop() if _started else RayClient()
+
+
+_started: list[RayClient] = []
+"""One that waits for the job of this command line."""
+
+
 def main() -> int:
     """The process itself."""
     import ray  # pyright: ignore[reportMissingImports]
@@ -68,6 +90,9 @@ def main() -> int:
 
     for module in (ray_driver, ray_driver_state, ray_placement, ray_ends, after_exit):
         ray.cloudpickle.register_pickle_by_value(module)
+    for name in _NEEDED_LATER:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     asked = sys.stdin.buffer.read()
     if not asked:
         return 0
@@ -80,11 +105,9 @@ def main() -> int:
         kind = type(error).__name__ if type(error).__name__ in _ERRORS else "PeerError"
         lines = str(error).strip().splitlines()
         text = lines[0] if lines else type(error).__name__
-        told = [kind, text if kind in _ERRORS and lines else f"Ray: {text}"]
-        print(json.dumps(told), file=answers, flush=True)  # a line: what Ray has started may hold the pipe open
+        print(json.dumps([kind, text if kind in _ERRORS and lines else f"Ray: {text}"]), file=answers, flush=True)
         return 1
     print(json.dumps(["", ""]), file=answers, flush=True)
-    answers.close()
     try:
         _see_it_begin(ray, driver, job)
     finally:

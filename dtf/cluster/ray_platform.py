@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from dtf.api.registry import option, register
 from dtf.api.schema import KeyProblem, show
 from dtf.cluster.followed_logs import followed
 from dtf.cluster.platform import JOB_FOLDER, JobRequest, JobState, Platform, State
-from dtf.cluster.ray_client import RayClient
+from dtf.cluster.ray_client import ray_client
 from dtf.cluster.ray_driver_state import CANCEL_FILE, SILENT_S, STATE_FILE, age_s, last_state
 from dtf.core.errors import ConfigError, PeerError
 from dtf.core.files import replace_text
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _JOB_FILE, _ANSWER_S = "ray.json", 5.0
 _GONE = "the cluster may be gone; submit again with the same run.dir, which is refused where the job still lives"
-_started: list[RayClient] = []
-"""One that waits for the job of this command line."""
 _RESOURCE = re.compile(r"([A-Za-z_][A-Za-z0-9_:./-]*)=([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)")
 
 
@@ -104,7 +102,7 @@ class Ray(Platform):
         _check_answers(self.address)
         job = json.loads(files[_JOB_FILE].read_text())
         actor = f"dtf-{hashlib.sha256(str(request.job_folder).encode()).hexdigest()[:12]}"  # a folder has one job
-        (_started.pop() if _started else RayClient()).submit(self.address, actor, job)
+        ray_client().submit(self.address, actor, job)
         return {"job": request.name, "id": job["id"], "folder": str(request.job_folder)}
 
     def state(self, handle: dict[str, str]) -> JobState:
@@ -138,14 +136,6 @@ class Ray(Platform):
             return known[1]
 
         yield from followed(lambda: sorted((folder / JOB_FOLDER).glob("*.log")), lives if follow else lambda: False)
-
-
-def start_client(words: Sequence[str]) -> None:
-    """Let Ray be imported while the config is composed, where the words of a command line submit to Ray."""
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    submits = given.get("launcher") == "ray" and given.get("launcher.dry_run", "false") == "false"
-    if submits and not _started and find_spec("ray") is not None:
-        _started.append(RayClient())
 
 
 def _never(folder: Path) -> str:

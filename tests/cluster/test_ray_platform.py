@@ -106,7 +106,7 @@ def test_what_ray_could_not_take_is_refused(job: Callable[..., dict], words: lis
 def test_a_missing_ray_is_named_with_what_installs_it(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ray_platform, "find_spec", lambda name: None)
+    monkeypatch.setattr(ray_client, "find_spec", lambda name: None)
     assert main(["launcher=ray", "train.steps=2"]) == Exit.CONFIG
     assert "python -m pip install 'dtf[ray]'" in capsys.readouterr().err
 
@@ -208,7 +208,7 @@ def test_asking_for_a_job_connects_to_nothing(
 ) -> None:
     """A folder from elsewhere names no address: whoever answers there would run code here."""
     monkeypatch.setattr(socket, "socket", None)
-    monkeypatch.setattr(ray_platform, "RayClient", None)
+    monkeypatch.setattr(ray_platform, "ray_client", None)
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "job").mkdir()
     launcher = {**compose(["launcher=ray"]).config["launcher"], "address": "evil:6379"}
@@ -257,14 +257,14 @@ class FakeRay:
 
 def test_ray_is_imported_early_for_a_submission_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for an answer about the config nor for a job that is printed."""
-    monkeypatch.setattr(ray_platform, "RayClient", object)
+    monkeypatch.setattr(ray_client, "RayClient", object)
     monkeypatch.setattr(ray_platform, "find_spec", lambda name: name)
-    monkeypatch.setattr(ray_platform, "_started", [])
+    monkeypatch.setattr(ray_client, "_started", [])
     for words in (["--cfg", "job"], ["job=describe", "launcher.dry_run=true"]):
         assert main(["launcher=ray", *words]) == Exit.OK
-        assert not ray_platform._started
-    ray_platform.start_client(["launcher=ray", "train.steps=2"])
-    assert len(ray_platform._started) == 1
+        assert not ray_client._started
+    ray_client.start_client(["launcher=ray", "train.steps=2"])
+    assert len(ray_client._started) == 1
 
 
 def test_a_folder_has_one_driver_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

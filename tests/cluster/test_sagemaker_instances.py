@@ -98,7 +98,7 @@ platform = composed.settings.launcher
 platform.check(composed.settings.strategy)
 request = request_of(platform, [composed], Path(sys.argv[1]), platform.default_run_dir("toy", "1"), "toy-1")
 (text,) = platform.render(request).values()
-bundle = Path(sys.argv[1], "s3/mine/dtf/toy-1/bundle/bundle.zip")
+bundle = Path(sys.argv[1], f"s3/mine/dtf/toy-1/bundle/{request.digest}/bundle.zip")
 bundle.parent.mkdir(parents=True)
 bundle.write_bytes(request.content)
 print(text)

@@ -176,7 +176,8 @@ def test_sweep_goes_on_after_a_failure_and_reports_it(capsys: Capture, tmp_path:
     assert main(["-m", *SHOW, f"job.file={log}", "seed=1", "job.fail='',data,bug,0"]) == Exit.DATA
     out = capsys.readouterr().out
     assert len(log.read_text().splitlines()) == 4
-    assert [line.split(": ")[2].split("  ")[0] for line in out.splitlines()[-4:]] == ["ok", "E_DATA", "E_BUG", "ok"]
+    told = [line.split(": ")[2].split("  ")[0] for line in out.splitlines()[-4:]]
+    assert told == ["finished", "failed, E_DATA", "failed, E_BUG", "finished"]
 
 
 def test_sweep_stops_when_a_trial_was_told_to(tmp_path: Path) -> None:
