@@ -106,7 +106,7 @@ def test_what_ray_could_not_take_is_refused(job: Callable[..., dict], words: lis
 def test_a_missing_ray_is_named_with_what_installs_it(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ray_client, "find_spec", lambda name: None)
+    monkeypatch.setattr(ray_platform, "find_spec", lambda name: None)
     assert main(["launcher=ray", "train.steps=2"]) == Exit.CONFIG
     assert "python -m pip install 'dtf[ray]'" in capsys.readouterr().err
 
@@ -258,7 +258,7 @@ class FakeRay:
 def test_ray_is_imported_early_for_a_submission_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for an answer about the config nor for a job that is printed."""
     monkeypatch.setattr(ray_client, "RayClient", object)
-    monkeypatch.setattr(ray_platform, "find_spec", lambda name: name)
+    monkeypatch.setattr(ray_client, "find_spec", lambda name: name)
     monkeypatch.setattr(ray_client, "_started", [])
     for words in (["--cfg", "job"], ["job=describe", "launcher.dry_run=true"]):
         assert main(["launcher=ray", *words]) == Exit.OK
