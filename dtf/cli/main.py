@@ -53,15 +53,20 @@ def _open_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
+def _asks(argv: Sequence[str]) -> bool:
+    """Whether the command line asks for an answer, and starts nothing."""
+    return any(word.split("=")[0] in _ANSWERS for word in argv if word.startswith("-"))
+
+
 def will_launch(argv: Sequence[str]) -> bool:
     """Whether the command line looks as if ranks will be needed: it asks for no answer and has no typo that can be seen
     without composing.
 
     A guess: wrong either way costs time only. Imports the parts, which composing needs too, but not Hydra.
     """
-    flags = [word for word in argv if word.startswith("-")]
-    if any(flag.split("=")[0] in _ANSWERS for flag in flags):
+    if _asks(argv):
         return False
+    flags = [word for word in argv if word.startswith("-")]
     from dtf.config.command_line import is_known
     from dtf.config.settings import load_parts
 
@@ -77,7 +82,7 @@ def _dispatch(argv: list[str]) -> int:
         os.getcwd()
     except OSError as error:
         raise ConfigError("the current directory does not exist any more; change to one that does") from error
-    if "launcher=ray" in argv:
+    if "launcher=ray" in argv and not _asks(argv):
         from dtf.cluster.ray_client import start_client
 
         start_client(argv)

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from dtf.api.trials import TrialEnd, TrialOrder
 from dtf.cli.trials import seconds
-from dtf.cluster.submit import is_submitted, refuse_live, submit
+from dtf.cluster.submit import is_submitted, submit
 from dtf.config.compose import Composed
 from dtf.core.errors import DataError
 from dtf.runs.budget import limit_s
@@ -59,7 +59,6 @@ def run_trial(composed: Composed, folder: Path | None, reported: Reported) -> tu
         job = composed.job
         if folder is None or not isinstance(job, JobWithFolder):
             return submit(composed) if is_submitted(composed) else job.run(composed)
-        refuse_live(folder)  # by a job of its own, of an earlier sweep
         job.folder, job.elsewhere_s = folder, _Elsewhere(folder, limit_s(composed.settings.budget) < math.inf)
         try:
             return job.run(composed)

@@ -31,7 +31,7 @@ def refuse_unseen(request: JobRequest, folder: str, what: str) -> None:
     """Raise ConfigError for a file to read that lies on this machine alone, of any trial. `folder`: what the job's
     processes see besides their image, and `what` that is.
     """
-    for trial, config in zip(request.trials or [""], request.configs or [request.config], strict=False):
+    for trial, config in zip(request.trials or [""], request.configs, strict=True):
         _refuse_unseen(config, folder, what, f"trial {trial}: " if trial else "")
 
 

@@ -48,8 +48,8 @@ class JobRequest:
     roles: dict[str, int]
     """Role -> processes, in order of rank."""
     nodes: int
-    config: dict[str, Any]
-    """Resolved."""
+    configs: tuple[dict[str, Any], ...]
+    """Resolved: of the run, or of each trial."""
     grace_s: float
     """What a save may take after a notice, of the scheduler and of the launcher inside: three times the longest save of
     this run so far, where this machine sees its folder; at least `launcher.grace_s`."""
@@ -59,8 +59,6 @@ class JobRequest:
     """Whether an earlier submission of this request was cut off: the scheduler may have its job."""
     trials: tuple[str, ...] = ()
     """Of a sweep: the names of its trials. Number N of them is `--trial N` of the bundle."""
-    configs: tuple[dict[str, Any], ...] = ()
-    """Resolved: of the run, or of each trial."""
     parallel: int = 0
     """Of a sweep: the most trials at once; 0: as many as the scheduler gives."""
 

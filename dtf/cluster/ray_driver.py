@@ -37,7 +37,7 @@ class Driver:
         self._job, self._folder = job, Path(job["job_folder"])
         self._lock = threading.Lock()
         fresh = {"id": job["id"], "state": "queued", "detail": "", "cancelled": False, "runs": {}}
-        self._state: dict[str, Any] = last_state(self._folder, job["id"])[0] or fresh
+        self._state: dict[str, Any] = last_state(self._folder, job["id"]) or fresh
         self._unseen = "" if os.path.exists(job["bundle"]) else f"{socket.gethostname()} does not see {job['bundle']}"
         if not self._unseen:
             self._tell()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -28,16 +29,28 @@ def _at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def last_state(folder: Path, id: str) -> tuple[dict[str, Any] | None, float]:
-    """What the driver of the job `id` wrote last, None where it has not, and how many seconds ago its heart beat."""
-    path = folder / STATE_FILE
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        with open(path, opener=_at_once) as file:  # opened first: NFS looks anew
-            known = os.fstat(file.fileno())
-            state = json.loads(file.read(_MOST)) if S_ISREG(known.st_mode) else {"id": None}
-        if state["id"] == id:
-            return state, time.time() - known.st_mtime
-    return None, math.inf
+def last_state(folder: Path, id: str) -> dict[str, Any] | None:
+    """What the driver of the job `id` wrote last; None where it has not."""
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        with open(folder / STATE_FILE, opener=_at_once) as file:
+            state = json.loads(file.read(_MOST)) if S_ISREG(os.fstat(file.fileno()).st_mode) else {"id": None}
+        return state if state["id"] == id else None
+    return None
+
+
+def age_s(path: Path) -> float:
+    """Seconds since a file was written or touched; infinite where there is none. By the clock of its storage where that
+    can be asked, as by a file on NFS: clocks of hosts differ.
+    """
+    try:
+        os.close(_at_once(str(path), os.O_RDONLY))  # NFS looks anew
+        touched = path.stat().st_mtime
+        with suppress(OSError), tempfile.TemporaryFile(dir=path.parent) as file:
+            os.utime(file.fileno())
+            return os.fstat(file.fileno()).st_mtime - touched
+        return time.time() - touched
+    except OSError:
+        return math.inf
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from dtf.api.schema import KeyProblem, show
 from dtf.cluster.followed_logs import followed
 from dtf.cluster.platform import JOB_FOLDER, JobRequest, JobState, Platform, State
 from dtf.cluster.ray_client import ray_client
-from dtf.cluster.ray_driver_state import CANCEL_FILE, SILENT_S, last_state
+from dtf.cluster.ray_driver_state import CANCEL_FILE, SILENT_S, STATE_FILE, age_s, last_state
 from dtf.core.errors import ConfigError, PeerError
 from dtf.core.files import replace_text
 
@@ -109,19 +108,18 @@ class Ray(Platform):
     def state(self, handle: dict[str, str]) -> JobState:
         """By the files of the job's folder; nobody is asked."""
         folder = Path(handle["folder"])
-        known, age_s = last_state(folder, handle["id"])
+        known = last_state(folder, handle["id"])
         if known is None:
-            with suppress(OSError):
-                age_s = time.time() - (folder / _JOB_FILE).stat().st_mtime
-            return JobState(State.queued) if age_s < SILENT_S else JobState(State.unknown, _never(folder))
+            begins = age_s(folder / _JOB_FILE) < SILENT_S
+            return JobState(State.queued) if begins else JobState(State.unknown, _never(folder))
         try:
             state = JobState(State(known["state"]), str(known["detail"]))
         except (ValueError, KeyError) as error:
             return JobState(State.unknown, f"{folder} has no state of dtf's driver ({type(error).__name__}: {error})")
-        if not state.state.is_live or age_s < SILENT_S:
+        if not state.state.is_live or (silent_s := age_s(folder / STATE_FILE)) < SILENT_S:
             return state
         last = f"{state.state.value}{state.detail and f', {state.detail}'}"
-        return JobState(State.unknown, f"its driver is silent for {age_s:.0f} s; at last: {last}; {_GONE}")
+        return JobState(State.unknown, f"its driver is silent for {silent_s:.0f} s; at last: {last}; {_GONE}")
 
     def cancel(self, handle: dict[str, str]) -> None:
         folder = Path(handle["folder"])

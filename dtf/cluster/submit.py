@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from dtf.api.registry import lookup
 from dtf.cluster import record
 from dtf.cluster.bundle import Bundle, digest_of
-from dtf.cluster.platform import JOB_FOLDER, JobRequest, Platform, Unanswered, job_name
+from dtf.cluster.platform import JobRequest, Platform, Unanswered, job_name
 from dtf.core.errors import BusyError, ConfigError, DtfError, Exit, PeerError
 from dtf.core.files import open_private
 from dtf.core.run_record import SUBMISSION, time_to_save_s
@@ -90,10 +90,8 @@ def _named(folder: Path, key: str = "job.run_folder") -> str:
 def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
     """Submit a request, and keep the record of its job in its folder. BusyError while a job of the folder lives."""
     texts = platform.render(request)
-    made = not request.folder.exists()
     request.folder.parent.mkdir(parents=True, exist_ok=True)
-    for folder in (request.folder, request.job_folder):
-        folder.mkdir(exist_ok=True, mode=0o700)
+    made, _ = [_make(folder) for folder in (request.folder, request.job_folder)]
     lock = take_lock(request.job_folder)
     try:
         intent = record.intent(request.folder)
@@ -110,7 +108,7 @@ def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
             _write(path, texts[name].encode())
         record.keep_intent(request.folder, intent)
         kept = record.JobRecord(
-            request.config["launcher"],
+            request.configs[0]["launcher"],
             _taken(platform, request, files, made),
             datetime.now(UTC).isoformat(),
             request.digest,
@@ -121,6 +119,17 @@ def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
         return kept
     finally:
         os.close(lock)
+
+
+def _make(folder: Path) -> bool:
+    """Whether this process has made the folder: of two that come at once one has, and may remove it."""
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return False
+    return True
 
 
 def _taken(platform: Platform, request: JobRequest, files: dict[str, Path], made: bool) -> dict[str, str]:
@@ -168,8 +177,7 @@ def refuse_submitted(run_dir: str) -> None:
     if not run_dir or os.environ.get(SUBMISSION):
         return
     for known in (folder, *([folder.parent] if is_sweep(folder.parent) else [])):
-        if (known / JOB_FOLDER).is_dir():
-            refuse_live(known)
+        refuse_live(known)
 
 
 def request_of(
@@ -200,11 +208,10 @@ def request_of(
         content=content,
         roles=first.settings.strategy.roles(platform.count()),
         nodes=platform.nodes,
-        config=first.config,
+        configs=tuple(one.config for one in composed),
         grace_s=grace_s,
         token=token,
         trials=tuple(trials),
-        configs=tuple(one.config for one in composed),
         parallel=parallel,
     )
 

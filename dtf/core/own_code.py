@@ -52,9 +52,9 @@ def dtf_digest(package: str = DTF) -> str:
     """
     content = hashlib.sha256()
     for folder, folders, files in os.walk(package, followlinks=True):  # recipes and conf are links in a working copy
-        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
         for name in sorted(files):
-            if name.endswith(_OF_DTF):
+            if name.endswith(_OF_DTF) and not name.startswith("."):  # editors and notebooks keep theirs so
                 path = os.path.join(folder, name)
                 with open(path, "rb") as file:
                     content.update(f"{os.path.relpath(path, package)}\0".encode() + file.read() + b"\0")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, Exit
-from dtf.core.text import count_text
+from dtf.core.text import count_text, harmless
 from dtf.runs.run_folder import unique_id
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Report(Job):
                 f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir"
             ) from error
         for line in (*best_trials(results), *_standings(results)):
-            print(line)
+            print(harmless(line))
         print(f"{count_text(len(results), 'run')}, {count_text(len(charts), 'chart')}: {folder / 'report.html'}")
         return Exit.OK
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtf.cli.main import main
+from dtf.cli.trials import find
 from dtf.cluster import record
 from dtf.cluster.joint_state import job_state, run_state
 from dtf.cluster.platform import JobState, State
@@ -17,7 +18,7 @@ from dtf.config.compose import compose
 from dtf.core.errors import BusyError, Exit, PeerError
 from dtf.core.run_record import SUBMISSION
 from dtf.core.text import about_text
-from dtf.runs.run_folder import take_lock
+from dtf.runs.run_folder import check_folder, take_lock
 from dtf.runs.standing import Standing, lines, standing
 from tests.support.submission import HERE, SMALL
 
@@ -176,6 +177,11 @@ def test_a_broken_record_of_a_run_is_an_error_that_names_it(
     assert main(["job=status", "job.run_folder=mine"]) == Exit.BUSY
     told = capsys.readouterr().err
     assert "mine/run.json cannot be read" in told and "Traceback" not in told
+    with pytest.raises(BusyError, match="mine/run.json cannot be read"):  # to go on there
+        check_folder(Path("mine"), {"checkpoint": {}})
+    Path("mine/config.yaml").write_text("{}")
+    with pytest.raises(BusyError, match="mine holds what is no trial"):
+        find(Path("mine"), {})
 
 
 @pytest.mark.usefixtures("elsewhere", "platform")

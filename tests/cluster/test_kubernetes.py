@@ -312,10 +312,10 @@ def test_a_model_that_no_pod_sees_is_refused(
     path = path.replace("/HERE" if path.startswith("/") else "HERE", str(tmp_path))
     for config in ({"job": {"model": path}}, {"recipe": {"model": {"weights": path}}}):
         if seen:
-            assert platform().render(request(config=config))
+            assert platform().render(request(configs=(config,)))
             continue
         with pytest.raises(ConfigError, match="which the job does not see; copy it to launcher.claim=runs"):
-            platform().render(request(config=config))
+            platform().render(request(configs=(config,)))
 
 
 def test_the_same_run_folder_has_the_same_folder_here() -> None:

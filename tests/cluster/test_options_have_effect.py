@@ -82,7 +82,7 @@ def rendered(cls: type[Platform], options: dict[str, Any]) -> dict[str, str]:
         digest="0" * 64,
         roles=strategy.roles(platform.count()),
         nodes=platform.nodes,
-        config={},
+        configs=({},),
         grace_s=platform.grace_s,
     )
     return platform.render(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -182,10 +183,24 @@ def test_a_driver_whose_heart_stands_still_is_not_known_to_live(tmp_path: Path) 
         found = Ray().state(handle)
         if state == "running":
             assert found.state is State.unknown
-            assert "silent for 61 s; at last: running, on a; the cluster may be gone; submit again" in found.detail
+            assert re.match(
+                r"its driver is silent for \d+ s; at last: running, on a; the cluster may be gone", found.detail
+            )
             beat(tmp_path)
             assert Ray().state(handle) == JobState(State.running, "on a")
     assert found == JobState(State.finished, "on a")
+
+
+def test_the_clock_of_the_storage_says_how_old_a_beat_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the host that asks, which may be an hour ahead or behind."""
+    write_state(tmp_path, {"id": "1", "state": "running", "detail": ""})
+    now = time.time()
+    for wrong in (now + 3600, now - 3600):
+        monkeypatch.setattr(time, "time", lambda wrong=wrong: wrong)
+        assert Ray().state({"job": "shapes-1", "id": "1", "folder": str(tmp_path)}).state is State.running
+    assert os.listdir(tmp_path) == ["ray-state.json"]
+    (tmp_path / "ray-state.json").write_text("[" * 100_000)
+    assert last_state(tmp_path, "1") is None
 
 
 def test_asking_for_a_job_connects_to_nothing(
@@ -240,6 +255,18 @@ class FakeRay:
         self.killed = True
 
 
+def test_ray_is_imported_early_for_a_submission_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for an answer about the config nor for a job that is printed."""
+    monkeypatch.setattr(ray_client, "RayClient", object)
+    monkeypatch.setattr(ray_client, "find_spec", lambda name: name)
+    monkeypatch.setattr(ray_client, "_started", [])
+    for words in (["--cfg", "job"], ["job=describe", "launcher.dry_run=true"]):
+        assert main(["launcher=ray", *words]) == Exit.OK
+        assert not ray_client._started
+    ray_client.start_client(["launcher=ray", "train.steps=2"])
+    assert len(ray_client._started) == 1
+
+
 def test_a_folder_has_one_driver_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same submission again finds its own one; that of another job is in the way as long as it lives."""
     monkeypatch.setattr(ray_client, "_ENDS_S", 0.0)
@@ -261,7 +288,7 @@ def test_a_driver_that_cannot_begin_is_told_in_its_place(tmp_path: Path, begins:
     """As it may not see the folder itself. Nobody waits for that at submission."""
     job, ray = {"id": "1", "job_folder": str(tmp_path)}, FakeRay(None, begins)
     ray_client._see_it_begin(ray, ray_client._start(ray, object, "dtf-1", job), job)
-    state, _ = last_state(tmp_path, "1")
+    state = last_state(tmp_path, "1")
     assert ray.killed is bool(told) and (state is not None) is bool(told)
     assert state is None or (state["state"] == "failed" and told in state["detail"])
 

@@ -51,7 +51,6 @@ def jobs(
     trials: tuple[str, ...] = (),
     parallel: int = 0,
     run_dir: str = "",
-    config: Any = None,
     configs: tuple[Any, ...] = (),
     **options: Any,
 ) -> list[dict[str, Any]]:
@@ -67,8 +66,7 @@ def jobs(
         digest="0" * 64,
         roles=strategy.roles(platform.count()),
         nodes=platform.nodes,
-        config=config or {},
-        configs=configs,
+        configs=configs or ({},) * max(1, len(trials)),
         grace_s=platform.grace_s,
         trials=trials,
         parallel=parallel,
@@ -182,7 +180,7 @@ def test_each_trial_of_a_sweep_is_a_job() -> None:
         ({"run_dir": "/opt/ml/checkpoints2"}, "run.dir=/opt/ml/checkpoints2 would be lost"),
         ({"run_dir": "/opt/ml/checkpoints/../x"}, "run.dir=/opt/ml/checkpoints/../x would be lost"),
         ({**SHARED, "run_dir": "/opt/ml/input/data/run/../x"}, "run.dir=/opt/ml/input/data/run/../x would be lost"),
-        ({"config": {"job": {"model": "outputs/x"}}}, "job.model=outputs/x is a path of this machine"),
+        ({"configs": ({"job": {"model": "outputs/x"}},)}, "job.model=outputs/x is a path of this machine"),
         (
             {"trials": ("a", "b"), "configs": ({}, {"job": {"model": "outputs/x"}})},
             "trial b: job.model=outputs/x is a path of this machine",

@@ -24,7 +24,7 @@ REQUEST = JobRequest(
     digest="d60e22df" * 8,
     roles={"trainer": 4},
     nodes=2,
-    config={},
+    configs=({},),
     grace_s=25.0,
 )
 

@@ -55,7 +55,9 @@ class Scheduler:
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
     def request_of(platform: Any, composed: Any, folder: Path, run_dir: str, name: str) -> JobRequest:
         nothing: dict[str, Any] = {"digest": "", "content": b"", "roles": {}, "nodes": 1, "grace_s": 1.0}
-        return JobRequest(name=name, folder=folder, run_dir=run_dir, config={"launcher": {"name": "test"}}, **nothing)
+        return JobRequest(
+            name=name, folder=folder, run_dir=run_dir, configs=({"launcher": {"name": "test"}},), **nothing
+        )
 
     made = Scheduler()
     monkeypatch.setattr(trial_jobs, "request_of", request_of)

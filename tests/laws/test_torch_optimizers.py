@@ -30,7 +30,9 @@ PLUGIN = "tests.support.foreign_plugin"
 SHORT: dict[str, Any] = {"steps": 4, "eval_every": 4, "plugin": PLUGIN, "lr": "cosine", "ema": 0.9}
 
 
-@pytest.mark.parametrize(("strategy", "options", "optimizer"), crossed(variants(), NAMES, each=1, turns=[None]))
+@pytest.mark.parametrize(
+    ("strategy", "options", "optimizer"), crossed(variants(), NAMES, each=1, turns=[*NAMES[-2:], None, None, None])
+)
 def test_the_same_numbers_under_every_strategy(strategy: str, options: dict, optimizer: str) -> None:
     case: dict[str, Any] = {"optimizer": optimizer, **SHORT}
     assert difference(reference(**case), spread(strategy, 2, options=options, **case)) <= 1e-10

@@ -29,8 +29,8 @@ FAULTS = [
     Fault(
         "what an earlier job of the folder came to is the state of the new one",
         "dtf/cluster/ray_driver_state.py",
-        'if state["id"] == id:',
-        'if state["id"]:',
+        'state if state["id"] == id else None',
+        'state if state["id"] else None',
         (f"{_RAY}test_what_the_driver_wrote_last_needs_no_cluster",),
     ),
     Fault(

@@ -35,7 +35,7 @@ def request(**values: Any) -> JobRequest:
         "digest": "0123456789abcdef" * 4,
         "roles": {"trainer": 2},
         "nodes": 2,
-        "config": {},
+        "configs": ({},) * max(1, len(values.get("trials", ()))),
         "grace_s": 25.0,
     }
     return JobRequest(**{**plain, **values})

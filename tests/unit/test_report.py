@@ -262,7 +262,7 @@ HOSTILE = [
 @pytest.mark.parametrize("names", [HOSTILE[::2], pytest.param(HOSTILE, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_names_from_elsewhere_stay_text(tmp_path, run_dtf, names):
     pytest.importorskip("matplotlib")
-    folder = run_folder(tmp_path / "runs/a", lr={"name": "cosine", "peak": HOSTILE[0]})
+    folder = run_folder(tmp_path / "runs/a", lr={"name": "cosine", "peak": f"{HOSTILE[0]}\x1b[2J\x9b1A"})
     row = {"split": "eval", "step": 10, "epoch": 1.0} | dict.fromkeys(names, 0.5)
     sample = {"time": 1.0, "step": 1, "utilisation": 1.0, "memory": 1}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
@@ -272,13 +272,13 @@ def test_names_from_elsewhere_stay_text(tmp_path, run_dtf, names):
     run_folder(tmp_path / "runs/b")
     done = run_dtf("job=report", f"job.runs=['{tmp_path}/runs/*']")
     assert done.code == 0, done.err
-    text = (done.folder / "report.html").read_text()
-    page = Page(text)
+    page = Page((done.folder / "report.html").read_text())
     assert not page.tags["script"] and len(page.ids) == len(set(page.ids))
     assert all(re.fullmatch(r"[\w.:-]+", name) for name in page.ids)
     assert "eval/loss" in page.texts
     assert {path.parent for path in tmp_path.rglob("*.png")} == {done.folder}
     assert len([*done.folder.glob("metric_*.png")]) == len(names) + 2
+    assert "<script>" in done.out and not set(done.out) & set("\x1b\x9b")
     assert len([*done.folder.glob("memory_*.png")]) == len(devices) + 1
 
 
