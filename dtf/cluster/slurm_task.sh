@@ -10,6 +10,19 @@ cancelled() { # listed: a shared file system may remember for a while that a fil
     return 1
 }
 : >"$DTF_ATTEMPT/began.$SLURM_PROCID" # what failed before is srun's
+watch_leader() { # where the node of the batch script is lost Slurm requeues that component, and leaves this one its nodes
+    local theirs
+    while ! read -rt @ASKED@; do # nothing ever comes: a wait
+        theirs=$(squeue --noheader --jobs="$DTF_JOB" --format="%A %T" 2>/dev/null)
+        # says that the job is pending, and requeues what still runs of it all the same
+        [[ $'\n'$theirs == *$'\n'"$DTF_JOB PENDING"* ]] && scontrol requeue "$DTF_JOB" 2>/dev/null
+    done <> <(:)
+}
+watch=
+if [[ -n ${SLURM_HET_SIZE:-} && ${SLURM_NODEID:-0} != 0 && ${SLURM_LOCALID:-0} == 0 ]]; then
+    watch_leader &
+    watch=$!
+fi
 export DTF_REASON_FILE=$DTF_ATTEMPT/reason.$SLURM_PROCID
 code=143
 if [[ -z $told ]] && ! cancelled; then # as before Slurm knew of this step, which a signal would not have reached
@@ -24,6 +37,7 @@ if [[ -z $told ]] && ! cancelled; then # as before Slurm knew of this step, whic
     done
     ((code >= 0)) || code=143 # bash lost it: the process ended by the signal that interrupted the wait
 fi
+[[ -z $watch ]] || kill "$watch"
 noted=$DTF_ATTEMPT/code.$SLURM_PROCID
 echo "$code" >"$noted.new" && mv "$noted.new" "$noted"
 if ((code > 128 && code != 143)) && command -v scancel >/dev/null; then # killed: the others would wait for it

@@ -57,6 +57,26 @@ def test_a_preempted_job_of_two_nodes_goes_on_and_has_the_same_bits(
 
 @needs_slurm
 @pytest.mark.slow
+def test_trainers_leave_their_nodes_where_that_of_the_servers_is_lost_at_a_start(tmp_path: Path) -> None:
+    """Slurm requeues the component of the lost node, and leaves the other one running, which nobody would end."""
+    run = tmp_path / "run"
+    with slurmbox(tmp_path / "slurm", nodes=3) as box:
+        campaign = Campaign(box, tmp_path, random.Random(0))
+        job = campaign.submit(
+            run, "strategy=pserver", "train.steps=2", "launcher.nodes=2", "launcher.processes=1",
+            "launcher.allow_insecure=true",
+        )  # fmt: skip
+        box.wait(lambda: len([*run.glob("job/attempts/*/began.*")]) == 3, "all tasks")
+        box.kill_node("n1")
+        box.call("scontrol", "update", "NodeName=n1", "State=DOWN", "Reason=power")
+        for component in box.jobs(job):
+            box.wait_state(component["JobId"], "PENDING", patience_s=180)
+        box.start_node("n1")
+        assert box.wait_end(job) == "COMPLETED"
+
+
+@needs_slurm
+@pytest.mark.slow
 def test_what_slurm_itself_refuses_is_told_in_its_words(tmp_path: Path) -> None:
     with slurmbox(tmp_path / "slurm") as box:
         campaign = Campaign(box, tmp_path, random.Random(0))
