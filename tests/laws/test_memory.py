@@ -248,9 +248,9 @@ def watched(rank: int, size: int, strategy: str, options: dict[str, Any]) -> dic
 def test_the_size_of_a_gradient_is_found_without_a_copy_of_it() -> None:
     """In fp64 that would be twice the gradient."""
     gradient = torch.linspace(-1, 2, 4_000_001)
+    expected = (gradient.double().square() * torch.where(gradient > 0, 1.0, 0.25)).sum().sqrt()
     with Peak() as peak:
         size = take_size(gradient)
-    expected = (gradient.double().square() * torch.where(gradient > 0, 1.0, 0.25)).sum().sqrt()
     torch.testing.assert_close(size, expected, rtol=1e-12, atol=0)
     assert peak.peak < gradient.nbytes and gradient[0] == -1
 
