@@ -329,7 +329,9 @@ class Memory(NamedTuple):
     gradients: int
     optimizer: int
     activations: int
-    exchange: int = 0  # what is on its way to or from other ranks: gathered parameters, copies of gradients
+    # what is on its way to or from other ranks: gathered parameters, copies of gradients; or gradients of a trial pass,
+    # beside those that a wrapper sums
+    exchange: int = 0
     # of sparse tables: rows with their state, and the index of ids, whose whole range is reserved and taken as it is
     # used
     tables: int = 0

@@ -174,6 +174,15 @@ def pending_grad_bytes(sizes: list[int], micro_batches: int) -> int:
     return max(sizes) if micro_batches > 1 else 0
 
 
+def unsummed_grad_bytes(sizes: list[int], trials: Sequence[tuple[int, Footprint]], rows: int) -> int:
+    """Bytes that a trial pass needs beyond a step with micro-batches of `rows` rows, where a wrapper of the model keeps
+    gradients that are summed over ranks: those of a trial pass are not, and lie beside them, but it has few rows.
+    `sizes`, `trials`: as above.
+    """
+    few = min(rows, trials[-1][0])
+    return sum(sizes) - activations(trials, rows) + activations(trials, few)
+
+
 def table_row(ranks: Sequence[Memory], who: str = "process") -> dict[str, str]:
     """The needs of the rank that needs most, for the start-up table. `who`: what to call a rank."""
     most = max(ranks, key=sum)

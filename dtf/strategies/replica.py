@@ -35,7 +35,7 @@ from dtf.model.forward import (
 )
 from dtf.model.init import layout_of
 from dtf.model.known_parameters import KnownParameters
-from dtf.model.memory import Footprint, activations, pending_grad_bytes
+from dtf.model.memory import Footprint, activations, pending_grad_bytes, unsummed_grad_bytes
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.outside_tensors import OutsideTensors, refuse_kept_copies
 from dtf.model.receive import EVALUATION, Receiver
@@ -43,13 +43,7 @@ from dtf.model.seeded_dropout import SeededDropout
 from dtf.model.shared_state import SharedState
 from dtf.optim.update import LocalUpdate
 from dtf.strategies.compile_trial import CompileTrial
-from dtf.strategies.pass_probes import (
-    Reach,
-    count_calls,
-    pass_error,
-    refuse_hooks_on_sums,
-    written_by_pass,
-)
+from dtf.strategies.pass_probes import Reach, count_calls, pass_error, refuse_hooks_on_sums, written_by_pass
 from dtf.strategies.replica_start import CLIPPED, PADDED, check_start
 from dtf.strategies.start_check import Numbers, Passes
 from dtf.strategies.start_padding import padding_error
@@ -362,15 +356,21 @@ class Replica:
             self.trials.append((len(part.ids), footprint))
         return numbers
 
-    def memory(self, update: LocalUpdate, micro_batches: int, rows: int) -> Memory:
-        """Bytes of a step with this number of micro-batches, of this number of rows each. After `warmup`."""
+    def memory(self, update: LocalUpdate, micro_batches: int, rows: int, exchange: int = 0) -> Memory:
+        """Bytes of a step with this number of micro-batches, of this number of rows each, or of a trial pass where that
+        needs more. After `warmup`. `exchange`: what a step has in flight between ranks.
+        """
         parameters, gradients, optimizer, tables = update.bytes()
-        if self._forward is self.model and self._sync is None:
-            gradients += pending_grad_bytes(  # otherwise the wrapper of the model knows where gradients wait
-                [byte_count([parameter]) for parameter in map(local, self._trained)], micro_batches
-            )
+        sizes = [byte_count([parameter]) for parameter in map(local, self._trained)]
+        if self._sync is None:  # otherwise the wrapper of the model knows where gradients wait
+            if self._forward is self.model:
+                gradients += pending_grad_bytes(sizes, micro_batches)
+            else:
+                exchange = max(exchange, unsummed_grad_bytes(sizes, self.trials, rows))
         buffers = byte_count(local(buffer) for buffer in self.model.buffers())
-        return Memory(parameters + buffers, gradients, optimizer, activations(self.trials, rows), tables=tables)
+        return Memory(
+            parameters + buffers, gradients, optimizer, activations(self.trials, rows), exchange, tables=tables
+        )
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Evaluated:

@@ -155,9 +155,7 @@ class Spmd(Program):
         self._factors.clear()
 
     def memory(self) -> Memory:
-        return self._replica.memory(self._update, *microbatch_load(self._task, self.shares))._replace(
-            exchange=self._exchange
-        )
+        return self._replica.memory(self._update, *microbatch_load(self._task, self.shares), self._exchange)
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None

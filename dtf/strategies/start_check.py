@@ -66,13 +66,17 @@ class Collectives:
 
 
 def take_size(gradient: Tensor) -> Tensor:
-    """The norm () of a gradient whose negative numbers count half, in fp64: a change of signs shows. It overwrites the
-    gradient.
-    """
-    norm = gradient.detach().double().norm()
-    positive = gradient.detach().clamp_(min=0).double().norm()
-    return (norm.square() / 4 + positive.square() * 0.75).sqrt()
+    """The norm () of a gradient whose negative numbers count half, in fp64: a change of signs shows."""
+    parts = gradient.detach().reshape(-1).split(_PART)  # a copy of the whole in fp64 might not fit
+    copy, squares = torch.empty_like(parts[0], dtype=torch.float64), list[Tensor]()
+    for part in parts:
+        numbers = copy[: len(part)].copy_(part)
+        squares += [numbers.norm().square() / 4, numbers.clamp_(min=0).norm().square() * 0.75]
+    return torch.stack(squares).sum().sqrt()
 
+
+_PART = 1 << 20
+"""Of how many numbers `take_size` makes a copy at a time."""
 
 LARGE = 2.0**12
 """By how much a loss is multiplied to find gradients that do not grow with it; a power of two rounds nothing."""
