@@ -153,7 +153,7 @@ def test_a_job_that_is_evicted_again_and_again_ends_with_the_same_bits(
     assert evictions >= 1
     alone = tmp_path / "alone"
     command = [sys.executable, "-m", "dtf", *SMALL, *task, "launcher.processes=2", f"run.dir={alone}"]
-    subprocess.run(command, env={**os.environ, **PATH}, check=True, capture_output=True, timeout=200)
+    subprocess.run(command, env={**os.environ, **PATH}, check=True, capture_output=True, timeout=600)
     same_tensors(run_dir(folder), alone, steps)
     ends = Counter(_exit_code(pod) for pod in [*box.store.deleted, *box.pods()] if pod["kind"] == "Pod")
     saved = sum("saved" in box.kubelet.text(pod) for pod in box.store.deleted if pod["kind"] == "Pod")

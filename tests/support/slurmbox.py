@@ -110,7 +110,9 @@ class SlurmBox:
     def call(self, *words: str, cwd: Path | None = None, **variables: str) -> str:
         """What the command prints. Refused, with its standard error, when it fails."""
         process = self.popen(*words, cwd=cwd, **variables)
-        out, err = process.communicate(timeout=PATIENCE_S)
+        out, err = process.communicate(
+            timeout=3 * PATIENCE_S
+        )  # scancel asks again for a minute what cannot be done now
         if process.returncode:
             raise Refused(f"{' '.join(words)}: exit {process.returncode}: {err or out}")
         return out
