@@ -204,7 +204,7 @@ class RowRequest:
 
 def _places(ids: np.ndarray, servers: int) -> list[Places]:
     """Places of distinct ids by the server that owns them. The id -1 stands for zeros, and no server owns it."""
-    real = ids >= 0
+    real = ids != -1
     if servers == 1:
         return [ALL if real.all() else np.flatnonzero(real)]
     owners = owner_of(ids, servers)

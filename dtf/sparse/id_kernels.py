@@ -117,7 +117,7 @@ def find(slots, ids, positions):
         prefetch(flat, 2 * slot, 1)
     for i in range(count):
         key, position = ids[i], np.int64(-1)
-        if key >= 0:
+        if key != -1:
             slot = np.uint64(positions[i])
             while slots[slot, 1] != 0:
                 if slots[slot, 0] == key:
@@ -134,10 +134,10 @@ def find_direct(slots, ids, positions):
     """`find` where slot = id: `slots` (size,) row + 1, 0: no row."""
     count, missing = len(ids), 0
     for i in range(count):
-        if i + AHEAD < count and ids[i + AHEAD] >= 0:
+        if i + AHEAD < count and ids[i + AHEAD] != -1:
             prefetch(slots, ids[i + AHEAD], 1)
         position = np.int64(-1)
-        if ids[i] >= 0:
+        if ids[i] != -1:
             position = np.int64(slots[ids[i]]) - 1
             missing += position < 0
         positions[i] = position

@@ -54,9 +54,7 @@ def tables_of(
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
     check_tables(task, placement, world.size)  # again: elastic launchers change the number of ranks
     placement = Placement.replicated if world.size == 1 else placement
-    owners = greedy_balance(
-        {name: spec.width * (spec.size or spec.capacity) for name, spec in specs.items()}, world.size
-    )
+    owners = greedy_balance({name: spec.width * spec.most_rows for name, spec in specs.items()}, world.size)
     spread: dict[str, ShardedTable] = {}
     for name, spec in specs.items():
         columns = bounds(spec.width, world.size, world.rank) if placement is Placement.column_wise else (0, spec.width)

@@ -69,7 +69,7 @@ class ShardedTables:
                     .astype(table.store.dtype, copy=False)
                 )
                 summed = segment_sum(flat, inverse, len(ids))
-                summed[ids < 0] = 0
+                summed[ids == -1] = 0
             else:
                 summed = np.zeros((len(ids), table.width), table.store.dtype)
             total[0] += table.merge(summed)

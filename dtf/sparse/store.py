@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 DECAYED = "decayed"
 _LEAST_SLOTS = 1024
+_LONG = 8  # bytes of an id
 
 
 class Rows(NamedTuple):
@@ -68,13 +69,13 @@ class SparseTable:
             self._columns[state], self._firsts[state] = slice(stride, stride + count), first
             stride += count
         self.stride = stride
-        self._capacity = min(spec.capacity, spec.size) if spec.size else spec.capacity
+        self._capacity = spec.most_rows
         self.clear()
 
     def clear(self) -> None:
         """Remove all rows."""
         try:
-            self._index = _Direct(self.spec.size, self._kernels) if self.spec.size else _Hashed(self._kernels)
+            self._index = _index(self.spec, self._kernels)
             self._records = _reserve(self._capacity, self.stride, self.dtype)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(
@@ -105,7 +106,7 @@ class SparseTable:
         if self._since is not None:
             rows *= np.exp(self.decayed - self._since[positions]).astype(self.dtype)[:, None]  # of no row: zeros
         if not create:
-            absent = np.flatnonzero((positions < 0) & (ids >= 0))
+            absent = np.flatnonzero((positions < 0) & (ids != -1))
             rows[absent] = self._draw(ids[absent])
         return rows
 
@@ -213,11 +214,11 @@ class SparseTable:
 
     def _checked(self, ids: np.ndarray) -> np.ndarray:
         ids = np.ascontiguousarray(ids, np.int64)
-        least, most = (int(ids.min()), int(ids.max())) if len(ids) else (-1, -1)
-        if least < -1 or (self.spec.size and most >= self.spec.size):
-            wrong = least if least < -1 else most
-            ends = f"0 to {self.spec.size - 1}" if self.spec.size else "0 or more"
-            raise DataError(f"table {self.name}: id {wrong} must be {ends}, or -1 for none")
+        if self.spec.size and len(ids):
+            least, most = int(ids.min()), int(ids.max())
+            if least < -1 or most >= self.spec.size:
+                wrong = least if least < -1 else most
+                raise DataError(f"table {self.name}: id {wrong} must be 0 to {self.spec.size - 1}, or -1 for none")
         return ids
 
     def _place(self, ids: np.ndarray, draw: bool = True) -> np.ndarray:
@@ -228,7 +229,7 @@ class SparseTable:
         first, last = self._count, self._count + absent
         if last > self._capacity:
             raise full(self.name, self._capacity, last)
-        new = np.flatnonzero((positions < 0) & (ids >= 0))
+        new = np.flatnonzero((positions < 0) & (ids != -1))
         fresh = ids[new]
         self._index.insert(fresh, first)
         positions[new] = np.arange(first, last)
@@ -266,11 +267,22 @@ def full(name: str, capacity: int, rows: int) -> ConfigError:
     )
 
 
+def _index(spec: Table, kernels: ModuleType) -> _Direct | _Hashed:
+    """What finds the rows of a table: a slot for each id of a range, where all of these take no more memory than the
+    hashed slots of `most_rows` rows would; else hashed slots, which grow with the rows that exist.
+    """
+    kind = np.dtype(np.int32 if spec.most_rows < 2**31 - 1 else np.int64)
+    hashed_bytes = 2 * _LONG * _slots_for(spec.most_rows)
+    if 0 < spec.size * kind.itemsize <= hashed_bytes:
+        return _Direct(spec.size, kind, kernels)
+    return _Hashed(kernels)
+
+
 class _Direct:
     """Ids below `size`: position + 1 of each, 0: none."""
 
-    def __init__(self, size: int, kernels: ModuleType) -> None:
-        self.slots = _reserve(size, 1, np.dtype(np.int32 if size < 2**31 - 1 else np.int64)).reshape(-1)
+    def __init__(self, size: int, kind: np.dtype, kernels: ModuleType) -> None:
+        self.slots = _reserve(size, 1, kind).reshape(-1)
         self._kernels = kernels
 
     def find(self, ids: np.ndarray) -> tuple[np.ndarray, int]:
@@ -299,9 +311,7 @@ class _Hashed:
 
     def insert(self, ids: np.ndarray, first: int) -> None:
         self._count += len(ids)
-        wanted = len(self.slots)
-        while wanted < 2 * self._count:
-            wanted *= 2
+        wanted = _slots_for(self._count)
         if wanted > len(self.slots):
             larger = np.zeros((wanted, 2), np.int64)
             self._kernels.rehash(self.slots, larger)
@@ -312,6 +322,11 @@ class _Hashed:
         used = self.slots[self.slots[:, 1] > 0]
         used = used[np.argsort(used[:, 0])]
         return used[:, 0].copy(), used[:, 1] - 1
+
+
+def _slots_for(rows: int) -> int:
+    """How many slots so many rows need: a power of two, at least twice the rows."""
+    return max(_LEAST_SLOTS, 1 << (2 * rows - 1).bit_length())
 
 
 def unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -73,7 +73,7 @@ class DataParallelTable(ShardedTable):
     def merge(self, gradients: np.ndarray) -> float:
         ids = self._ids
         if self._world.size > 1:
-            real = (ids >= 0) & self._givers[self._world.rank]
+            real = (ids != -1) & self._givers[self._world.rank]
             ids, gradients = self._together(ids[real], gradients[real])
             self.store.lookup(ids, True)  # other ranks have met rows that this one has not
         self._merged = ids, gradients
@@ -102,7 +102,7 @@ class DataParallelTable(ShardedTable):
         all_ids, everything = np.empty((size, most), np.int64), np.empty((size, most, self.width), gradients.dtype)
         for local_part, into in ((padded_ids, all_ids), (padded, everything)):
             dist.all_gather(list(torch.from_numpy(into)), torch.from_numpy(local_part))
-        real = all_ids.reshape(-1) >= 0
+        real = all_ids.reshape(-1) != -1
         distinct, inverse = unique(all_ids.reshape(-1)[real])
         return distinct, segment_sum(everything.reshape(-1, self.width)[real], inverse, len(distinct))
 

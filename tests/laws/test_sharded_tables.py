@@ -27,7 +27,7 @@ from tests.support.harness import PRECISIONS, ROWS, difference, meshes, referenc
 from tests.support.sparse_toy import Tabled
 
 slow = pytest.mark.slow
-ANY: dict[str, Any] = {"name": "tabled", "rows": ROWS, "scale": 2**54 + 1}  # ids of up to 62 bits
+ANY: dict[str, Any] = {"name": "tabled", "rows": ROWS, "scale": -(2**54) - 1}  # ids of up to 62 bits below 0
 RANGE: dict[str, Any] = {"name": "tabled", "rows": ROWS, "size": 150}
 
 

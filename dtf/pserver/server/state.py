@@ -306,7 +306,7 @@ class ServerState:
     def owns(self, name: str, ids: np.ndarray) -> bool:
         """Whether all rows of these ids may be on this server."""
         size = self._task.recipe.tables()[name].size
-        if not len(ids) or (ids.min() >= 0 and (not size or ids.max() < size)):
+        if not (ids == -1).any() and (not size or not len(ids) or (ids.min() >= 0 and ids.max() < size)):
             return self._world.size == 1 or bool((owner_of(ids, self._world.size) == self._world.rank).all())
         return False
 
