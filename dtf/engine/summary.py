@@ -98,4 +98,5 @@ def _sparse(settings: Settings, config: dict[str, Any]) -> dict[str, str]:
             f"{name}: up to {rows:,} rows of {spec.width} numbers, {bytes_text(rows * numbers * item)} with the state "
             f"of {config['sparse']['name']}"
         )
-    return {"sparse tables": "; ".join(texts)} if texts else {}
+    life = settings.sparse.life_text()
+    return {"sparse tables": "; ".join(texts)} | ({"row life": life} if life else {}) if texts else {}

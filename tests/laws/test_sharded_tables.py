@@ -22,6 +22,7 @@ from dtf.core.errors import DataError
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.sparse.make_tables import tables_of
+from dtf.sparse.sharded_tables import LIFE_COUNTS
 from tests.support.arrays import SAME_PROGRAM, plain, seldom
 from tests.support.harness import PRECISIONS, ROWS, difference, meshes, reference, spread, variants
 from tests.support.sparse_toy import Tabled
@@ -196,6 +197,15 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         (SINGLE[0], "recipe.model.table=dense", "sparse.lr_factor=2"),
         "GeneratedClicks has none as recipe.model.table is set",
     ),
+    (
+        (*TABLED, "sparse.admit_count=2", "sparse.when_full=error"),
+        "sparse.when_full=error ends the run when the table is full, and sparse.admit_count asks for rows that have",
+    ),
+    ((*TABLED, "sparse.score_decay=0.5"), "sparse.score_decay=0.5 is of no account where no row leaves by its score"),
+    (
+        (*TABLED, "sparse.when_full=refuse", "strategy=pserver", "strategy.mode=geo"),
+        "strategy.mode=geo adds up rows that trainers made by themselves",
+    ),
     (("sparse.lr_factor=2",), "ResnetShapes has none; leave sparse=... out"),
     (
         (*TABLED, "sparse=sgd", "sparse.weight_decay=20", "lr.peak=0.1"),
@@ -236,6 +246,40 @@ def test_what_cannot_run_is_refused_before_ranks_start_without_torch() -> None:
     assert fine == [""] * len(FINE) and heavy == [] and "pip install 'dtf[ctr]'" in without_numba
 
 
+LIFE: dict[str, Any] = {
+    "recipe": {"name": "tabled", "rows": 600, "values": 1000, "scale": -(2**52) - 1, "capacity": 256},
+    "sparse_options": {"admit_count": 2, "admit_probability": 0.9, "evict_unseen": 3, "score_decay": 0.9},
+    "batch_size": 150,
+    "steps": 12,
+}
+"""Four virtual shards of 64 rows, which are full after a few steps."""
+
+
+def lives() -> list[Any]:
+    ways = [
+        *((name, 4, {"tables": tables}) for name in ("ddp", "tensor") for tables in ("replicated", "rows", "tables")),
+        *(("ddp", 2, {"tables": tables}) for tables in ("rows", "columns")),
+        *(("pserver", 3, {"servers": n, "min_block": 1}) for n in (1, 2, 4)),
+        *(("pserver", 2, {"servers": n, "dense": "allreduce"}) for n in (1, 3)),
+        *((name, 3, {}) for name in ("dp", "fsdp", "pipeline")),
+        ("pserver", 4, {"team": 2, "servers": 2, "min_block": 1}),
+    ]
+    usual = (4, 7, 9, 12, 16)
+    return [
+        pytest.param(*way, id=f"{way[0]}-{way[1]}-{way[2]}", marks=() if i in usual else slow)
+        for i, way in enumerate(ways)
+    ]
+
+
+@pytest.mark.parametrize(("strategy", "processes", "options"), lives())
+def test_rows_live_and_leave_alike_everywhere(strategy: str, processes: int, options: dict) -> None:
+    one = reference(**LIFE)
+    counts = {key: sum(values[key] for values in one["train"].values()) for key in LIFE_COUNTS}
+    rows = sum(len(one["tensors"][f"table/{name}/ids"]) for name in ("ids", "who"))
+    assert min(counts.values()) > 50 and counts["admitted"] - counts["evicted"] == rows <= 256 + 40
+    assert difference(one, spread(strategy, processes, options=options, **LIFE)) <= 1e-10
+
+
 WAYS = {
     "dp": ("dp", 3, {}),
     "replicated": ("ddp", 2, {}),
@@ -267,6 +311,26 @@ def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(
     (one, processes, options), (other, more, others) = WAYS[first], WAYS[second]
     a = spread(one, processes, options=options, folder=str(tmp_path), save_every=2, halt=True, **case)
     b = spread(other, more, options=others, start=str(tmp_path / "step_000002"), **case)
+    whole = b | {key: a[key] | b[key] for key in ("train", "eval", "ids")}
+    assert difference(reference(**case), whole) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "step"),
+    [
+        pytest.param(*pair, step, marks=() if step == 3 and pair[0] == "rows" else slow)
+        for pair, step in product(
+            [("rows", "two servers"), ("two servers of rows", "columns"), ("replicated", "whole"), ("server", "rows")],
+            (1, 3, 8),
+        )
+    ],
+)
+def test_a_life_goes_on_from_any_step(first: str, second: str, step: int, tmp_path: Path) -> None:
+    """With the counts of an open metric window."""
+    case = LIFE | {"log_every": 5}
+    (one, processes, options), (other, more, others) = WAYS[first], WAYS[second]
+    a = spread(one, processes, options=options, folder=str(tmp_path), save_every=step, halt=True, **case)
+    b = spread(other, more, options=others, start=str(tmp_path / f"step_{step:06d}"), **case)
     whole = b | {key: a[key] | b[key] for key in ("train", "eval", "ids")}
     assert difference(reference(**case), whole) <= 1e-10
 
