@@ -361,7 +361,9 @@ def test_rows_that_ftrl_keeps_go_on_at_the_same_alpha_only(run_dtf: Any) -> None
     refused = run_dtf(*run, "sparse.alpha=0.2", folder=cut.folder)
     assert (cut.code, refused.code) == (0, 2), refused.err
     assert "was written with sparse.alpha=0.1, this run has sparse.alpha=0.2" in refused.err
-    assert run_dtf(*run, "sparse.l2=0.5", folder=cut.folder).code == 0
+    further = run_dtf(*run, "sparse.l2=0.5", "sparse.evict_unseen=50", folder=cut.folder)
+    assert further.code == 0, further.err
+    assert "with sparse.evict_unseen=50 (was 0), sparse.l2=0.5 (was 0.0)" in further.out + further.err
 
 
 def test_a_checkpoint_that_counts_other_rows_than_it_has_is_refused() -> None:

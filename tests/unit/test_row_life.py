@@ -188,10 +188,24 @@ def _typed(options: dict[str, Any]) -> dict[str, Any]:
     return options | {"when_full": WhenFull(options["when_full"])}
 
 
-@settings(max_examples=20, deadline=None)
-@given(OPTIONS, st.integers(0, 2**32), st.integers(0, 12))
+TRAFFIC = given(OPTIONS, st.integers(0, 2**32), st.integers(0, 12))
+
+
+@settings(max_examples=6, deadline=None)
+@TRAFFIC
 def test_a_table_lives_as_its_reference(options: dict[str, Any], seed: int, cut: int) -> None:
-    """It is saved and loaded, in pieces of another order, before step `cut`."""
+    follow_reference(options, seed, cut)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@TRAFFIC
+def test_a_table_lives_as_its_reference_at_length(options: dict[str, Any], seed: int, cut: int) -> None:
+    follow_reference(options, seed, cut)
+
+
+def follow_reference(options: dict[str, Any], seed: int, cut: int) -> None:
+    """The table is saved and loaded, in pieces of another order, before step `cut`."""
     spec, chosen = Table(WIDTH, 0, CAPACITY, 0.1), rule(**options)
     table = table_of(spec, chosen, 1, "t", np.float64)
     reference = Reference(chosen, spec, chosen.shards(spec))
