@@ -113,26 +113,29 @@ class Life:
             leaves |= (self._decayed(at, step) < rule.evict_score) & (self._last[at] < step)
         return at[leaves]
 
-    def crowded(self, shards: np.ndarray) -> np.ndarray:
-        """The shards without room for so many new rows; `shards` (n,): one entry for each."""
-        return np.flatnonzero(self.counts + np.bincount(shards, minlength=len(self.counts)) > self.limits)
+    def crowded(self, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The shards without room for so many new rows, and how many come to each; `shards` (n,): one for each row."""
+        coming = np.bincount(shards, minlength=len(self.counts))
+        crowded = np.flatnonzero(self.counts + coming > self.limits)
+        return crowded, coming[crowded]
 
-    def lowest(self, shard: int, coming: int, step: int) -> np.ndarray:
-        """Positions of the rows that leave a shard for `coming` new ones: the lowest ones down to 7/8 of its room, or
-        as many more as are needed, and never rows of this step.
+    def lowest(self, shards: np.ndarray, coming: np.ndarray, step: int) -> np.ndarray:
+        """Positions of the rows that leave crowded shards: the lowest ones down to 7/8 of its room, or as many more as
+        those that come need, and never rows of this step.
         """
-        at = self._positions(shard)
         if self._last is None or not self._rule.evicts_when_full:
-            return at[:0]
-        limit = int(self.limits[shard])
-        keep = max(0, min(7 * limit // 8, limit - coming))
-        may = at[self._last[at] < step]
-        keys = self._decayed(may, step), self._last[may], self.ids[may]
-        return may[lowest(keys, min(len(may), len(at) - keep))]
+            return np.empty(0, np.int64)
+        out = np.empty(int(self.counts[shards].sum()), np.int64)
+        where = self.starts, self.counts, self.limits, self.ids, self._scores, self._last
+        return out[: self._kernels.lowest(shards, coming, *where, step, self._rule.score_decay, out)]
 
-    def room(self, shard: int) -> int:
-        """How many more rows a shard can have."""
-        return int(self.limits[shard] - self.counts[shard])
+    def fits(self, ids: np.ndarray, shards: np.ndarray, scores: np.ndarray) -> np.ndarray:
+        """Which of some new rows there is room for, bool (n,): the highest of each shard."""
+        order = np.lexsort((ids, -scores, shards))
+        rank = np.arange(len(ids)) - np.searchsorted(shards[order], shards[order])
+        fits = np.empty(len(ids), bool)
+        fits[order] = rank < (self.limits - self.counts)[shards[order]]
+        return fits
 
     # ------------------------------------------------------------ places
 
@@ -147,21 +150,18 @@ class Life:
         return positions
 
     def leave(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Let the rows at some positions of one shard leave. The last rows of the shard take their places: returns
-        where these were, and where they are now.
+        """Let the rows at some positions leave, those of a shard together. The last rows of a shard take their places:
+        returns where these were, and where they are now.
         """
-        shard = int(np.searchsorted(self.starts, positions[0], side="right")) - 1
-        start, count = int(self.starts[shard]), int(self.counts[shard])
-        keep = count - len(positions)
-        gone = np.zeros(count, bool)
-        gone[positions - start] = True
-        holes, movers = start + np.flatnonzero(gone[:keep]), start + keep + np.flatnonzero(~gone[keep:])
+        shards = np.searchsorted(self.starts, positions, side="right") - 1
+        were, are = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
+        moved = self._kernels.close(positions, shards, self.starts, self.counts, were, are)
+        were, are = were[:moved], are[:moved]
         for array in (self.ids, self._last, self._scores):
             if array is not None:
-                array[holes] = array[movers]
-        self.counts[shard] = keep
+                array[are] = array[were]
         self.evicted += len(positions)
-        return movers, holes
+        return were, are
 
     def statistics(self, positions: np.ndarray) -> dict[str, np.ndarray]:
         """The statistics of rows, as a checkpoint keeps them."""

@@ -105,3 +105,84 @@ def settle(shards, starts, counts, out):
     for i in range(len(shards)):
         out[i] = starts[shards[i]] + counts[shards[i]]
         counts[shards[i]] += 1
+
+
+@njit(cache=True, nogil=True)
+def _before(a, b, scores, last, ids):
+    if scores[a] != scores[b]:
+        return scores[a] < scores[b]
+    return last[a] < last[b] if last[a] != last[b] else ids[a] < ids[b]
+
+
+@njit(cache=True, nogil=True)
+def _select(order, size, count, scores, last, ids):
+    """Bring the `count` lowest of order[:size] to its front (quickselect, Hoare 1961)."""
+    low, high = 0, size - 1
+    while low < high:
+        pivot = order[(low + high) // 2]
+        i, j = low, high
+        while i <= j:
+            while _before(order[i], pivot, scores, last, ids):
+                i += 1
+            while _before(pivot, order[j], scores, last, ids):
+                j -= 1
+            if i <= j:
+                order[i], order[j] = order[j], order[i]
+                i += 1
+                j -= 1
+        if count - 1 <= j:
+            high = j
+        elif count - 1 >= i:
+            low = i
+        else:
+            break
+
+
+@njit(cache=True, nogil=True)
+def lowest(shards, coming, starts, counts, limits, ids, scores, last, step, decay, out):
+    """Positions of the rows that leave shards for `coming` new ones, shard by shard into `out`; returns how many."""
+    found = 0
+    for n in range(len(shards)):
+        start, count, limit = starts[shards[n]], counts[shards[n]], limits[shards[n]]
+        order, size = np.empty(count, np.int64), 0
+        now = np.empty(count)
+        for i in range(count):
+            now[i] = np.float64(scores[start + i]) * power(decay, step - last[start + i])
+            if last[start + i] < step:
+                order[size] = i
+                size += 1
+        keep = max(0, min(7 * limit // 8, limit - coming[n]))
+        leave = min(size, max(0, count - keep))
+        if 0 < leave < size:
+            _select(order, size, leave, now, last[start : start + count], ids[start : start + count])
+        for i in range(leave):
+            out[found] = start + order[i]
+            found += 1
+    return found
+
+
+@njit(cache=True, nogil=True)
+def close(positions, shards, starts, counts, were, are):
+    """Fill the positions of rows that leave, those of a shard together, with its last rows that stay: where these
+    `were` and where they `are`; returns how many. `shards`: of each position.
+    """
+    moved = first = 0
+    while first < len(positions):
+        shard, end = shards[first], first
+        while end < len(positions) and shards[end] == shard:
+            end += 1
+        start, count = starts[shard], counts[shard]
+        gone = np.zeros(count, np.bool_)
+        for i in range(first, end):
+            gone[positions[i] - start] = True
+        keep, mover = count - (end - first), count
+        for hole in range(keep):
+            if gone[hole]:
+                mover -= 1
+                while gone[mover]:
+                    mover -= 1
+                were[moved], are[moved] = start + mover, start + hole
+                moved += 1
+        counts[shard] = keep
+        first = end
+    return moved

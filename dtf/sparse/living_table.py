@@ -75,13 +75,11 @@ class LivingTable(SparseTable):
         may, shows = life.admit(ids[new], seen[new], step)
         asking, new, shows = len(new), new[may], shows[may]
         scores, shards = shows + seen[new, 1], life.shards(ids[new])
-        rest = np.ones(len(new), bool)
-        for shard in life.crowded(shards).tolist():
-            coming = np.flatnonzero(shards == shard)
-            self._leave(life.lowest(shard, len(coming), step))
-            order = np.lexsort((ids[new[coming]], -scores[coming]))
-            rest[coming[order[life.room(shard) :]]] = False
-        new, scores, shards = new[rest], scores[rest], shards[rest]
+        crowded, coming = life.crowded(shards)
+        if len(crowded):
+            self._leave(life.lowest(crowded, coming, step))
+            fits = life.fits(ids[new], shards, scores)
+            new, scores, shards = new[fits], scores[fits], shards[fits]
         life.refused += asking - len(new)
         made = life.settle(ids[new], shards, scores, step)
         self._index.insert(ids[new], made)
@@ -97,7 +95,7 @@ class LivingTable(SparseTable):
         return positions
 
     def _leave(self, positions: np.ndarray) -> None:
-        """Let rows of one shard go."""
+        """Let rows go, see `Life.leave`."""
         if not len(positions):
             return
         self._index.remove(self.life.ids[positions])
@@ -117,7 +115,7 @@ class LivingTable(SparseTable):
         states = {LAST_STEP: np.full(len(ids), step, np.int32), SCORE: np.ones(len(ids), np.float32)} | states
         scores, last = states[SCORE].reshape(-1), states[LAST_STEP].reshape(-1)
         shards, rest = life.shards(ids), np.ones(len(ids), bool)
-        for shard in life.crowded(shards).tolist():
+        for shard in life.crowded(shards)[0].tolist():
             mine = np.flatnonzero(shards == shard)
             leave, out = life.overfull(shard, ids[mine], scores[mine], last[mine], step)
             self._leave(leave)

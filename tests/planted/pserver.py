@@ -248,9 +248,9 @@ FAULTS = [
     ),
     Fault(
         "rows of a step make room for each other",
-        "dtf/sparse/life.py",
-        "        may = at[self._last[at] < step]\n",
-        "        may = at[self._last[at] <= step]\n",
+        "dtf/sparse/life_kernels.py",
+        "            if last[start + i] < step:\n",
+        "            if last[start + i] <= step:\n",
         ("tests/unit/test_row_life.py::test_rows_of_one_step_never_make_room_for_each_other",),
     ),
     Fault(
