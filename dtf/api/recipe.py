@@ -251,6 +251,12 @@ class Recipe(ABC):
         """
         return {name: table.width for name, table in self.tables().items()}
 
+    def clicks(self, targets: Any) -> Tensor | None:
+        """Which rows of a batch are clicks, (B,): not 0 where one is. They raise the scores of the rows of sparse
+        tables that were shown, see `sparse.evict_score`. Default: None, nothing is a click.
+        """
+        return None
+
     @property
     def row_traits(self) -> Collection[RowTrait] | None:
         """What training rows have that some samplers need: all of it, as ranks compare it with the data. Default: None,

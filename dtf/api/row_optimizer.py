@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from dtf.api.registry import option
+from dtf.api.row_life import RowLife
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +21,7 @@ DEFAULT = "adagrad"
 
 
 @dataclass(kw_only=True)
-class RowOptimizer(ABC):
+class RowOptimizer(RowLife, ABC):
     """Updates rows of sparse tables. Fields are the config node `sparse`. Modules import numpy and numba only inside
     methods.
     """

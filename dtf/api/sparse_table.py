@@ -15,13 +15,22 @@ class Table:
     A table lies beside the model, in host memory. The model gets the rows (B, F, width), floating, in place of the ids
     (B, F) int64. Id -1 stands for zeros that learn nothing.
 
+    An id is any 64-bit integer but -1, so hashes of 64 bits are used as they are; of a range (`size`), those in it. A
+    range costs what its rows cost, however large it is: a slot for each id is kept only where all slots take no more
+    memory than the index by hash of `capacity` rows.
+
     A row is drawn from hash(seed, table, id) when it is first trained: normal, mean 0, standard deviation `scale`.
     """
 
     width: int  # numbers in a row
-    size: int  # ids are 0 to size - 1; 0: any from 0 to 2**63 - 1
+    size: int  # ids are 0 to size - 1; 0: any but -1
     capacity: int  # the most rows that all ranks together may hold
     scale: float  # standard deviation of a new row
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows that can exist."""
+        return min(self.capacity, self.size) if self.size else self.capacity
 
 
 class Placement(Enum):

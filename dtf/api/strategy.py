@@ -162,6 +162,12 @@ class Program(ABC):
         """Begin to sum up the outputs of modules, see `ModuleOutputs`. Default: nothing is watched."""
         return []
 
+    def counts(self) -> dict[str, int]:
+        """What happened on this rank since the last call, for the next report of training: additive over ranks, with
+        the same names on all. Called after `LeasedWork.rest`. Default: nothing.
+        """
+        return {}
+
     @abstractmethod
     def skipped(self) -> int:
         """How many updates were skipped so far because loss or gradient was not finite. The same number on all ranks.

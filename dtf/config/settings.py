@@ -149,6 +149,7 @@ class Settings(Root):
                 f"step.ema={self.step.ema:g} averages all weights, and the rows of a sparse table are too many for "
                 "that; use step.ema=0, or a dense table",
             )
+        self.sparse.check_life()
         # schedules of other people may have none: then ranks find out
         self.sparse.shrinkage(self.sparse.rate(getattr(self.lr, "peak", 0.0)))
 

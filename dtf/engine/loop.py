@@ -141,6 +141,7 @@ class _TicketHandler:
         # steps since the last poll, whatever their numbers: a resumed run does not start at 0
         self.polled_at, self.steps_since_poll = time.perf_counter(), 0
         self.evaluation_s = 0.0  # the longest; 0: none was made
+        self.counted: list[str] = []  # names of what the program counts
 
     def train(self, ticket: Train) -> None:
         """One step, without waiting for the device; then the next batch is prepared while the device computes."""
@@ -194,10 +195,11 @@ class _TicketHandler:
         self.window = Window()
         metrics = loop.recipe.summarise(total[: self.width])
         values = {**metrics, "grad_norm": _ratio(total[self.width], total[self.width + 1])}
-        self.skipped += int(total[-1])
+        self.skipped += int(total[self.width + 2])
+        shown_counts = dict(zip(self.counted, map(int, total[self.width + 3 :]), strict=True))
         rows_per_s = (total[0] - self.rows_before) / self.stopwatch.lap()
         shown = {**values, "lr": self.lr, "rows_per_s": rows_per_s, **loop.speed(rows_per_s), **loop.train.reading()}
-        shown |= self.skipped_values(SKIPPED, total[-1])
+        shown |= self.skipped_values(SKIPPED, total[self.width + 2]) | shown_counts
         loop.report(Measured("train", step, step / loop.steps_per_epoch, self.stopwatch.total(), shown))
         self.rows_before = 0.0
         self.clock.done(ticket, values)
@@ -304,7 +306,7 @@ class _TicketHandler:
         self.program.sync()
         total = self._close_window()
         self.unreadable.judge(self.loop.world.reduce(torch.tensor([0.0, *self.unreadable.here()]).double()).tolist())
-        self.skipped += int(total[-1])
+        self.skipped += int(total[self.width + 2])
         self._refuse_divergence(ticket.step)
         at_the_end = ticket.step and ticket.reason in ("finished", "early_stop")
         if at_the_end and not self.updated:
@@ -330,6 +332,9 @@ class _TicketHandler:
             self.leased_skipped[epoch] = self.program.leased.unread("train", epoch)
             self.window.skip(self.leased_skipped[epoch] - counted_before)
         self.leased_skipped = dict(list(self.leased_skipped.items())[-2:])  # nothing comes in for earlier epochs
+        counts = self.program.counts()
+        self.counted = list(counts)
+        self.window.count(counts)
         total = self.window.total(self.loop.world, self.width)
         self.updated = self.updated or total[self.width + 1] > 0
         return total

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dtf.api.registry import base_of
+from dtf.api.row_life import RowLife, life_values
 from dtf.api.task import Source
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import flat
@@ -160,6 +161,9 @@ def _load(setup: TrainingSetup, path: Path) -> Resumed:
     scalars = source.scalars
     _refuse_another_task(setup, path, source)
     now, before = dict(flat(hyperparameters(setup), "")), dict(flat(scalars["course"], ""))
+    # earlier versions did not write them, and had none
+    life = {f"sparse.{key}": value for key, value in life_values(RowLife()).items()}
+    before = {key: value for key, value in life.items() if key in now} | before
     changed = [
         f"{_said(key, now.get(key), setup)} (was {str(before.get(key))[:_SHOWN]})"
         for key in sorted(now.keys() | before.keys())

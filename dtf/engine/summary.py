@@ -93,9 +93,10 @@ def _sparse(settings: Settings, config: dict[str, Any]) -> dict[str, str]:
     texts = []
     for name, spec in settings.recipe.tables().items():
         numbers = spec.width + sum(count for count, _ in settings.sparse.states(spec.width).values())
-        rows = min(spec.capacity, spec.size or spec.capacity)
+        rows = spec.most_rows
         texts.append(
             f"{name}: up to {rows:,} rows of {spec.width} numbers, {bytes_text(rows * numbers * item)} with the state "
             f"of {config['sparse']['name']}"
         )
-    return {"sparse tables": "; ".join(texts)} if texts else {}
+    life = settings.sparse.life_text()
+    return {"sparse tables": "; ".join(texts)} | ({"row life": life} if life else {}) if texts else {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ class Window:
         self._norms: Tensor | None = None  # where the device has them
         self._norm, self._known = 0.0, 0.0  # where the host has them
         self._skipped = 0  # rows that could not be read
+        self._counts: dict[str, int] = {}
         self._carried = carried  # totals from before a checkpoint, the same on every rank
 
     def add(self, output: StepOutput) -> None:
@@ -33,11 +36,15 @@ class Window:
         """Count rows that could not be read."""
         self._skipped += rows
 
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Add what the program has counted."""
+        self._counts = {name: self._counts.get(name, 0) + number for name, number in counts.items()}
+
     def total(self, world: Peers, width: int) -> list[float]:
-        """Sums over ranks, [metric sums (M), sum of norms, their number, rows that could not be read]; waits for the
-        device. Collective.
+        """Sums over ranks, [metric sums (M), sum of norms, their number, rows that could not be read, counts of the
+        program]; waits for the device. Collective.
         """
-        local = torch.zeros(width + 3, dtype=torch.float64)
+        local = torch.zeros(width + 3 + len(self._counts), dtype=torch.float64)
         if self._sums is not None:
             if self._sums.shape != (width,):
                 raise ConfigError(
@@ -45,10 +52,12 @@ class Window:
                     f"state has {width} numbers; StepOutput.sums is what Recipe.measure returns"
                 )
             local[:width] += self._sums.cpu()
-        local[width:] += torch.tensor([self._norm, self._known, self._skipped], dtype=torch.float64)
+        counted = [self._norm, self._known, self._skipped, *self._counts.values()]
+        local[width:] += torch.tensor(counted, dtype=torch.float64)
         if self._norms is not None:
             local[width : width + 2] += self._norms.cpu()
         total = world.reduce(local)
-        if self._carried is not None:  # earlier versions did not count skipped rows
-            total[: len(self._carried)] += torch.tensor(self._carried, dtype=torch.float64)
+        if self._carried is not None:  # earlier versions, and programs of other options, have counted less or more
+            carried = self._carried[: len(total)]
+            total[: len(carried)] += torch.tensor(carried, dtype=torch.float64)
         return total.tolist()

@@ -185,9 +185,10 @@ def lines(servers: list[dict[str, Any]]) -> Iterator[str]:
         yield ""
         yield f"{'table':<24} {'server':>6} {'rows':>13} {'MiB':>9}  rows all servers may hold"
         for name, number, table in tables:
+            life = [f"{table[key]:,} {key}" for key in ("admitted", "refused", "evicted") if key in table]
             yield (
                 f"{name[:24]:<24} {number:>6} {table['rows']:>13,} {table['bytes'] / 2**20:>9.2f}  "
-                f"{table['capacity']:,}"
+                f"{table['capacity']:,}{'; since the start ' * bool(life)}{', '.join(life)}"
             )
     if "trainers" not in first:
         return

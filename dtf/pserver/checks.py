@@ -100,6 +100,12 @@ def _check_task(strategy: PserverOptions, task: Task) -> None:
             f"different age, and averages of squares, as {group}={name_of(group, rule)} keeps them, may become "
             f"negative; leave it at null, with which all exchange at once, or use {group}=sgd or adagrad",
         )
+    if mode is Mode.geo and tables and task.rows is not None and task.rows.lives:
+        raise ConfigError(
+            "strategy.mode=geo adds up rows that trainers made by themselves, and with sparse.admit_..., "
+            "sparse.evict_... or sparse.when_full a server decides with each gradient which rows there are; use sync, "
+            "async or half_async"
+        )
     if mode is Mode.geo and tables and task.rows is not None and task.rows.shrinkage(1.0):
         raise ConfigError(
             "strategy.mode=geo exchanges the rows that a trainer met, and sparse.weight_decay shrinks all others too; "

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dtf.pserver.row_routing import RowGradients
+
 
 class Push(NamedTuple):
     """Gradients of the sum of losses over the rows of the lease, divided by the rows of the global batch.
@@ -18,7 +20,7 @@ class Push(NamedTuple):
     step: int
     part: int
     dense: np.ndarray  # (bytes,) uint8: see `param_slices.views`
-    rows: Mapping[str, tuple[np.ndarray, np.ndarray]]  # by table: ids (U,), each once, and numbers (U, columns)
+    rows: Mapping[str, RowGradients]  # by table: with local training changes of rows and their states
     # whether the gradient is, as far as is known, and `statistics` are; of differences how many steps had one that is
     finite: int
     norm: float  # of the whole gradient, all servers' parts, where the mode needs it
@@ -34,5 +36,5 @@ class Push(NamedTuple):
 
     def copied(self) -> Push:
         """The same with memory of its own."""
-        rows = {name: (ids, numbers.copy()) for name, (ids, numbers) in self.rows.items()}
+        rows = {name: part._replace(gradients=part.gradients.copy()) for name, part in self.rows.items()}
         return self._replace(dense=self.dense.copy(), rows=rows)

@@ -15,10 +15,11 @@ from dtf.api.task import Task
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
+from dtf.sparse.living_table import LivingTable, table_of
 from dtf.sparse.make_tables import table_specs
-from dtf.sparse.sharded_tables import ShardedTables, boxes_of, full
+from dtf.sparse.sharded_tables import LIFE_COUNTS, Clicks, ShardedTables, boxes_of, full, seen_in
 from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
-from dtf.sparse.table_layouts import RowWiseTable, owner_of
+from dtf.sparse.table_layouts import Gradients, RowWiseTable, owner_of
 
 
 class RowGradients(NamedTuple):
@@ -26,7 +27,8 @@ class RowGradients(NamedTuple):
 
     ids: np.ndarray  # (U,) distinct
     gradients: np.ndarray  # (U, width)
-    weight: float
+    seen: np.ndarray | None = None  # (U, 2) where rows have a life, see `SparseTable.update`
+    weight: float = 1.0
 
 
 class ServerShard(RowWiseTable):
@@ -41,8 +43,9 @@ class ServerShard(RowWiseTable):
             part.gradients if part.weight == 1 else part.gradients * part.gradients.dtype.type(part.weight)
             for part in pushes
         ]
+        seen = [part.seen for part in pushes if part.seen is not None] if self.lives else []
         if len(parts) == 1:
-            self._merged = pushes[0].ids, parts[0]
+            self._merged = Gradients(pushes[0].ids, parts[0], seen[0] if seen else None)
         else:
             ids, inverse = (
                 unique(np.concatenate([part.ids for part in pushes]))
@@ -54,8 +57,9 @@ class ServerShard(RowWiseTable):
                 if pushes
                 else np.empty((0, self.width), self.store.dtype)
             )
-            self._merged = ids, summed
-        return squares(self._merged[1])
+            shown = segment_sum(np.concatenate([np.empty((0, 2)), *seen]), inverse, len(ids)) if self.lives else None
+            self._merged = Gradients(ids, summed, shown)
+        return squares(self._merged.gradients)
 
 
 class ServerShards(ShardedTables):
@@ -64,6 +68,7 @@ class ServerShards(ShardedTables):
     def __init__(self, tables: Mapping[str, ServerShard], world: World) -> None:
         super().__init__(tables, world, 1.0)
         self._shards = dict(tables)
+        self.lives = any(shard.lives for shard in tables.values())
 
     def rows(self, name: str, ids: np.ndarray, create: bool) -> np.ndarray:
         """Rows (U, width) of distinct ids (U,) of this server. Errors as of `SparseTable.lookup`. Not collective."""
@@ -122,11 +127,21 @@ class ServerShards(ShardedTables):
         """How many numbers a row has with its state."""
         return self._shards[name].store.stride
 
+    def life_so_far(self) -> np.ndarray:
+        """The LIFE_COUNTS of this server since its tables were made or loaded, over all tables; (3,) int64."""
+        lives = [shard.store.life for shard in self._shards.values() if isinstance(shard.store, LivingTable)]
+        return np.array([sum(getattr(life, key) for life in lives) for key in LIFE_COUNTS], np.int64)
+
+    def owns(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """Which of the ids (n,) belong to this server, bool (n,)."""
+        return self._shards[name].owns(ids)
+
     def sizes(self) -> dict[str, dict[str, int]]:
         """Per table, on this server: see `ServerState.tables`. Not collective."""
         stores = {name: table_shard.store for name, table_shard in self._shards.items()}
         return {
             name: {"rows": len(store), "bytes": store.byte_count(), "capacity": store.spec.capacity}
+            | ({key: getattr(store.life, key) for key in LIFE_COUNTS} if isinstance(store, LivingTable) else {})
             for name, store in stores.items()
         }
 
@@ -139,12 +154,30 @@ def server_shards(task: Task, world: World) -> ServerShards | None:
     assert task.rows is not None
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
     shards = ServerShards(
-        {name: ServerShard(SparseTable(spec, task.rows, task.seed, name, kind), world) for name, spec in specs.items()},
+        {name: ServerShard(table_of(spec, task.rows, task.seed, name, kind), world) for name, spec in specs.items()},
         world,
     )
     if task.weights is not None:
         shards.start_from(task.weights, task.recipe)
     return shards
+
+
+class RoutedTable(NamedTuple):
+    """What a trainer has to know of a table."""
+
+    width: int
+    shards: int  # virtual ones, of which each server owns some
+    lives: bool  # whether servers are told how often ids were shown
+
+
+def routed_tables(task: Task) -> dict[str, RoutedTable]:
+    """The task's tables by name, as a trainer knows them."""
+    rule = task.rows
+    return {
+        name: RoutedTable(spec.width, rule.shards(spec), rule.lives)
+        for name, spec in task.recipe.tables().items()
+        if rule is not None
+    }
 
 
 Places = np.ndarray | slice
@@ -156,20 +189,37 @@ ALL = slice(None)
 class RowRequest:
     """The ids of one batch, each once and by the server that owns it; routes rows to the batch, and gradients back."""
 
-    def __init__(self, batch: Batch, widths: Mapping[str, int], servers: int) -> None:
-        self._widths, self._servers = widths, servers
+    def __init__(
+        self,
+        batch: Batch,
+        tables: Mapping[str, RoutedTable],
+        servers: int,
+        clicks: Clicks | None = None,
+        seen: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """`clicks`: see `Recipe.clicks`. `seen`: where the batch does not tell how often its ids were shown, (n, 2)."""
+        self._widths, self._servers = {name: table.width for name, table in tables.items()}, servers
         self._shapes: dict[str, tuple[int, ...]] = {}
         # ids, place of each position in them, places by server
         self._by_table: dict[str, tuple[np.ndarray, np.ndarray, list[Places]]] = {}
-        for name in widths:
+        self.seen: dict[str, np.ndarray] = {}
+        """How often each distinct id was shown, and clicked: (U, 2), of tables whose rows have a life."""
+        for name, table in tables.items():
             ids = batch.inputs[name]
             self._shapes[name] = tuple(ids.shape)
             distinct, inverse = unique(ids.cpu().numpy().reshape(-1))
-            self._by_table[name] = distinct, inverse, _places(distinct, servers)
+            self._by_table[name] = distinct, inverse, _places(distinct, servers, table.shards)
+            if table.lives:
+                each = seen_in(batch, name, clicks) if seen is None else seen[name]
+                self.seen[name] = segment_sum(each.astype(np.float32), inverse, len(distinct))
 
     def ids(self, server: int) -> dict[str, np.ndarray]:
         """The ids that this server is asked for, by table."""
         return {name: distinct[places[server]] for name, (distinct, _, places) in self._by_table.items()}
+
+    def seen_of(self, server: int) -> dict[str, np.ndarray]:
+        """How often each of these ids was shown, and clicked: (U, 2), of tables whose rows have a life."""
+        return {name: seen[self._by_table[name][2][server]] for name, seen in self.seen.items()}
 
     def fill(self, batch: Batch, rows: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> Batch:
         """The batch with rows in place of ids. `rows`: by server, of what it was asked for."""
@@ -188,25 +238,30 @@ class RowRequest:
             inputs[name] = torch.from_numpy(out).view(*self._shapes[name], width).to(device)
         return batch._replace(inputs=inputs)
 
-    def gradients(self, gradients: Mapping[str, Tensor]) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
+    def gradients(self, gradients: Mapping[str, Tensor]) -> list[dict[str, RowGradients]]:
         """By server and table, the ids and the summed gradients (U, width) of their rows, from those (B, F, width) of
         `fill`'s inputs.
         """
-        parts: list[dict[str, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(self._servers)]
+        parts: list[dict[str, RowGradients]] = [{} for _ in range(self._servers)]
         for name, (distinct, inverse, places) in self._by_table.items():
             width = self._widths[name]
-            if name in gradients:
-                summed = segment_sum(gradients[name].detach().cpu().numpy().reshape(-1, width), inverse, len(distinct))
-                for server, part in enumerate(parts):
-                    part[name] = distinct[places[server]], summed[places[server]]
+            seen = self.seen.get(name)
+            if name in gradients or seen is not None:  # what was shown counts, also where it has no gradient
+                summed = (
+                    segment_sum(gradients[name].detach().cpu().numpy().reshape(-1, width), inverse, len(distinct))
+                    if name in gradients
+                    else np.zeros((len(distinct), width), np.float32)
+                )
+                for part, place in zip(parts, places, strict=True):
+                    part[name] = RowGradients(distinct[place], summed[place], None if seen is None else seen[place])
         return parts
 
 
-def _places(ids: np.ndarray, servers: int) -> list[Places]:
+def _places(ids: np.ndarray, servers: int, shards: int) -> list[Places]:
     """Places of distinct ids by the server that owns them. The id -1 stands for zeros, and no server owns it."""
-    real = ids >= 0
+    real = ids != -1
     if servers == 1:
         return [ALL if real.all() else np.flatnonzero(real)]
-    owners = owner_of(ids, servers)
+    owners = owner_of(ids, servers, shards)
     owners[~real] = -1
     return [np.flatnonzero(owners == server) for server in range(servers)]

@@ -117,7 +117,7 @@ def find(slots, ids, positions):
         prefetch(flat, 2 * slot, 1)
     for i in range(count):
         key, position = ids[i], np.int64(-1)
-        if key >= 0:
+        if key != -1:
             slot = np.uint64(positions[i])
             while slots[slot, 1] != 0:
                 if slots[slot, 0] == key:
@@ -134,10 +134,10 @@ def find_direct(slots, ids, positions):
     """`find` where slot = id: `slots` (size,) row + 1, 0: no row."""
     count, missing = len(ids), 0
     for i in range(count):
-        if i + AHEAD < count and ids[i + AHEAD] >= 0:
+        if i + AHEAD < count and ids[i + AHEAD] != -1:
             prefetch(slots, ids[i + AHEAD], 1)
         position = np.int64(-1)
-        if ids[i] >= 0:
+        if ids[i] != -1:
             position = np.int64(slots[ids[i]]) - 1
             missing += position < 0
         positions[i] = position
@@ -145,15 +145,49 @@ def find_direct(slots, ids, positions):
 
 
 @njit(cache=True, nogil=True)
-def insert(slots, ids, first):
-    """Give ids that have no row the rows from `first` on."""
+def insert(slots, ids, positions):
+    """Give ids that have no row these."""
     mask = np.uint64(len(slots) - 1)
     for i in range(len(ids)):
         slot = mix(np.uint64(ids[i]) * _GOLDEN) & mask
         while slots[slot, 1] != 0:
             slot = (slot + _ONE) & mask
         slots[slot, 0] = ids[i]
-        slots[slot, 1] = first + i + 1
+        slots[slot, 1] = positions[i] + 1
+
+
+@njit(cache=True, nogil=True)
+def move(slots, ids, positions):
+    """Give ids that have a row another one."""
+    mask = np.uint64(len(slots) - 1)
+    for i in range(len(ids)):
+        slot = mix(np.uint64(ids[i]) * _GOLDEN) & mask
+        while slots[slot, 1] == 0 or slots[slot, 0] != ids[i]:
+            slot = (slot + _ONE) & mask
+        slots[slot, 1] = positions[i] + 1
+
+
+@njit(cache=True, nogil=True)
+def remove(slots, ids):
+    """Take the rows of ids that have one away. Those behind them move up, so that no slot is left that is neither
+    empty nor used (Knuth, The Art of Computer Programming, vol. 3, section 6.4, algorithm R).
+    """
+    mask = np.uint64(len(slots) - 1)
+    for i in range(len(ids)):
+        hole = mix(np.uint64(ids[i]) * _GOLDEN) & mask
+        while slots[hole, 1] == 0 or slots[hole, 0] != ids[i]:
+            hole = (hole + _ONE) & mask
+        slot = hole
+        while True:
+            slot = (slot + _ONE) & mask
+            if slots[slot, 1] == 0:
+                break
+            home = mix(np.uint64(slots[slot, 0]) * _GOLDEN) & mask
+            if ((slot - home) & mask) >= ((slot - hole) & mask):
+                slots[hole, 0] = slots[slot, 0]
+                slots[hole, 1] = slots[slot, 1]
+                hole = slot
+        slots[hole, 1] = 0
 
 
 @njit(cache=True, nogil=True)

@@ -44,8 +44,8 @@ def tables_of(
         return None
     assert task.rows is not None
 
+    from dtf.sparse.living_table import table_of
     from dtf.sparse.sharded_tables import ShardedTables
-    from dtf.sparse.store import SparseTable
     from dtf.sparse.table_layouts import ColumnWiseTable, DataParallelTable, RowWiseTable, TableWiseTable
 
     flags = torch.zeros(world.size, dtype=torch.int64)
@@ -54,13 +54,11 @@ def tables_of(
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
     check_tables(task, placement, world.size)  # again: elastic launchers change the number of ranks
     placement = Placement.replicated if world.size == 1 else placement
-    owners = greedy_balance(
-        {name: spec.width * (spec.size or spec.capacity) for name, spec in specs.items()}, world.size
-    )
+    owners = greedy_balance({name: spec.width * spec.most_rows for name, spec in specs.items()}, world.size)
     spread: dict[str, ShardedTable] = {}
     for name, spec in specs.items():
         columns = bounds(spec.width, world.size, world.rank) if placement is Placement.column_wise else (0, spec.width)
-        store = SparseTable(spec, task.rows, task.seed, name, kind, columns)
+        store = table_of(spec, task.rows, task.seed, name, kind, columns)
         match placement:
             case Placement.replicated:
                 spread[name] = DataParallelTable(store, world, givers)
@@ -72,7 +70,7 @@ def tables_of(
                 spread[name] = TableWiseTable(
                     store, world, givers, next(rank for rank, names in enumerate(owners) if name in names)
                 )
-    tables = ShardedTables(spread, world, share)
+    tables = ShardedTables(spread, world, share, task.recipe.clicks)
     if task.weights is not None:
         tables.start_from(task.weights, task.recipe)
     return tables

@@ -7,7 +7,8 @@ rows is `dtf.sparse.store`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +19,18 @@ from dtf.api.task import Source, Weights
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
+from dtf.sparse.living_table import LivingTable
 from dtf.sparse.store import DECAYED, full, gather, segment_sum, unique
 from dtf.sparse.table_layouts import ShardedTable
 
 COUNT, DECAY = "count", "decay"
 """In a checkpoint: rows over all ranks; `SparseTable.decayed`."""
+
+LIFE_COUNTS = ("admitted", "refused", "evicted")
+"""What is counted of rows that have a life, see `Life`."""
+
+Clicks = Callable[[Any], Tensor | None]
+"""See `Recipe.clicks`."""
 
 ROWS_PER_READ = 1 << 18
 """Rows of a table that are read from a checkpoint at a time."""
@@ -34,13 +42,17 @@ class ShardedTables:
     A step calls `lookup` for training, `backward` and `apply`, in this order. After `backward`, `norm` is the norm of
     the gradient of all rows over all ranks. All methods are collective, but for `clear`, `learnt` and `byte_count`.
 
-    `share`: the factor of each rank's gradients in their sum.
+    `share`: the factor of each rank's gradients in their sum. `clicks`: see `Recipe.clicks`.
     """
 
-    def __init__(self, tables: Mapping[str, ShardedTable], world: World, share: float) -> None:
-        self._tables, self._world, self._share = tables, world, share
+    def __init__(
+        self, tables: Mapping[str, ShardedTable], world: World, share: float, clicks: Clicks | None = None
+    ) -> None:
+        self._tables, self._world, self._share, self._clicks = tables, world, share, clicks
         # ids that are there, and which of them each position had, -1 for none
         self._asked: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._seen: dict[str, np.ndarray] = {}  # of tables whose rows have a life, for ids of `_asked`
+        self._told = dict.fromkeys(LIFE_COUNTS, 0)
         self.norm = torch.zeros((), dtype=torch.float64)
 
     def lookup(self, batch: Batch, train: bool) -> Batch:
@@ -50,6 +62,10 @@ class ShardedTables:
         inputs = dict(batch.inputs)
         for name, table in self._tables.items():
             inputs[name] = self._rows(name, table, batch.inputs[name], train)
+            if train and table.lives:
+                ids, inverse = self._asked[name]
+                seen = seen_in(batch, name, self._clicks) if len(inverse) else np.empty((0, 2))
+                self._seen[name] = segment_sum(seen.astype(table.store.dtype), inverse, len(ids))
         return batch._replace(inputs=inputs)
 
     def backward(self, gradients: Mapping[str, Tensor]) -> None:
@@ -69,9 +85,11 @@ class ShardedTables:
                     .astype(table.store.dtype, copy=False)
                 )
                 summed = segment_sum(flat, inverse, len(ids))
-                summed[ids < 0] = 0
+                summed[ids == -1] = 0
             else:
                 summed = np.zeros((len(ids), table.width), table.store.dtype)
+            if table.lives:
+                summed = np.concatenate([summed, self._seen.pop(name)], axis=1)
             total[0] += table.merge(summed)
         total[1:] = torch.tensor([len(table.store) for table in self._tables.values()])
         if any(table.by_rows or table.by_columns for table in self._tables.values()):
@@ -99,6 +117,10 @@ class ShardedTables:
             count, names = int(source.read(f"{prefix}{COUNT}")), source.names()
             decay = float(source.read(f"{prefix}{DECAY}")) if f"{prefix}{DECAYED}" in names else None
             parts = {"rows": True, **(table.wide if resume else {}), **({DECAYED: False} if decay is not None else {})}
+            parts |= {key: False for key in store.statistics if resume and f"{prefix}{key}" in names}
+            step = source.scalars.get("program", source.scalars).get("table_steps", 0) if resume else 0
+            if resume and isinstance(store, LivingTable):
+                _load_shards(prefix, table, store, source, names)
             if resume and decay is not None:
                 store.decayed = decay
             all_ids = source.read(f"{prefix}ids").numpy() if count else np.empty(0, np.int64)
@@ -120,7 +142,7 @@ class ShardedTables:
                 if not resume and decay is not None:
                     rows = rows * np.exp(decay - read.pop(DECAYED))[:, None]
                 try:
-                    store.put(ids[owned], rows, read if resume else None)
+                    store.put(ids[owned], rows, read if resume else None, step)
                 except DataError as error:
                     raise DataError(f"{source.place}: {error}") from error
 
@@ -149,6 +171,20 @@ class ShardedTables:
             name: (torch.from_numpy(ids), torch.from_numpy(self._tables[name].store.lookup(ids, False)))
             for name, ids in ids_of.items()
         }
+
+    def life_counts(self) -> dict[str, int]:
+        """What happened to rows since the last call, over all tables: additive over ranks, those that hold the same
+        count as one. Empty where no rows have a life. Not collective.
+        """
+        stores = [
+            table.store
+            for table in self._tables.values()
+            if isinstance(table.store, LivingTable) and (table.by_rows or not self._world.rank)
+        ]
+        if not any(table.lives for table in self._tables.values()):
+            return {}
+        before, self._told = self._told, {key: sum(getattr(store.life, key) for store in stores) for key in LIFE_COUNTS}
+        return {key: self._told[key] - before[key] for key in LIFE_COUNTS}
 
     def byte_count(self) -> int:
         """Bytes of all rows and their optimizer state on this rank. Not collective."""
@@ -199,4 +235,35 @@ def boxes_of(name: str, table: ShardedTable, first: bool, before: int, total: in
             boxes.append(Box(f"table/{name}/{key}", part, (total, table.width), (before, table.store.columns[0])))
         elif first or table.by_rows:
             boxes.append(Box(f"table/{name}/{key}", torch.from_numpy(array), (total,), (before,)))
+    if isinstance(table.store, LivingTable) and (first or table.by_rows):
+        boxes += _shard_boxes(name, table, table.store)
     return boxes
+
+
+def _shard_boxes(name: str, table: ShardedTable, store: LivingTable) -> list[Box]:
+    """What is kept by shard, of the shards that are here."""
+    first, last = table.owned_shards
+    return [
+        Box(f"table/{name}/{key}", torch.from_numpy(array[first:last].copy()), array.shape, _at(first, array))
+        for key, array in store.life.by_shard().items()
+    ]
+
+
+def _load_shards(prefix: str, table: ShardedTable, store: LivingTable, source: Source, names: Container[str]) -> None:
+    first, last = table.owned_shards
+    for key, array in store.life.by_shard().items():
+        if prefix + key in names and last > first:
+            array[first:last] = source.read(prefix + key, _at(first, array), (last - first, *array.shape[1:])).numpy()
+
+
+def _at(first: int, array: np.ndarray) -> tuple[int, ...]:
+    return (first, *(0,) * (array.ndim - 1))
+
+
+def seen_in(batch: Batch, name: str, clicks: Clicks | None) -> np.ndarray:
+    """How often each position of a table's ids was shown, and clicked: (n, 2) of 0 and 1, of padding 0."""
+    shown = (batch.weight != 0).cpu()
+    clicked = clicks(batch.targets) if clicks is not None else None
+    columns = [shown, torch.zeros_like(shown) if clicked is None else shown & (clicked.cpu() != 0)]
+    each = batch.inputs[name].numel() // max(1, len(shown))
+    return np.repeat(torch.stack(columns, 1).numpy(), each, axis=0)

@@ -7,22 +7,21 @@ one access to memory. An index finds them by id. Knows no ranks. U: distinct ids
 
 from __future__ import annotations
 
-import mmap
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from dtf.api.sparse_table import NO_NUMBA
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.seeding import seed_of
+from dtf.sparse.row_index import index_of, reserve
 
 if TYPE_CHECKING:
     from dtf.api.row_optimizer import RowOptimizer
     from dtf.api.sparse_table import Table
 
 DECAYED = "decayed"
-_LEAST_SLOTS = 1024
 
 
 class Rows(NamedTuple):
@@ -40,6 +39,9 @@ class SparseTable:
 
     ConfigError where numba is not installed, or there is no address space for `spec.capacity` rows.
     """
+
+    statistics: ClassVar[dict[str, str]] = {}
+    """What else an export tells of rows, and of what kind its numbers are: as `dtype.kind`."""
 
     decayed: float = 0.0
     """The logarithm of the weight decay of all steps so far, for optimizers that decay every row
@@ -68,14 +70,14 @@ class SparseTable:
             self._columns[state], self._firsts[state] = slice(stride, stride + count), first
             stride += count
         self.stride = stride
-        self._capacity = min(spec.capacity, spec.size) if spec.size else spec.capacity
+        self._capacity = spec.most_rows
         self.clear()
 
     def clear(self) -> None:
         """Remove all rows."""
         try:
-            self._index = _Direct(self.spec.size, self._kernels) if self.spec.size else _Hashed(self._kernels)
-            self._records = _reserve(self._capacity, self.stride, self.dtype)
+            self._index = index_of(self.spec, self._kernels)
+            self._records = reserve(self._positions(), self.stride, self.dtype)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"table {self.name}: this host has no room for capacity={self.spec.capacity} rows of {self.stride} "
@@ -90,8 +92,8 @@ class SparseTable:
 
     def byte_count(self) -> int:
         """Memory of the rows, their state and the index."""
-        since = 0 if self._since is None else self._count * self._since.itemsize
-        return self._count * self._records.shape[1] * self._records.itemsize + since + self._index.slots.nbytes
+        since = 0 if self._since is None else len(self) * self._since.itemsize
+        return len(self) * self._records.shape[1] * self._records.itemsize + since + self._index.slots.nbytes
 
     def lookup(self, ids: np.ndarray, create: bool) -> np.ndarray:
         """Rows (U, width) of distinct ids (U,). A row that does not exist is drawn, and kept only if `create`.
@@ -105,23 +107,32 @@ class SparseTable:
         if self._since is not None:
             rows *= np.exp(self.decayed - self._since[positions]).astype(self.dtype)[:, None]  # of no row: zeros
         if not create:
-            absent = np.flatnonzero((positions < 0) & (ids >= 0))
+            absent = np.flatnonzero((positions < 0) & (ids != -1))
             rows[absent] = self._draw(ids[absent])
         return rows
 
-    def update(self, ids: np.ndarray, gradients: np.ndarray, lr: float, factor: float, step: int) -> None:
+    def update(
+        self,
+        ids: np.ndarray,
+        gradients: np.ndarray,
+        lr: float,
+        factor: float,
+        step: int,
+        seen: np.ndarray | None = None,
+    ) -> None:
         """One step of the optimizer on the rows of distinct ids (U,), with gradients (U, width) multiplied by `factor`.
         No other row changes.
 
-        `lr`: that of the schedule. `step`: see RowOptimizer. To be called every step, also without ids, since weight
-        decay may act on all rows. Errors as of `lookup`.
+        `lr`: that of the schedule. `step`: see RowOptimizer. `seen` (U, 2): how often each id was shown in this step,
+        and clicked, for tables whose rows have a life. To be called every step, also without ids, since weight decay
+        may act on all rows. Errors as of `lookup`.
         """
         ids, gradients = self._checked(ids), np.ascontiguousarray(gradients, self.dtype)
         if gradients.shape != (len(ids), self.width):
             raise ValueError(f"gradients {gradients.shape} of {len(ids)} rows of {self.width} numbers")
         lr = self.rule.rate(lr)
         shrinkage = self.rule.shrinkage(lr)
-        positions = self._place(ids)
+        positions = self._learning(ids, seen, step)
         if shrinkage:
             self._remember_decay()
         self.decayed += shrinkage
@@ -168,32 +179,39 @@ class SparseTable:
         states = {name: values.reshape(-1) if values.shape[1] == 1 else values for name, values in states.items()}
         if self._since is not None:
             states[DECAYED] = self._since[positions]
-        return Rows(ids, self._records[positions, : self.width], states)
+        return Rows(ids, self._records[positions, : self.width], states | self._statistics(positions))
 
-    def put(self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray] | None) -> None:
+    def put(self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray] | None, step: int = 0) -> None:
         """Add rows and states of distinct ids (n,), as `export` returned them: any part of them, in any order, each
         once. Errors as of `lookup`.
 
-        `states=None`: the states of rows that no step has touched. DataError where the states are those of another
-        optimizer, or the arrays are not what an export returns. The table is unchanged then.
+        `states=None`: the states of rows that no step has touched. `step`: how many came before. DataError where the
+        states are those of another optimizer, or the arrays are not what an export returns. The table is unchanged
+        then.
         """
         if states is None:
             firsts = {
                 name: (columns.stop - columns.start, self._firsts[name]) for name, columns in self._columns.items()
             }
             states = {name: np.full((len(ids), count), first) for name, (count, first) in firsts.items()}
-        if states.keys() - {DECAYED} != self._columns.keys():
+        if states.keys() - {DECAYED, *self.statistics} != self._columns.keys():
             raise DataError(
                 f"table {self.name}: states {_listed(states)} are not those of its row optimizer, "
                 f"{_listed(self._columns)}; choose the same sparse="
             )
         if ids.dtype != np.int64 or ids.ndim != 1:
             raise DataError(f"table {self.name}: ids are {ids.dtype} {ids.shape}, not 64-bit integers in a row")
-        widths = {"rows": self.width, DECAYED: 1} | {
-            name: columns.stop - columns.start for name, columns in self._columns.items()
-        }
+        widths = (
+            {"rows": self.width}
+            | dict.fromkeys((DECAYED, *self.statistics), 1)
+            | {name: columns.stop - columns.start for name, columns in self._columns.items()}
+        )
         for name, values in {"rows": rows, **states}.items():
-            if values.dtype.kind != "f" or values.shape[:1] != ids.shape or values.size != len(ids) * widths[name]:
+            if (
+                values.dtype.kind != self.statistics.get(name, "f")
+                or values.shape[:1] != ids.shape
+                or values.size != len(ids) * widths[name]
+            ):
                 raise DataError(
                     f"table {self.name}: {name} are {values.dtype} {values.shape}, not {widths[name]} real numbers "
                     f"for each of {len(ids)} ids"
@@ -204,7 +222,7 @@ class SparseTable:
             raise DataError(f"table {self.name}: an id is there twice, or is -1")
         if DECAYED in states:
             self._remember_decay()
-        positions = self._place(ids, draw=False)
+        ids, rows, states, positions = self._arrive(ids, rows, states, step)
         self._records[positions, : self.width] = rows.reshape(len(ids), self.width)
         for name, columns in self._columns.items():
             self._records[positions, columns] = states[name].reshape(len(ids), columns.stop - columns.start)
@@ -213,11 +231,11 @@ class SparseTable:
 
     def _checked(self, ids: np.ndarray) -> np.ndarray:
         ids = np.ascontiguousarray(ids, np.int64)
-        least, most = (int(ids.min()), int(ids.max())) if len(ids) else (-1, -1)
-        if least < -1 or (self.spec.size and most >= self.spec.size):
-            wrong = least if least < -1 else most
-            ends = f"0 to {self.spec.size - 1}" if self.spec.size else "0 or more"
-            raise DataError(f"table {self.name}: id {wrong} must be {ends}, or -1 for none")
+        if self.spec.size and len(ids):
+            least, most = int(ids.min()), int(ids.max())
+            if least < -1 or most >= self.spec.size:
+                wrong = least if least < -1 else most
+                raise DataError(f"table {self.name}: id {wrong} must be 0 to {self.spec.size - 1}, or -1 for none")
         return ids
 
     def _place(self, ids: np.ndarray, draw: bool = True) -> np.ndarray:
@@ -228,10 +246,10 @@ class SparseTable:
         first, last = self._count, self._count + absent
         if last > self._capacity:
             raise full(self.name, self._capacity, last)
-        new = np.flatnonzero((positions < 0) & (ids >= 0))
+        new = np.flatnonzero((positions < 0) & (ids != -1))
         fresh = ids[new]
-        self._index.insert(fresh, first)
         positions[new] = np.arange(first, last)
+        self._index.insert(fresh, positions[new])
         if draw:
             self._records[first:last, : self.width] = self._draw(fresh)
             for name, columns in self._columns.items():
@@ -241,6 +259,26 @@ class SparseTable:
             self._since[first:last] = self.decayed
         self._count = last
         return positions
+
+    # ------------------------------------------------------------ what tables do otherwise whose rows have a life
+
+    def _positions(self) -> int:
+        """How many positions rows may have."""
+        return self._capacity
+
+    def _learning(self, ids: np.ndarray, seen: np.ndarray | None, step: int) -> np.ndarray:
+        """Positions (U,) of the ids of a step, -1 for those that learn nothing."""
+        return self._place(ids)
+
+    def _statistics(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """What else an export tells of rows."""
+        return {}
+
+    def _arrive(
+        self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray], step: int
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], np.ndarray]:
+        """Of the rows of a checkpoint those that are kept, and their positions."""
+        return ids, rows, states, self._place(ids, draw=False)
 
     def _draw(self, ids: np.ndarray) -> np.ndarray:
         """The rows of ids as they are before any step."""
@@ -254,8 +292,8 @@ class SparseTable:
     def _remember_decay(self) -> None:
         """From now on keep the decay of each row. So far it is the same for all."""
         if self._since is None:
-            self._since = _reserve(self._capacity, 1, np.dtype(np.float64)).reshape(-1)
-            self._since[: self._count] = self.decayed
+            self._since = reserve(len(self._records), 1, np.dtype(np.float64)).reshape(-1)
+            self._since[self._index.items()[1]] = self.decayed
 
 
 def full(name: str, capacity: int, rows: int) -> ConfigError:
@@ -264,54 +302,6 @@ def full(name: str, capacity: int, rows: int) -> ConfigError:
         f"table {name} is full: capacity={capacity} rows, {rows} are wanted; set a larger capacity, or hash ids into "
         "fewer"
     )
-
-
-class _Direct:
-    """Ids below `size`: position + 1 of each, 0: none."""
-
-    def __init__(self, size: int, kernels: ModuleType) -> None:
-        self.slots = _reserve(size, 1, np.dtype(np.int32 if size < 2**31 - 1 else np.int64)).reshape(-1)
-        self._kernels = kernels
-
-    def find(self, ids: np.ndarray) -> tuple[np.ndarray, int]:
-        positions = np.empty(len(ids), np.int64)
-        return positions, self._kernels.find_direct(self.slots, ids, positions)
-
-    def insert(self, ids: np.ndarray, first: int) -> None:
-        self.slots[ids] = np.arange(first + 1, first + 1 + len(ids))
-
-    def items(self) -> tuple[np.ndarray, np.ndarray]:
-        ids = np.flatnonzero(self.slots)
-        return ids, self.slots[ids].astype(np.int64) - 1
-
-
-class _Hashed:
-    """Any ids, by open addressing: at least half of the slots are empty."""
-
-    def __init__(self, kernels: ModuleType) -> None:
-        self.slots = np.zeros((_LEAST_SLOTS, 2), np.int64)  # id, position + 1; 0 in the second: empty
-        self._count = 0
-        self._kernels = kernels
-
-    def find(self, ids: np.ndarray) -> tuple[np.ndarray, int]:
-        positions = np.empty(len(ids), np.int64)
-        return positions, self._kernels.find(self.slots, ids, positions)
-
-    def insert(self, ids: np.ndarray, first: int) -> None:
-        self._count += len(ids)
-        wanted = len(self.slots)
-        while wanted < 2 * self._count:
-            wanted *= 2
-        if wanted > len(self.slots):
-            larger = np.zeros((wanted, 2), np.int64)
-            self._kernels.rehash(self.slots, larger)
-            self.slots = larger
-        self._kernels.insert(self.slots, ids, first)
-
-    def items(self) -> tuple[np.ndarray, np.ndarray]:
-        used = self.slots[self.slots[:, 1] > 0]
-        used = used[np.argsort(used[:, 0])]
-        return used[:, 0].copy(), used[:, 1] - 1
 
 
 def unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -342,17 +332,6 @@ def segment_sum(gradients: np.ndarray, inverse: np.ndarray, count: int) -> np.nd
     sums = np.zeros((count, gradients.shape[1]), gradients.dtype)
     _kernels().segment_sum(np.ascontiguousarray(gradients), inverse, sums)
     return sums
-
-
-def _reserve(count: int, stride: int, dtype: np.dtype) -> np.ndarray:
-    """Zeros (count, stride) that take memory when they are first written, in large pages where the system has them.
-
-    OSError where there is no room.
-    """
-    memory = mmap.mmap(-1, count * stride * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype).reshape(count, stride)
 
 
 def squares(values: np.ndarray) -> float:

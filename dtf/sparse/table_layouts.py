@@ -8,15 +8,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from dtf.api.row_life import SHARDS
 from dtf.core.seeding import mix
 from dtf.distributed.sharding import bounds
 from dtf.distributed.world import World
 from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
+
+
+class Gradients(NamedTuple):
+    """What a step does to rows of distinct ids (U,)."""
+
+    ids: np.ndarray
+    gradients: np.ndarray  # (U, width)
+    seen: np.ndarray | None  # (U, 2) where rows have a life, see `SparseTable.update`
 
 
 class ShardedTable(ABC):
@@ -30,9 +40,13 @@ class ShardedTable(ABC):
         self.store, self.width, self._world, self._givers = store, store.spec.width, world, givers
         # states that have as many columns as rows
         self.wide = {key: count > 1 for key, (count, _) in store.rule.states(self.width).items()}
-        self._merged: tuple[np.ndarray, np.ndarray] = (
-            np.empty(0, np.int64),
-            np.empty((0, store.spec.width), store.dtype),
+        self.lives, self.shards = store.rule.lives, store.rule.shards(store.spec)
+        self.columns = self.width + 2 * self.lives
+        """How many numbers ranks exchange for an id after a step: its gradient and, where rows have a life, how often
+        it was shown and clicked, which are whole numbers and so exact in any order.
+        """
+        self._merged = Gradients(
+            np.empty(0, np.int64), np.empty((0, store.width), store.dtype), np.empty((0, 2)) if self.lives else None
         )
 
     @abstractmethod
@@ -41,9 +55,14 @@ class ShardedTable(ABC):
 
     @abstractmethod
     def merge(self, gradients: np.ndarray) -> float:
-        """Take this rank's gradients (U, width) of the ids of the last `lookup` for training. Returns the sum of
+        """Take this rank's gradients (U, columns) of the ids of the last `lookup` for training. Returns the sum of
         squares of the gradients that this rank will apply. Collective.
         """
+
+    @property
+    def owned_shards(self) -> tuple[int, int]:
+        """First and last + 1 of the virtual shards whose rows are here."""
+        return 0, self.shards
 
     @abstractmethod
     def owns(self, ids: np.ndarray) -> np.ndarray:
@@ -51,8 +70,14 @@ class ShardedTable(ABC):
 
     def apply(self, factor: float, lr: float, step: int) -> None:
         """One optimizer step on the rows of this rank, with the gradients of the last `merge` times `factor`."""
-        ids, gradients = self._merged
-        self.store.update(ids, gradients, lr, factor, step)
+        ids, gradients, seen = self._merged
+        self.store.update(ids, gradients, lr, factor, step, seen)
+
+    def _take(self, ids: np.ndarray, summed: np.ndarray) -> float:
+        """Take what `apply` applies, (U, columns); returns the sum of squares of the gradients."""
+        gradients, seen = (summed[:, :-2], summed[:, -2:]) if self.lives else (summed, None)
+        self._merged = Gradients(ids, np.ascontiguousarray(gradients), seen)
+        return squares(self._merged.gradients)
 
 
 class DataParallelTable(ShardedTable):
@@ -73,11 +98,11 @@ class DataParallelTable(ShardedTable):
     def merge(self, gradients: np.ndarray) -> float:
         ids = self._ids
         if self._world.size > 1:
-            real = (ids >= 0) & self._givers[self._world.rank]
+            real = (ids != -1) & self._givers[self._world.rank]
             ids, gradients = self._together(ids[real], gradients[real])
-            self.store.lookup(ids, True)  # other ranks have met rows that this one has not
-        self._merged = ids, gradients
-        return squares(gradients)
+            if not self.lives:
+                self.store.lookup(ids, True)  # other ranks have met rows that this one has not
+        return self._take(ids, gradients)
 
     def owns(self, ids: np.ndarray) -> np.ndarray:
         return np.ones(len(ids), bool)
@@ -89,22 +114,23 @@ class DataParallelTable(ShardedTable):
         counts[self._world.rank] = len(ids)
         most = int(self._world.reduce(counts).max())
         item = gradients.itemsize
-        if self.store.spec.size and 2 * self.store.spec.size * (self.width + 1) * item < size * most * (
-            8 + self.width * item
+        columns = self.columns
+        if self.store.spec.size and 2 * self.store.spec.size * (columns + 1) * item < size * most * (
+            8 + columns * item
         ):
-            dense = np.zeros((self.store.spec.size, self.width + 1), gradients.dtype)
+            dense = np.zeros((self.store.spec.size, columns + 1), gradients.dtype)
             dense[ids, :-1], dense[ids, -1] = gradients, 1
             self._world.reduce(torch.from_numpy(dense))
             met = np.flatnonzero(dense[:, -1])
             return met, np.ascontiguousarray(dense[met, :-1])
-        padded_ids, padded = np.full(most, -1), np.zeros((most, self.width), gradients.dtype)
+        padded_ids, padded = np.full(most, -1), np.zeros((most, columns), gradients.dtype)
         padded_ids[: len(ids)], padded[: len(ids)] = ids, gradients[: len(ids)]
-        all_ids, everything = np.empty((size, most), np.int64), np.empty((size, most, self.width), gradients.dtype)
+        all_ids, everything = np.empty((size, most), np.int64), np.empty((size, most, columns), gradients.dtype)
         for local_part, into in ((padded_ids, all_ids), (padded, everything)):
             dist.all_gather(list(torch.from_numpy(into)), torch.from_numpy(local_part))
-        real = all_ids.reshape(-1) >= 0
+        real = all_ids.reshape(-1) != -1
         distinct, inverse = unique(all_ids.reshape(-1)[real])
-        return distinct, segment_sum(everything.reshape(-1, self.width)[real], inverse, len(distinct))
+        return distinct, segment_sum(everything.reshape(-1, columns)[real], inverse, len(distinct))
 
 
 class RowWiseTable(ShardedTable):
@@ -141,14 +167,18 @@ class RowWiseTable(ShardedTable):
             receive * gives,
         )
         summed = segment_sum(received, at[np.repeat(gives, receive)], len(distinct))
-        self._merged = distinct, summed
-        return squares(summed)
+        return self._take(distinct, summed)
 
     def owns(self, ids: np.ndarray) -> np.ndarray:
         return self._owner(ids) == self._world.rank
 
+    @property
+    def owned_shards(self) -> tuple[int, int]:
+        ends = bounds_of_shards(self.shards, self._world.size)
+        return ends[self._world.rank], ends[self._world.rank + 1]
+
     def _owner(self, ids: np.ndarray) -> np.ndarray:
-        return owner_of(ids, self._world.size)
+        return owner_of(ids, self._world.size, self.shards)
 
 
 class TableWiseTable(RowWiseTable):
@@ -157,6 +187,10 @@ class TableWiseTable(RowWiseTable):
     def __init__(self, store: SparseTable, world: World, givers: Sequence[bool], rank: int) -> None:
         super().__init__(store, world, givers)
         self._rank = rank
+
+    @property
+    def owned_shards(self) -> tuple[int, int]:
+        return (0, self.shards) if self._rank == self._world.rank else (0, 0)
 
     def _owner(self, ids: np.ndarray) -> np.ndarray:
         return np.full(len(ids), self._rank)
@@ -193,13 +227,12 @@ class ColumnWiseTable(ShardedTable):
         asked_by, widths, distinct, at = self._last
         gives = np.array(self._givers)
         sent = gradients if gives[self._world.rank] else gradients[:0]
-        parts = np.concatenate([sent[:, first:last].reshape(-1) for first, last in self._ends()])
-        received = _exchange(parts, len(sent) * widths, asked_by * gives * self.store.width).reshape(
-            -1, self.store.width
-        )
-        summed = segment_sum(received, at[np.repeat(gives, asked_by)], len(distinct))
-        self._merged = distinct, summed
-        return squares(summed)
+        parts = [np.concatenate([sent[:, a:b], sent[:, self.width :]], axis=1).reshape(-1) for a, b in self._ends()]
+        more = self.columns - self.width
+        columns = self.store.width + more
+        received = _exchange(np.concatenate(parts), len(sent) * (widths + more), asked_by * gives * columns)
+        summed = segment_sum(received.reshape(-1, columns), at[np.repeat(gives, asked_by)], len(distinct))
+        return self._take(distinct, summed)
 
     def owns(self, ids: np.ndarray) -> np.ndarray:
         return np.ones(len(ids), bool)
@@ -208,9 +241,19 @@ class ColumnWiseTable(ShardedTable):
         return [bounds(self.width, self._world.size, rank) for rank in range(self._world.size)]
 
 
-def owner_of(ids: np.ndarray, count: int) -> np.ndarray:
-    """Which of `count` owners a hash assigns each id to: (n,) int64."""
-    return (mix(ids.astype(np.uint64)) % np.uint64(count)).astype(np.int64)
+def owner_of(ids: np.ndarray, count: int, shards: int = SHARDS) -> np.ndarray:
+    """Which of `count` owners has each id: (n,) int64. A hash gives the virtual shard, a power of two of them, and each
+    owner has as many that follow each other, so that what is kept by shard is one part of a tensor.
+    """
+    bits = shards.bit_length() - 1
+    hashes = mix(ids.astype(np.uint64))
+    shard = (hashes >> np.uint64(64 - bits) if bits else np.zeros_like(hashes)).astype(np.int64)
+    return np.searchsorted(bounds_of_shards(shards, count)[1:], shard, side="right")
+
+
+def bounds_of_shards(shards: int, count: int) -> list[int]:
+    """First shard of each of `count` owners, and how many there are."""
+    return [shards * owner // count for owner in range(count + 1)]
 
 
 def _exchange(parts: np.ndarray, send: np.ndarray, receive: np.ndarray) -> np.ndarray:

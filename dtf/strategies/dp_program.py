@@ -253,6 +253,9 @@ class DataParallelProgram(Program):
     def watch_outputs(self) -> list[ModuleOutputs]:
         return [replica.watch_outputs() for replica in self._replicas]
 
+    def counts(self) -> dict[str, int]:
+        return self._tables.life_counts() if self._tables is not None else {}
+
     def skipped(self) -> int:
         return self._updates[0].skipped()
 

@@ -247,6 +247,9 @@ class Spmd(Program):
         )
         return None
 
+    def counts(self) -> dict[str, int]:
+        return self._tables.life_counts() if self._tables is not None else {}
+
     def guard(self) -> Guard | None:
         if self.shares == 1 or self._tables is not None or self._sharding.owned is not None:
             return None

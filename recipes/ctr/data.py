@@ -34,7 +34,7 @@ class DataOptions(ABC):
     @property
     @abstractmethod
     def table_rows(self) -> int:
-        """Ids are 0 to table_rows - 1; 0: any from 0 to 2**63 - 1.
+        """Ids are 0 to table_rows - 1; 0: any but -1.
 
         Reads the training split when the ids are those of a vocabulary not yet made.
         """

@@ -300,6 +300,9 @@ class ClickThrough(Recipe):
 
         return binary_cross_entropy_with_logits(outputs, _clicks(targets).to(outputs.dtype), reduction="none")
 
+    def clicks(self, targets: Tensor) -> Tensor:
+        return _clicks(targets)
+
     def measure(self, outputs: Tensor, batch: Batch, loss: Tensor) -> Tensor:
         from dtf.model.metrics import weighted_sums
 

@@ -152,6 +152,7 @@ def test_dependencies_are_declared_and_explained() -> None:
         "dtf.data.table_rows": {"pyarrow"},
         "dtf.sparse.id_kernels": {"numba", "llvmlite"},
         "dtf.sparse.row_kernels": {"numba"},
+        "dtf.sparse.life_kernels": {"numba"},
         "dtf.pserver.net.rpc": {"grpc"},
         "dtf.cluster.ray_client": {"ray"},
         "dtf.cluster.ray_driver": {"ray"},

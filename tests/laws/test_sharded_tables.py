@@ -22,12 +22,13 @@ from dtf.core.errors import DataError
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.sparse.make_tables import tables_of
+from dtf.sparse.sharded_tables import LIFE_COUNTS
 from tests.support.arrays import SAME_PROGRAM, plain, seldom
 from tests.support.harness import PRECISIONS, ROWS, difference, meshes, reference, spread, variants
 from tests.support.sparse_toy import Tabled
 
 slow = pytest.mark.slow
-ANY: dict[str, Any] = {"name": "tabled", "rows": ROWS, "scale": 2**54 + 1}  # ids of up to 62 bits
+ANY: dict[str, Any] = {"name": "tabled", "rows": ROWS, "scale": -(2**54) - 1}  # ids of up to 62 bits below 0
 RANGE: dict[str, Any] = {"name": "tabled", "rows": ROWS, "size": 150}
 
 
@@ -196,6 +197,15 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         (SINGLE[0], "recipe.model.table=dense", "sparse.lr_factor=2"),
         "GeneratedClicks has none as recipe.model.table is set",
     ),
+    (
+        (*TABLED, "sparse.admit_count=2", "sparse.when_full=error"),
+        "sparse.when_full=error ends the run when the table is full, and sparse.admit_count asks for rows that have",
+    ),
+    ((*TABLED, "sparse.score_decay=0.5"), "sparse.score_decay=0.5 is of no account where no row leaves by its score"),
+    (
+        (*TABLED, "sparse.when_full=refuse", "strategy=pserver", "strategy.mode=geo"),
+        "strategy.mode=geo adds up rows that trainers made by themselves",
+    ),
     (("sparse.lr_factor=2",), "ResnetShapes has none; leave sparse=... out"),
     (
         (*TABLED, "sparse=sgd", "sparse.weight_decay=20", "lr.peak=0.1"),
@@ -236,6 +246,40 @@ def test_what_cannot_run_is_refused_before_ranks_start_without_torch() -> None:
     assert fine == [""] * len(FINE) and heavy == [] and "pip install 'dtf[ctr]'" in without_numba
 
 
+LIFE: dict[str, Any] = {
+    "recipe": {"name": "tabled", "rows": 600, "values": 1000, "scale": -(2**52) - 1, "capacity": 256},
+    "sparse_options": {"admit_count": 2, "admit_probability": 0.9, "evict_unseen": 3, "score_decay": 0.9},
+    "batch_size": 150,
+    "steps": 12,
+}
+"""Four virtual shards of 64 rows, which are full after a few steps."""
+
+
+def lives() -> list[Any]:
+    ways = [
+        *((name, 4, {"tables": tables}) for name in ("ddp", "tensor") for tables in ("replicated", "rows", "tables")),
+        *(("ddp", 2, {"tables": tables}) for tables in ("rows", "columns")),
+        *(("pserver", 3, {"servers": n, "min_block": 1}) for n in (1, 2, 4)),
+        *(("pserver", 2, {"servers": n, "dense": "allreduce"}) for n in (1, 3)),
+        *((name, 3, {}) for name in ("dp", "fsdp", "pipeline")),
+        ("pserver", 4, {"team": 2, "servers": 2, "min_block": 1}),
+    ]
+    usual = (4, 7, 9, 12, 16)
+    return [
+        pytest.param(*way, id=f"{way[0]}-{way[1]}-{way[2]}", marks=() if i in usual else slow)
+        for i, way in enumerate(ways)
+    ]
+
+
+@pytest.mark.parametrize(("strategy", "processes", "options"), lives())
+def test_rows_live_and_leave_alike_everywhere(strategy: str, processes: int, options: dict) -> None:
+    one = reference(**LIFE)
+    counts = {key: sum(values[key] for values in one["train"].values()) for key in LIFE_COUNTS}
+    rows = sum(len(one["tensors"][f"table/{name}/ids"]) for name in ("ids", "who"))
+    assert min(counts.values()) > 50 and counts["admitted"] - counts["evicted"] == rows <= 256 + 40
+    assert difference(one, spread(strategy, processes, options=options, **LIFE)) <= 1e-10
+
+
 WAYS = {
     "dp": ("dp", 3, {}),
     "replicated": ("ddp", 2, {}),
@@ -271,6 +315,26 @@ def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(
     assert difference(reference(**case), whole) <= 1e-10
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "step"),
+    [
+        pytest.param(*pair, step, marks=() if step == 3 and pair[0] == "rows" else slow)
+        for pair, step in product(
+            [("rows", "two servers"), ("two servers of rows", "columns"), ("replicated", "whole"), ("server", "rows")],
+            (1, 3, 8),
+        )
+    ],
+)
+def test_a_life_goes_on_from_any_step(first: str, second: str, step: int, tmp_path: Path) -> None:
+    """With the counts of an open metric window."""
+    case = LIFE | {"log_every": 5}
+    (one, processes, options), (other, more, others) = WAYS[first], WAYS[second]
+    a = spread(one, processes, options=options, folder=str(tmp_path), save_every=step, halt=True, **case)
+    b = spread(other, more, options=others, start=str(tmp_path / f"step_{step:06d}"), **case)
+    whole = b | {key: a[key] | b[key] for key in ("train", "eval", "ids")}
+    assert difference(reference(**case), whole) <= 1e-10
+
+
 @pytest.mark.parametrize("rule", [pytest.param("sgd", marks=slow), "adagrad"])
 def test_a_run_goes_on_in_another_precision(rule: str, tmp_path: Path) -> None:
     case: dict[str, Any] = {"recipe": ANY, "sparse": rule, "sparse_options": {"weight_decay": 0.1}}
@@ -297,7 +361,9 @@ def test_rows_that_ftrl_keeps_go_on_at_the_same_alpha_only(run_dtf: Any) -> None
     refused = run_dtf(*run, "sparse.alpha=0.2", folder=cut.folder)
     assert (cut.code, refused.code) == (0, 2), refused.err
     assert "was written with sparse.alpha=0.1, this run has sparse.alpha=0.2" in refused.err
-    assert run_dtf(*run, "sparse.l2=0.5", folder=cut.folder).code == 0
+    further = run_dtf(*run, "sparse.l2=0.5", "sparse.evict_unseen=50", folder=cut.folder)
+    assert further.code == 0, further.err
+    assert "with sparse.evict_unseen=50 (was 0), sparse.l2=0.5 (was 0.0)" in further.out + further.err
 
 
 def test_a_checkpoint_that_counts_other_rows_than_it_has_is_refused() -> None:

@@ -223,7 +223,7 @@ FAULTS = [
     Fault(
         "the window of metrics before a save is lost",
         "dtf/engine/window.py",
-        "            total[: len(self._carried)] += torch.tensor(self._carried, dtype=torch.float64)\n",
+        "            total[: len(carried)] += torch.tensor(carried, dtype=torch.float64)\n",
         "            total += 0\n",
         ("tests/laws/test_recovery.py::test_the_gradient_norm_of_a_window_does_not_depend_on_saves",),
     ),

@@ -18,7 +18,7 @@ from dtf.pserver.net.transport import Refused
 from dtf.pserver.options import Mode
 from dtf.pserver.push import Push
 from dtf.pserver.server import handlers
-from dtf.pserver.server.handlers import Servicer
+from dtf.pserver.server.handlers import Servicer, seen_with
 from dtf.pserver.server.program import ServerProgram
 from dtf.sparse.table_layouts import owner_of
 from tests.support.one_server import (
@@ -255,6 +255,14 @@ def test_a_push_of_rows_that_are_not_here_is_refused(ids: list[int]) -> None:
         assert [program.server_state.owns("ids", np.array([row_id])) for row_id in range(99)] == [
             row_id == 0 for row_id in owner_of(np.arange(99), 2)
         ]
+
+
+@pytest.mark.parametrize("seen", [np.ones((2, 2)), np.ones((3, 1)), -np.ones((3, 2)), np.full((3, 2), np.nan)])
+def test_shows_that_do_not_fit_are_refused(seen: np.ndarray) -> None:
+    arrays = {"ids/ids": np.arange(3), "seen/ids": seen}
+    with pytest.raises(Refused, match="seen/ids are no shows and clicks of 3 ids"):
+        seen_with(arrays, "ids", lives=True)
+    assert seen_with(arrays, "ids", lives=False) is None
 
 
 def test_a_trainer_that_was_given_up_joins_again() -> None:

@@ -27,6 +27,7 @@ FIELDS, WIDTH = 3, 5
 class Tabled(Recipe):
     rows: int = option(default=96, doc="training rows", unit="rows")
     size: int = option(default=0, doc="ids of the first table; 0: any")
+    values: int = option(default=200, doc="ids of the first table that occur, where it has no size")
     scale: int = option(default=1, doc="all ids of a table without a size are times this")
     capacity: int = option(default=1000, doc="rows that the first table may hold")
     splits: bool = option(default=True, doc="whether tensor parallelism divides the layers")
@@ -70,13 +71,18 @@ class Tabled(Recipe):
         return Layout((("first", "norm"), ("drop",), ("second",), ("last",)), splits if self.splits else {})
 
     def open_data(self, split: str, seed: int) -> Dataset:
-        return Clicks(self.rows if split == "train" else EVAL_ROWS, split, self.size, self.scale, self.unmet)
+        return Clicks(
+            self.rows if split == "train" else EVAL_ROWS, split, self.size or self.values, self.scale, self.unmet
+        )
 
     def loss(self, outputs: Any, targets: Tensor) -> Any:
         from torch.nn.functional import mse_loss
 
         losses = mse_loss(outputs, targets.to(outputs.dtype), reduction="none")
         return (losses, 1 + (targets > 0)) if self.counts else losses
+
+    def clicks(self, targets: Tensor) -> Tensor:
+        return targets > 0.5
 
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
         return weighted_sums(batch.weight, loss)
@@ -87,13 +93,11 @@ class Clicks(Dataset):
 
     prefetch = 0
 
-    def __init__(self, rows: int, split: str, size: int, scale: int, unmet: bool) -> None:
+    def __init__(self, rows: int, split: str, values: int, scale: int, unmet: bool) -> None:
         import numpy as np
 
         random = np.random.default_rng(len(split))
-        self._ids = np.floor((size or 200) * random.random((rows, FIELDS)) ** 3).astype(np.int64) * (
-            1 if size else scale
-        )
+        self._ids = np.floor(values * random.random((rows, FIELDS)) ** 3).astype(np.int64) * scale
         self._ids[random.random((rows, FIELDS)) < 0.1] = -1
         self._who = np.full((rows, 1), -1) if unmet else random.integers(0, 40, (rows, 1))
         self._dense, self._targets = random.random(rows), random.random(rows)

@@ -43,6 +43,7 @@ finished this work.
 
 REAL = ("f32", "f64")
 ROWS = Array(2, (*REAL, "f16", "bf16"))  # as they are kept, or narrower: see strategy.wire
+SEEN = Array(2, ("f32",))
 BYTES, NUMBERS, SUMS = Array(1, ("u8",)), Array(1, ("i64",)), Array(1, ("f64",))
 
 
@@ -102,7 +103,8 @@ def lease_schemas() -> tuple[Schema, Schema]:
 def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
     """Request and reply of EXCHANGE: gradients of one lease, if `push`, and what is pulled for another one, if `pull`.
 
-    Per table: `ids/<name>` (U,) and `gradients/<name>` (U, width), summed by id, each id once; `want/<name>` (V,) and,
+    Per table: `ids/<name>` (U,) and `gradients/<name>` (U, width), summed by id, each id once; where rows have a life
+    `seen/<name>` (U, 2), how often each was shown and clicked; `want/<name>` (V,) and,
     in the reply, `rows/<name>` (V, width). `dense`: learning blocks as `param_slices.views` lays them out. `frozen`:
     the other blocks, then server 0's buffers.
 
@@ -140,6 +142,7 @@ def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
         {"dense": BYTES, "sums": SUMS, "statistics": Array(1, REAL), "buffers": SUMS, "rows": NUMBERS, "lease": BYTES}
         | {f"ids/{name}": NUMBERS for name in names}
         | {f"gradients/{name}": ROWS for name in names}
+        | {f"seen/{name}": SEEN for name in names}
         | {f"want/{name}": NUMBERS for name in names},
     )
     reply = Schema(
@@ -163,17 +166,19 @@ def rows_schemas(recipe: Recipe) -> dict[str, tuple[Schema, Schema]]:
 
     `version`, `factor`, `lr`, `step`: the newest update; `version` 0 where there was none. Gradients are those of
     `rank` for `turn`; without `given` they were pushed before. `whole`: whether the gradients of all ranks are there;
-    then `squares` (1,) is the sum of squares of their sum, and `rows` the rows of each table. `order`: key of a load,
+    then `squares` (1,) is the sum of squares of their sum, and `rows` the rows of each table. `life`: what happened to
+    rows so far, see `ServerShards.life_so_far`. `order`: key of a load,
     copy or save, which is asked for until it is `done`. `path`, `error`, `told`: texts, the last one JSON.
     """
     names = recipe.tables()
     update = {"version": int, "factor": float, "lr": float, "step": int}
-    rows = Schema({}, {"rows": NUMBERS})
+    rows = Schema({}, {"rows": NUMBERS, "life": NUMBERS})
     work = (
         Schema(update | {"order": int}, {"path": BYTES, "before": NUMBERS, "total": NUMBERS}),
         Schema({"done": int}, {"error": BYTES, "told": BYTES}),
     )
     gradients = {f"ids/{name}": NUMBERS for name in names} | {f"gradients/{name}": Array(2, REAL) for name in names}
+    gradients |= {f"seen/{name}": SEEN for name in names}
     return {
         LOOK: (
             Schema(update | {"train": int}, {f"want/{name}": NUMBERS for name in names}),

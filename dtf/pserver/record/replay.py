@@ -233,7 +233,8 @@ class Replay:
         rows, applied = [reply.rows for reply in replies], [reply.applied for reply in replies]
         result = self._model.gradients(prepared, PulledState(dense, rows, applied, self.server_state[0].scale()))
         parts = [
-            {name: (ids, rounded(numbers, self._wire)) for name, (ids, numbers) in part.items()} for part in result.rows
+            {name: table._replace(gradients=rounded(table.gradients, self._wire)) for name, table in part.items()}
+            for part in result.rows
         ]
         # whose memory the next one uses
         return result._replace(dense=[memory.copy() for memory in result.dense], rows=parts)

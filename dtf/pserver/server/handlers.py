@@ -22,12 +22,16 @@ from dtf.pserver.net.shared_memory import InPlace, Put
 from dtf.pserver.net.transport import Refused
 from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Pull
+from dtf.pserver.row_routing import RowGradients
 from dtf.pserver.same_start import TrainerStart, start_difference
 from dtf.pserver.server.program import ServerProgram
 from dtf.strategies.start_check import TOLERANCES
 
 LONGEST_WAIT_S = 5.0
 """A handler waits at most so long for something to happen, whatever the request asks for."""
+
+SHOWS = 1 << 24
+"""A batch shows an id less often: up to there float32 counts exactly."""
 
 SILENT = -1.0
 """In the place of the time when a trainer was heard: not since the question."""
@@ -42,7 +46,7 @@ class Servicer:
 
     def __init__(self, program: ServerProgram, task: Task, facts: dict[str, Any], rank: int, lease_s: float) -> None:
         self._program, self._facts, self._lease_s = program, facts, lease_s
-        self._names = list(task.recipe.tables())
+        self._names, self._lives = list(task.recipe.tables()), task.rows is not None and task.rows.lives
         self._leads, self._metric_count = rank == 0, 1 + len(task.recipe.train_metrics)
         self._bound = TOLERANCES[task.precision.compute]
         self._first: tuple[int, TrainerStart] | None = None  # the trainer that joined first, and its model
@@ -241,10 +245,14 @@ class Servicer:
         if self._leads:
             self._check_leading(scalars, arrays)
         rows = {
-            name: (arrays[f"ids/{name}"], decompress(arrays[f"gradients/{name}"], message.dtypes[f"gradients/{name}"]))
+            name: RowGradients(
+                arrays[f"ids/{name}"],
+                decompress(arrays[f"gradients/{name}"], message.dtypes[f"gradients/{name}"]),
+                seen_with(arrays, name, self._lives),
+            )
             for name in tables
         }
-        for name, (ids, gradients) in rows.items():
+        for name, (ids, gradients, *_) in rows.items():
             if gradients.shape != (len(ids), self._program.server_state.columns(name)):
                 raise Refused(
                     f"gradients/{name} has shape {gradients.shape}, wanted is ({len(ids)}, "
@@ -294,6 +302,16 @@ class Servicer:
             {"state": state, "known": int(known), "reason": self._program.reason},
             messages.pack_leases(leases),
         )
+
+
+def seen_with(arrays: Mapping[str, np.ndarray], name: str, lives: bool) -> np.ndarray | None:
+    """How often the ids of a push were shown, where that is wanted. Refused where it does not fit."""
+    if not lives:
+        return None
+    seen, ids = arrays[f"seen/{name}"], arrays[f"ids/{name}"]
+    if seen.shape != (len(ids), 2) or not ((seen >= 0) & (seen < SHOWS)).all():
+        raise Refused(f"seen/{name} are no shows and clicks of {len(ids)} ids")
+    return seen
 
 
 def _start_in(message: Message) -> TrainerStart | None:

@@ -192,6 +192,9 @@ class ServerProgram(Program):
     def memory(self) -> Memory:
         return self.server_state.memory()
 
+    def counts(self) -> dict[str, int]:
+        return self.server_state.counts()
+
     def skipped(self) -> int:
         return self.server_state.skipped()
 

@@ -22,7 +22,7 @@ from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.messages import COPY, COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.net.transport import Refused
 from dtf.pserver.row_routing import RowGradients, ServerShards
-from dtf.pserver.server.handlers import LONGEST_WAIT_S
+from dtf.pserver.server.handlers import LONGEST_WAIT_S, seen_with
 from dtf.pserver.server.program import WAIT_S
 
 Write = Callable[[Path, list[Box]], dict[str, Any]]
@@ -49,7 +49,7 @@ class RowServer:
         self._shards, self._trainers, self._rank = shards, trainers, rank
         self._folder, self._read, self._write = folder, read, write
         self._widths = {name: table.width for name, table in recipe.tables().items()}
-        self._schemas = rows_schemas(recipe)
+        self._schemas, self._lives = rows_schemas(recipe), shards.lives
         self._change = threading.Condition()  # of the rows and all that follows
         self._basket: dict[int, dict[str, RowGradients]] = {}  # by trainer, of this turn
         self._turn = self._version = self._steps = self._pushes = self._dropped = 0
@@ -142,10 +142,14 @@ class RowServer:
 
     def _row_gradients(self, message: Message) -> dict[str, RowGradients]:
         by_table = {
-            name: RowGradients(message.arrays[f"ids/{name}"], message.arrays[f"gradients/{name}"], 1.0)
+            name: RowGradients(
+                message.arrays[f"ids/{name}"],
+                message.arrays[f"gradients/{name}"],
+                seen_with(message.arrays, name, self._lives),
+            )
             for name in self._widths
         }
-        for name, (ids, numbers, _) in by_table.items():
+        for name, (ids, numbers, *_) in by_table.items():
             if numbers.shape != (len(ids), self._widths[name]):
                 raise Refused(
                     f"gradients/{name} has shape {numbers.shape}, wanted is ({len(ids)}, {self._widths[name]})"
@@ -155,11 +159,12 @@ class RowServer:
     # ------------------------------------------------------------ checkpoints
 
     def count(self, data: bytes) -> bytes:
-        """COUNT: how many rows each table has."""
+        """COUNT: how many rows each table has, and what happened to rows."""
         message = decode(self._schemas[COUNT][0], data)
         with self._change:
             self._update(message)
-            return encode(self._schemas[COUNT][1], {}, {"rows": self._counts()})
+            counts = {"rows": self._counts(), "life": self._shards.life_so_far()}
+            return encode(self._schemas[COUNT][1], {}, counts)
 
     def load(self, data: bytes) -> bytes:
         """LOAD: read rows from a checkpoint, in place of those that are here."""

@@ -30,7 +30,6 @@ from dtf.pserver.record.recorder import Pull, Recorder
 from dtf.pserver.row_routing import RowGradients, server_shards
 from dtf.pserver.server.model_buffers import ModelBuffers, Tickets
 from dtf.pserver.sync_modes import SyncMode
-from dtf.sparse.table_layouts import owner_of
 from dtf.strategies.buffers import buffers, load_buffers
 
 if TYPE_CHECKING:
@@ -179,7 +178,7 @@ class ServerState:
         names = self._task.recipe.tables()
         return {
             name: [
-                RowGradients(*push.rows[name], weight)
+                push.rows[name]._replace(weight=weight)
                 for push, weight in zip(pushes, weights, strict=True)
                 if name in push.rows
             ]
@@ -290,6 +289,11 @@ class ServerState:
         """Per table: `rows` and `bytes` on this server, and the `capacity` of all servers together."""
         return self._shards.sizes() if self._shards else {}
 
+    def counts(self) -> dict[str, int]:
+        """See `ShardedTables.life_counts`."""
+        with self.lock:
+            return self._shards.life_counts() if self._shards else {}
+
     def _blocks_with_state(self) -> np.ndarray:
         """The learning blocks with their optimizer state, as `state_fields` lays them out."""
         memory = torch.zeros(self._field_bytes, dtype=torch.uint8)
@@ -306,8 +310,8 @@ class ServerState:
     def owns(self, name: str, ids: np.ndarray) -> bool:
         """Whether all rows of these ids may be on this server."""
         size = self._task.recipe.tables()[name].size
-        if not len(ids) or (ids.min() >= 0 and (not size or ids.max() < size)):
-            return self._world.size == 1 or bool((owner_of(ids, self._world.size) == self._world.rank).all())
+        if not (ids == -1).any() and (not size or not len(ids) or (ids.min() >= 0 and ids.max() < size)):
+            return self._world.size == 1 or bool(self._shards is not None and self._shards.owns(name, ids).all())
         return False
 
     @property

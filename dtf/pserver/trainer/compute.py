@@ -24,6 +24,7 @@ from dtf.model.shared_state import SharedState
 from dtf.pserver.net.compression import rounded
 from dtf.pserver.net.messages import NONE
 from dtf.pserver.param_slices import Layout, views
+from dtf.pserver.row_routing import RowGradients
 from dtf.pserver.same_start import TrainerStart
 from dtf.pserver.trainer.prefetch import PreparedBatch
 from dtf.strategies.own_memory import refuse_shared_memory
@@ -31,8 +32,8 @@ from dtf.strategies.replica import Replica
 from dtf.strategies.start_check import ALONE, check_evaluation, differing_module
 from dtf.strategies.trial_numbers import trial
 
-ByTable = Mapping[str, tuple[np.ndarray, np.ndarray]]
-"""Table -> ids (U,) and numbers (U, columns)."""
+ByTable = Mapping[str, RowGradients]
+"""By table, what a push has of rows; with local training changes of these and their states."""
 
 
 class ParamBlocks(NamedTuple):
@@ -339,7 +340,7 @@ class TrainerModel:
     def _norm(self, rows: Sequence[ByTable]) -> float:
         from dtf.sparse.store import squares
 
-        total = sum(squares(rounded(gradients, self._wire)) for part in rows for _, gradients in part.values())
+        total = sum(squares(rounded(gradients, self._wire)) for part in rows for _, gradients, *_ in part.values())
         for gradients in self._outgoing[0].views:
             total += sum(float(view.double().square().sum()) for view in gradients)
         return math.sqrt(total)

@@ -101,8 +101,9 @@ class Exchange:
         for server in range(len(self._servers)):
             scalars = common | {"seen": seen[server]}
             arrays = {"dense": result.dense[server]}
-            for name, (ids, gradients) in result.rows[server].items():
-                arrays |= {f"ids/{name}": ids, f"gradients/{name}": compress(gradients, self._wire)}
+            for name, part in result.rows[server].items():
+                arrays |= {f"ids/{name}": part.ids, f"gradients/{name}": compress(part.gradients, self._wire)}
+                arrays |= {} if part.seen is None else {f"seen/{name}": part.seen}
             if server == 0:
                 arrays |= {
                     "sums": result.sums.cpu().double().numpy(),

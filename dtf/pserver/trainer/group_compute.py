@@ -26,7 +26,7 @@ from dtf.model.author_errors import name_author_errors
 from dtf.model.forward import to_device
 from dtf.model.init import DTYPES
 from dtf.pserver.leases import EVALUATE, TRAIN, Lease
-from dtf.pserver.row_routing import RowRequest
+from dtf.pserver.row_routing import RowRequest, routed_tables
 from dtf.pserver.trainer.compute import ModelSetup, PulledState, TrainerModel
 from dtf.pserver.trainer.group import Topic, TrainerGroup
 from dtf.pserver.trainer.prefetch import WAIT_S, PreparedBatch
@@ -59,8 +59,7 @@ class GroupReader:
 
     def __init__(self, team: TrainerGroup, reading: BatchReader, task: Task, servers: int) -> None:
         self._team, self._reading, self._servers = team, reading, servers
-        self._widths = {name: table.width for name, table in task.recipe.tables().items()}
-        self._numbers = itertools.count()
+        self._tables, self._numbers = routed_tables(task), itertools.count()
         self._alive: WeakSet[GroupRowRequest] = WeakSet()  # what may have to be computed
         self._lock = threading.Lock()
 
@@ -71,17 +70,25 @@ class GroupReader:
         prepared = self._reading(lease, ticket)
         parts = [
             _reading_facts(prepared, False),
-            *(self._team.receive_lists(Topic.READING, member, 2 + len(self._widths)) for member in self._team.others),
+            *(
+                self._team.receive_lists(Topic.READING, member, 2 + 2 * len(self._tables))
+                for member in self._team.others
+            ),
         ]
-        facts, samples, *ids = zip(*parts, strict=True)
+        facts, samples, *lists = zip(*parts, strict=True)
+        ids, seen = lists[: len(self._tables)], lists[len(self._tables) :]
         unread, stopping = np.sum(facts, axis=0).tolist()
         self._team.stopping = self._team.stopping or bool(stopping)
         inputs = {
-            name: torch.from_numpy(np.concatenate(table_ids)) for name, table_ids in zip(self._widths, ids, strict=True)
+            name: torch.from_numpy(np.concatenate(table_ids)) for name, table_ids in zip(self._tables, ids, strict=True)
         }
         batch = Batch(inputs, torch.empty(0), torch.empty(0), np.concatenate(samples))
-        counts = [dict(zip(self._widths, map(len, part[2:]), strict=True)) for part in parts]
-        row_request = GroupRowRequest(batch, self._widths, self._servers)
+        counts = [dict(zip(self._tables, map(len, part[2:]), strict=False)) for part in parts]
+        shown = {name: np.concatenate(each).reshape(-1, 2) for name, each in zip(self._tables, seen, strict=True)}
+        tables = {
+            name: table._replace(lives=table.lives and lease.kind == TRAIN) for name, table in self._tables.items()
+        }
+        row_request = GroupRowRequest(batch, tables, self._servers, seen=shown)
         row_request.number, row_request.own_batch, row_request.counts, row_request.oldest = (
             number,
             prepared,
@@ -166,7 +173,7 @@ class GroupModel(TrainerModel):
         """Gradients of the rows of this process's ids."""
         by_table = {} if _idle(prepared) else prepared.row_request.gradients(self.replica.row_gradients)[0]
         return {
-            name: by_table[name][1] if name in by_table else np.empty((0, width), self._kind)
+            name: by_table[name].gradients if name in by_table else np.empty((0, width), self._kind)
             for name, width in self._widths.items()
         }
 
@@ -317,9 +324,13 @@ def _ids(prepared: PreparedBatch) -> list[np.ndarray]:
 
 def _reading_facts(prepared: PreparedBatch, stopping: bool) -> list[np.ndarray]:
     """What the leader has to know of a batch that a process has read: [unreadable rows, told to stop]; sample ids; ids
-    by table.
+    by table; and by table how often each was shown and clicked, if that is known, one after the other.
     """
-    return [np.array([prepared.unread, int(stopping)]), prepared.batch.ids[prepared.batch.ids >= 0], *_ids(prepared)]
+    facts, ids = np.array([prepared.unread, int(stopping)]), prepared.row_request.ids(0)
+    none = np.empty((0, 2))
+    seen = [none if _idle(prepared) else prepared.row_request.seen_of(0).get(name, none) for name in ids]
+    shown = [each.astype(np.int64).reshape(-1) for each in seen]
+    return [facts, prepared.batch.ids[prepared.batch.ids >= 0], *_ids(prepared), *shown]
 
 
 def _group_request(prepared: PreparedBatch) -> GroupRowRequest:

@@ -17,7 +17,7 @@ from dtf.model.init import DTYPES
 from dtf.optim.sharding import Sharding, full_params
 from dtf.optim.update import LocalUpdate
 from dtf.pserver.param_slices import Field, Layout, state_fields, views
-from dtf.pserver.row_routing import RowRequest
+from dtf.pserver.row_routing import RowGradients, RowRequest
 from dtf.pserver.trainer.compute import ByTable, LeaseResult, TrainerModel
 from dtf.pserver.trainer.prefetch import PreparedBatch
 from dtf.sparse.sharded_tables import ShardedTables
@@ -122,14 +122,14 @@ class LocalSgd:
         )
 
     def _rows(self) -> Sequence[ByTable]:
-        parts: list[dict[str, tuple[np.ndarray, np.ndarray]]] = [{} for _ in self._state_fields]
+        parts: list[dict[str, RowGradients]] = [{} for _ in self._state_fields]
         for name, met in self._met.items():
             ids = np.concatenate([ids for ids, _ in met])
             learnt = self._stores[name].records(ids) - np.concatenate([records for _, records in met])
             owners = owner_of(ids, len(parts))
             for server, part in enumerate(parts):
                 owned = owners == server
-                part[name] = ids[owned], learnt[owned]
+                part[name] = RowGradients(ids[owned], learnt[owned])
         return parts
 
     def _kept_tensor(self, field: Field) -> Tensor:

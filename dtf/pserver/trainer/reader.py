@@ -13,7 +13,7 @@ from dtf.data.batches import micro_batch_bounds, micro_batches_of, share_within
 from dtf.model.forward import to_device
 from dtf.model.receive import Receiver
 from dtf.pserver.leases import EVALUATE, Lease
-from dtf.pserver.row_routing import RowRequest
+from dtf.pserver.row_routing import RowRequest, routed_tables
 from dtf.pserver.trainer.prefetch import PreparedBatch
 
 Open = Callable[[str, Shard, int], Batches]
@@ -35,7 +35,7 @@ class BatchReader:
         self._receiver = Receiver(task)
         self._task, self._open, self._device = task, open, device
         self._micro_batch_rows, self._servers, self._part = micro_batch_rows, servers, part
-        self._widths = {name: table.width for name, table in task.recipe.tables().items()}
+        self._tables = routed_tables(task)
         self._loaders: dict[tuple[int, int, int], Batches] = {}
         self._turn = threading.Lock()
 
@@ -57,7 +57,11 @@ class BatchReader:
         batch = to_device(batch, self._device, self._task)
         if self._receiver.early:
             batch = self._receiver.evaluate(batch) if evaluates else self._received(batch, lease, ticket)
-        return PreparedBatch(lease, ticket, batch, RowRequest(batch, self._widths, self._servers), unread)
+        tables = (
+            {name: table._replace(lives=False) for name, table in self._tables.items()} if evaluates else self._tables
+        )
+        row_request = RowRequest(batch, tables, self._servers, self._task.recipe.clicks)
+        return PreparedBatch(lease, ticket, batch, row_request, unread)
 
     def _received(self, batch: Batch, lease: Lease, ticket: Train) -> Batch:
         """Rows of a step with the ids that are looked up."""

@@ -28,9 +28,9 @@ from dtf.optim.sharding import Sharding
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.messages import COPY, COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.net.transport import Transport
-from dtf.pserver.row_routing import RowRequest
+from dtf.pserver.row_routing import RowRequest, routed_tables
 from dtf.pserver.trainer.prefetch import DEADLINE_S
-from dtf.sparse.sharded_tables import ShardedTables
+from dtf.sparse.sharded_tables import LIFE_COUNTS, ShardedTables
 from dtf.strategies.replica import Replica
 from dtf.strategies.spmd import Spmd
 
@@ -45,7 +45,8 @@ class RemoteTables(ShardedTables):
     def __init__(self, task: Task, world: World, share: float, connect: Callable[[], Sequence[Transport]]) -> None:
         super().__init__({}, world, share)
         self._connect, self._schemas = connect, rows_schemas(task.recipe)
-        self._widths = {name: table.width for name, table in task.recipe.tables().items()}
+        self._routed, self._recipe_clicks = routed_tables(task), task.recipe.clicks
+        self._lives = any(table.lives for table in self._routed.values())
         self._capacities = {name: table.capacity for name, table in task.recipe.tables().items()}
         self._turn = self._orders = 0
         # the newest, until servers are known to have it
@@ -59,7 +60,7 @@ class RemoteTables(ShardedTables):
         return self._connect()
 
     def lookup(self, batch: Batch, train: bool) -> Batch:
-        row_request = RowRequest(batch, self._widths, len(self._servers))
+        row_request = RowRequest(batch, self._routed, len(self._servers), self._recipe_clicks)
         scalars = self._update | {"train": int(train)}
         answers = self._ask(
             LOOK,
@@ -68,10 +69,10 @@ class RemoteTables(ShardedTables):
                 for server in range(len(self._servers))
             ],
         )
-        rows = [{name: answer.arrays[f"rows/{name}"] for name in self._widths} for answer in answers]
+        rows = [{name: answer.arrays[f"rows/{name}"] for name in self._routed} for answer in answers]
         filled = row_request.fill(batch, rows, self._world.device)
         if train:
-            self._wanted = row_request, {name: filled.inputs[name] for name in self._widths}
+            self._wanted = row_request, {name: filled.inputs[name] for name in self._routed}
         return filled
 
     def backward(self, gradients: Mapping[str, Tensor]) -> None:
@@ -86,8 +87,9 @@ class RemoteTables(ShardedTables):
         arrays = [
             {
                 f"{key}/{name}": array
-                for name, pair in part.items()
-                for key, array in zip(("ids", "gradients"), pair, strict=True)
+                for name, table in part.items()
+                for key, array in (("ids", table.ids), ("gradients", table.gradients), ("seen", table.seen))
+                if array is not None
             }
             for part in parts
         ]
@@ -105,6 +107,17 @@ class RemoteTables(ShardedTables):
     def apply(self, factor: float, lr: float, step: int) -> None:
         """Note the update that the next request brings to the servers."""
         self._update = {"version": self._update["version"] + 1, "factor": factor * self._share, "lr": lr, "step": step}
+
+    def life_counts(self) -> dict[str, int]:
+        """As of `ShardedTables`. The request brings the newest update."""
+        if not self._lives:
+            return {}
+        if self._world.rank:
+            return dict.fromkeys(LIFE_COUNTS, 0)
+        answers = self._ask(COUNT, [(dict(self._update), {})] * len(self._servers))
+        so_far = np.sum([answer.arrays["life"] for answer in answers], axis=0).tolist()
+        before, self._told = self._told, dict(zip(LIFE_COUNTS, so_far, strict=True))
+        return {key: self._told[key] - before[key] for key in LIFE_COUNTS}
 
     def boxes(self) -> list[Box]:
         """None: servers write theirs themselves, see `set_aside`."""

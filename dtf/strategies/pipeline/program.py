@@ -99,12 +99,11 @@ class PipelineProgram(Program):
         self._order: Callable[[int], list[Action]] = cache(lambda count: order(schedule, pipeline.place, *shape, count))
         # of the rank before
         self._answers = cache(lambda count: answers(order(schedule, (pipeline.place - 1) % shape[0], *shape, count)))
-        self._synced = True
+        self._synced, self._row_bytes = True, 0.0  # bytes of messages that wait in memory
         self._trials: list[tuple[int, Footprint]] = []
         self._again: tuple[StartTrials, Callable[[], Batch]] | None = None  # for passes of all pipelines over one batch
         self._unsaved: Unsaved | None = None
         self._compared: list[str] | None = None  # names of parts that several replicas hold
-        self._row_bytes = 0.0  # of messages that wait in memory
         dtype = loss_dtype(task)
         self._one = torch.ones((), device=world.device, dtype=dtype)
         self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=world.device, dtype=dtype)
@@ -158,8 +157,7 @@ class PipelineProgram(Program):
         gradients += max(sizes, default=0)  # of the one that is not yet added to those of earlier micro-batches
         buffers = byte_count({id(b): b for stage in self._stages.values() for b in stage.model.buffers()}.values())
         micro_batches, rows = microbatch_load(self._task, self.shares, self.micro_batch_rows)
-        # passes of one stage each
-        held = accumulate(1 if action.forward else -1 for action in self._order(micro_batches))
+        held = accumulate(1 if action.forward else -1 for action in self._order(micro_batches))  # of one stage each
         kept = activations(self._trials, rows, max(held) / len(self._stages))
         return Memory(parameters + buffers, gradients, optimizer, kept, round(self._row_bytes * rows), tables)
 
@@ -377,8 +375,7 @@ class PipelineProgram(Program):
     def load(self, source: Source) -> None:
         self._update.load(source)
         for stage in self._stages.values():
-            names = self._shared.names[stage.index]
-            load_buffers(stage, RenamedSource(source, names), self._dims.dp_shard)
+            load_buffers(stage, RenamedSource(source, self._shared.names[stage.index]), self._dims.dp_shard)
 
     def guard(self) -> Guard | None:
         def run(part: Batch, ticket: Train, enter: _MicroBatchHook) -> Evaluated:
@@ -392,6 +389,9 @@ class PipelineProgram(Program):
 
     def watch_outputs(self) -> list[ModuleOutputs]:
         return [ModuleOutputs(stage.model, root=False, opaque=self._task.compiled) for stage in self._stages.values()]
+
+    def counts(self) -> dict[str, int]:
+        return self._tables.life_counts() if self._tables is not None else {}
 
     def skipped(self) -> int:
         return self._update.skipped()

@@ -1,0 +1,128 @@
+"""A sparse table whose rows have a life: ids are admitted, rows leave, and a full table goes on (`RowLife`).
+
+Rows are made by `update`, not by `lookup`: an id without a row reads as it is drawn.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from dtf.api.row_optimizer import RowOptimizer
+from dtf.api.sparse_table import Table
+from dtf.sparse.life import LAST_STEP, SCORE, Life
+from dtf.sparse.store import SparseTable
+
+
+def table_of(
+    spec: Table,
+    rule: RowOptimizer,
+    seed: int,
+    name: str,
+    dtype: np.dtype | type = np.float32,
+    columns: tuple[int, int] | None = None,
+) -> SparseTable:
+    """A table whose rows have a life where `rule` says so. Arguments and errors as of `SparseTable`."""
+    return (LivingTable if rule.lives else SparseTable)(spec, rule, seed, name, dtype, columns)
+
+
+class LivingTable(SparseTable):
+    """See `SparseTable`, and `Life` for what is decided here."""
+
+    statistics: ClassVar[dict[str, str]] = {LAST_STEP: "i", SCORE: "f"}
+    life: Life
+
+    def __init__(
+        self,
+        spec: Table,
+        rule: RowOptimizer,
+        seed: int,
+        name: str,
+        dtype: np.dtype | type = np.float32,
+        columns: tuple[int, int] | None = None,
+    ) -> None:
+        self._seed = seed
+        super().__init__(spec, rule, seed, name, dtype, columns)
+
+    def __len__(self) -> int:
+        return len(self.life)
+
+    def byte_count(self) -> int:
+        return super().byte_count() + self.life.byte_count()
+
+    def lookup(self, ids: np.ndarray, create: bool) -> np.ndarray:
+        """Rows (U, width) of distinct ids (U,), those that do not exist as they are drawn; none is made."""
+        return super().lookup(ids, create=False)
+
+    def _positions(self) -> int:
+        self.life = Life(self.spec, self.rule, self._seed, self.name)
+        return int(self.life.starts[-1])
+
+    def _statistics(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        return self.life.statistics(positions)
+
+    def _learning(self, ids: np.ndarray, seen: np.ndarray | None, step: int) -> np.ndarray:
+        """Positions (U,) of the ids that learn in this step, -1 for others: rows leave, and are made."""
+        if seen is None:
+            raise ValueError(f"table {self.name}: rows have a life, and nothing says how often ids were shown")
+        life, shown = self.life, seen[:, 0] > 0
+        positions = self._index.find(ids)[0]
+        life.show(positions, seen, step)
+        gone = life.evicted
+        self._leave(life.overdue(step))
+        new = np.flatnonzero((positions < 0) & (ids != -1) & shown)
+        may, shows = life.admit(ids[new], seen[new], step)
+        asking, new, shows = len(new), new[may], shows[may]
+        scores, shards = shows + seen[new, 1], life.shards(ids[new])
+        crowded, coming = life.crowded(shards)
+        if len(crowded):
+            self._leave(life.lowest(crowded, coming, step))
+            fits = life.fits(ids[new], shards, scores)
+            new, scores, shards = new[fits], scores[fits], shards[fits]
+        life.refused += asking - len(new)
+        made = life.settle(ids[new], shards, scores, step)
+        self._index.insert(ids[new], made)
+        self._records[made, : self.width] = self._draw(ids[new])
+        for name, columns in self._columns.items():
+            self._records[made, columns] = self._firsts[name]
+        if self._since is not None:
+            self._since[made] = self.decayed
+        if life.evicted > gone:  # others took their places
+            positions = self._index.find(ids)[0]
+        positions[new] = made
+        positions[~shown] = -1
+        return positions
+
+    def _leave(self, positions: np.ndarray) -> None:
+        """Let rows go, see `Life.leave`."""
+        if not len(positions):
+            return
+        self._index.remove(self.life.ids[positions])
+        were, are = self.life.leave(positions)
+        self._index.move(self.life.ids[are], are)
+        self._records[are] = self._records[were]
+        if self._since is not None:
+            self._since[are] = self._since[were]
+
+    def _arrive(
+        self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray], step: int
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], np.ndarray]:
+        """Rows without statistics count as shown once, before `step`. The lowest of those that find no room stay out,
+        or leave: what remains does not depend on the order in which rows arrive.
+        """
+        life = self.life
+        states = {LAST_STEP: np.full(len(ids), step, np.int32), SCORE: np.ones(len(ids), np.float32)} | states
+        scores, last = states[SCORE].reshape(-1), states[LAST_STEP].reshape(-1)
+        shards, rest = life.shards(ids), np.ones(len(ids), bool)
+        for shard in life.crowded(shards)[0].tolist():
+            mine = np.flatnonzero(shards == shard)
+            leave, out = life.overfull(shard, ids[mine], scores[mine], last[mine], step)
+            self._leave(leave)
+            rest[mine[out]] = False
+            life.evicted += len(out)
+        ids, rows, states = ids[rest], rows[rest], {name: values[rest] for name, values in states.items()}
+        positions = life.settle(ids, shards[rest], scores[rest], last[rest])
+        life.admitted -= len(ids)  # they were before
+        self._index.insert(ids, positions)
+        return ids, rows, states, positions
