@@ -51,9 +51,9 @@ class JobText:
     def task(self) -> str:
         """What srun starts: dtf, and a note of its exit code."""
         trial = ' --trial="$SLURM_ARRAY_TASK_ID"' if len(self.options) == 1 and _is_array(self.options[0]) else ""
-        return _filled(
-            "slurm_task.sh", {"FOLDER": shlex.quote(self.job_folder), "COMMAND": shlex.join(self.command) + trial}
-        )
+        command = shlex.join(self.command) + trial
+        body = {"FOLDER": shlex.quote(self.job_folder), "COMMAND": command, "ALWAYS": " | ".join(map(str, ALWAYS))}
+        return _filled("slurm_task.sh", body)
 
     def _srun(self) -> str:
         alone = len(self.steps) == 1

@@ -357,17 +357,22 @@ def noted(folder: Path, command: list[str]) -> str:
 
 
 def test_a_task_notes_the_code_of_its_process(tmp_path: Path) -> None:
+    Machine(tmp_path).stand_in("scancel", "")
     assert noted(tmp_path, ["bash", "-c", "exit 3"]) == "3"
+    (tmp_path / "code.4").unlink()
     assert noted(tmp_path, ["/no/such/python"]) == "127"
 
 
-def test_a_task_whose_process_is_killed_has_the_whole_job_told(tmp_path: Path) -> None:
-    """The others would wait for it."""
+@pytest.mark.parametrize("code, told", [("2", True), ("137", True), ("69", True), ("0", False), ("75", False)])
+def test_a_task_that_fails_or_is_lost_has_the_whole_job_told(tmp_path: Path, code: str, told: bool) -> None:
+    """The others would wait for it; one that starts later than it ended sees its code."""
     Machine(tmp_path).stand_in("scancel", f'echo "$*" >>{tmp_path}/told')
-    assert noted(tmp_path, ["bash", "-c", "kill -KILL $$"]) == "137"
-    assert (tmp_path / "told").read_text() == "--signal=TERM 5_7\n"
-    assert noted(tmp_path, ["bash", "-c", "kill -TERM $$"]) == "143"  # that one has been told
-    assert (tmp_path / "told").read_text() == "--signal=TERM 5_7\n"
+    assert noted(tmp_path, ["bash", "-c", f"exit {code}"]) == code
+    assert (tmp_path / "told").exists() == told
+    if told:
+        assert (tmp_path / "told").read_text() == "--signal=TERM 5_7\n"
+    (tmp_path / "code.4").rename(tmp_path / "code.0")
+    assert (noted(tmp_path, ["true"]) == "143") == told
 
 
 def test_a_task_outlives_a_signal_and_waits_for_its_process(tmp_path: Path) -> None:
