@@ -198,6 +198,9 @@ DECISIONS = [  # codes of the tasks, of srun; whether it starts again, and the c
     (("", "75"), 233, True, 69),  # a node is gone
     (("137", "75"), 137, True, 137),
     (("", ""), 1, True, 69),  # srun itself failed
+    (("", ""), 75, True, 75),  # none could note its code, as the folder is full
+    (("", ""), 65, False, 65),
+    (("", "75"), 75, True, 69),
     (("2", "2"), 2, False, 2),
     (("1", "69"), 69, False, 1),  # the others lost the one that failed
     (("75", "1"), 75, False, 1),
@@ -224,7 +227,10 @@ def test_exit_codes_decide(machine: Machine, codes: tuple[str, ...], srun: int, 
 def test_a_code_that_is_seen_late_counts(machine: Machine) -> None:
     """As on storage that several machines share: it is there after the third look."""
     wait = f'echo "sleep $*" >>{machine.folder}/calls; '
-    see = f"(($(grep -c sleep {machine.folder}/calls) < 3)) || echo 65 >{machine.folder}/run/job/attempts/7.0/code.0"
+    attempt = f"{machine.folder}/run/job/attempts/7.0"
+    late = f"touch {attempt}/began.0; echo 65 >{attempt}/code.0"
+    see = f"(($(grep -c sleep {machine.folder}/calls) < 3)) || {{ {late}; }}"
+    machine.says = "srun: error: Invalid feature specification"  # as of a task's own srun
     (machine.folder / "bin").mkdir()
     machine.stand_in("sleep", wait + see)
     machine.waits = True
