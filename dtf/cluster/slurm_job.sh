@@ -79,6 +79,9 @@ judge() {
             code=$(cat "$attempt/code.$task" 2>/dev/null)
         done
         [[ -z $code && $step_code == 143 ]] && code=143
+        # no task could note its code, as in a full folder: srun's own is the highest of them, and 1 where srun failed
+        [[ -z $code ]] && ((step_code > 1 && step_code < 128)) && ! compgen -G "$attempt/code.*[0-9]" >/dev/null &&
+            code=$step_code
         case $code in
         0) continue ;;
         @ALWAYS@) now=stopped ;;
@@ -142,14 +145,14 @@ if [[ -z $told ]] && ! cancelled; then
     fi
 fi
 
-words=
-if ((step_code != 0)) && [[ -z $told ]] && ! began; then
+judge
+words= reason=$(head -c 400 "$attempt/reason.$decisive" 2>/dev/null | tr -s '\n' ' ')
+if ((step_code != 0)) && [[ -z $told ]] && ! began; then # judge has waited for files that are seen late
     words="srun started no task and ended with $step_code: $(words_of_srun)"
     [[ $words =~ $mistakes ]] && finish failed 2 "$words; correct launcher.srun"
+    reason=${reason:-$words}
 fi
-judge
-reason=$(head -c 400 "$attempt/reason.$decisive" 2>/dev/null | tr -s '\n' ' ')
-began || reason=${reason:-$words}
+((exit_code == 127)) && reason=${reason:-"there is no such interpreter on the node: give launcher.python"}
 case $verdict in
 done) finish finished 0 "newest checkpoint: step $(newest)" ;;
 failed) finish failed "$exit_code" "${reason:-a process of the run ended with $exit_code}" ;;

@@ -56,6 +56,7 @@ class JobText:
         trial = ' --trial="$SLURM_ARRAY_TASK_ID"' if len(self.options) == 1 and _is_array(self.options[0]) else ""
         command = shlex.join(self.command) + trial
         body = {"FOLDER": shlex.quote(self.job_folder), "COMMAND": command, "ASKED": str(_ASKED_S)}
+        body["ALWAYS"] = " | ".join(map(str, ALWAYS))
         return _filled("slurm_task.sh", body)
 
     def _srun(self) -> str:

@@ -9,6 +9,18 @@ cancelled() { # listed: a shared file system may remember for a while that a fil
     for path in "$folder"/*; do [[ $path == "$folder/cancel" ]] && return 0; done
     return 1
 }
+ends_all() { # by the exit code of one task, which failed or was lost: the others would wait for it
+    case $1 in
+    0 | @ALWAYS@) return 1 ;;
+    esac
+}
+ended() { # whether a task has ended all
+    local path
+    for path in "$DTF_ATTEMPT"/code.*; do
+        [[ -e $path && $path != *.new ]] && ends_all "$(<"$path")" && return 0
+    done
+    return 1
+}
 : >"$DTF_ATTEMPT/began.$SLURM_PROCID" # what failed before is srun's
 watch_leader() { # where the node of the batch script is lost Slurm requeues that component, and leaves this one its nodes
     local theirs
@@ -25,7 +37,8 @@ if [[ -n ${SLURM_HET_SIZE:-} && ${SLURM_NODEID:-0} != 0 && ${SLURM_LOCALID:-0} =
 fi
 export DTF_REASON_FILE=$DTF_ATTEMPT/reason.$SLURM_PROCID
 code=143
-if [[ -z $told ]] && ! cancelled; then # as before Slurm knew of this step, which a signal would not have reached
+# it may have come before Slurm knew of this task, which a signal did not reach then
+if [[ -z $told ]] && ! cancelled && ! ended; then
     @COMMAND@ &
     process=$!
     [[ -n $told ]] && kill -TERM "$process" # it came in between
@@ -40,7 +53,7 @@ fi
 [[ -z $watch ]] || kill "$watch"
 noted=$DTF_ATTEMPT/code.$SLURM_PROCID
 echo "$code" >"$noted.new" && mv "$noted.new" "$noted"
-if ((code > 128 && code != 143)) && command -v scancel >/dev/null; then # killed: the others would wait for it
+if ends_all "$code" && command -v scancel >/dev/null; then
     scancel --signal=TERM "$DTF_JOB" # not the step: that of another component has another number
 fi
 exit "$code"

@@ -127,6 +127,25 @@ def test_a_run_saves_however_often_it_is_told_and_fails_where_it_is_not_requeued
 
 @needs_slurm
 @pytest.mark.slow
+def test_servers_that_wait_for_trainers_leave_when_one_has_failed_for_good(tmp_path: Path) -> None:
+    run, python = tmp_path / "run", tmp_path / "python"
+    waits = f"until [[ -e {run}/rank_0.log ]]; do sleep 0.1; done; echo boom >$DTF_REASON_FILE; exit 2"
+    python.write_text(f'#!/bin/bash\n((SLURM_PROCID < 2)) || {{ {waits}; }}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    roles = ["strategy=pserver", "strategy.servers=2", "launcher.nodes=2", "launcher.processes=1"]
+    with slurmbox(tmp_path / "slurm", nodes=3) as box:
+        campaign = Campaign(box, tmp_path, random.Random(0))
+        job = campaign.submit(run, *roles, "launcher.allow_insecure=true", f"launcher.python={python}")
+        assert box.wait_end(job) == "FAILED" and box.job(job)["Restarts"] == "0"
+        box.wait_idle()
+        status = campaign.dtf("job=status", f"job.run_folder={run}")
+    assert "exit code 2; boom" in status
+    codes = [path.read_text() for path in sorted((run / "job" / "attempts" / f"{job}.0").glob("code.*"))]
+    assert codes[:2] == ["75\n"] * 2
+
+
+@needs_slurm
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "pserver", "sweep"])
 def test_nothing_is_lost_whatever_happens(mode: str, tmp_path: Path) -> None:
     """Fifteen disturbances of each; the whole record is in the folder of the test."""

@@ -198,6 +198,9 @@ DECISIONS = [  # codes of the tasks, of srun; whether it starts again, and the c
     (("", "75"), 233, True, 69),  # a node is gone
     (("137", "75"), 137, True, 137),
     (("", ""), 1, True, 69),  # srun itself failed
+    (("", ""), 75, True, 75),  # none could note its code, as the folder is full
+    (("", ""), 65, False, 65),
+    (("", "75"), 75, True, 69),
     (("2", "2"), 2, False, 2),
     (("1", "69"), 69, False, 1),  # the others lost the one that failed
     (("75", "1"), 75, False, 1),
@@ -224,7 +227,10 @@ def test_exit_codes_decide(machine: Machine, codes: tuple[str, ...], srun: int, 
 def test_a_code_that_is_seen_late_counts(machine: Machine) -> None:
     """As on storage that several machines share: it is there after the third look."""
     wait = f'echo "sleep $*" >>{machine.folder}/calls; '
-    see = f"(($(grep -c sleep {machine.folder}/calls) < 3)) || echo 65 >{machine.folder}/run/job/attempts/7.0/code.0"
+    attempt = f"{machine.folder}/run/job/attempts/7.0"
+    late = f"touch {attempt}/began.0; echo 65 >{attempt}/code.0"
+    see = f"(($(grep -c sleep {machine.folder}/calls) < 3)) || {{ {late}; }}"
+    machine.says = "srun: error: Invalid feature specification"  # as of a task's own srun
     (machine.folder / "bin").mkdir()
     machine.stand_in("sleep", wait + see)
     machine.waits = True
@@ -357,17 +363,22 @@ def noted(folder: Path, command: list[str]) -> str:
 
 
 def test_a_task_notes_the_code_of_its_process(tmp_path: Path) -> None:
+    Machine(tmp_path).stand_in("scancel", "")
     assert noted(tmp_path, ["bash", "-c", "exit 3"]) == "3"
+    (tmp_path / "code.4").unlink()
     assert noted(tmp_path, ["/no/such/python"]) == "127"
 
 
-def test_a_task_whose_process_is_killed_has_the_whole_job_told(tmp_path: Path) -> None:
-    """The others would wait for it."""
+@pytest.mark.parametrize("code, told", [("2", True), ("137", True), ("69", True), ("0", False), ("75", False)])
+def test_a_task_that_fails_or_is_lost_has_the_whole_job_told(tmp_path: Path, code: str, told: bool) -> None:
+    """The others would wait for it; one that starts later than it ended sees its code."""
     Machine(tmp_path).stand_in("scancel", f'echo "$*" >>{tmp_path}/told')
-    assert noted(tmp_path, ["bash", "-c", "kill -KILL $$"]) == "137"
-    assert (tmp_path / "told").read_text() == "--signal=TERM 5_7\n"
-    assert noted(tmp_path, ["bash", "-c", "kill -TERM $$"]) == "143"  # that one has been told
-    assert (tmp_path / "told").read_text() == "--signal=TERM 5_7\n"
+    assert noted(tmp_path, ["bash", "-c", f"exit {code}"]) == code
+    assert (tmp_path / "told").exists() == told
+    if told:
+        assert (tmp_path / "told").read_text() == "--signal=TERM 5_7\n"
+    (tmp_path / "code.4").rename(tmp_path / "code.0")
+    assert (noted(tmp_path, ["true"]) == "143") == told
 
 
 def test_a_task_outlives_a_signal_and_waits_for_its_process(tmp_path: Path) -> None:

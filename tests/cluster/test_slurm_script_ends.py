@@ -17,6 +17,13 @@ def test_a_note_of_losses_is_a_number_and_runs_nothing(machine: Machine) -> None
     assert not (machine.folder / "pwned").exists()
 
 
+def test_an_interpreter_that_the_node_does_not_have_is_named(machine: Machine) -> None:
+    machine.touches = machine.folder / "run" / "job" / "attempts" / "7.0" / "began.0"
+    assert machine.run("127") == 127
+    noted = (machine.folder / "run" / "job" / "ended").read_text()
+    assert noted == "failed 127 7 there is no such interpreter on the node: give launcher.python\n"
+
+
 MISTAKEN = "srun: unrecognized option '--foo=1'\nTry \"srun --help\" for more information"
 
 

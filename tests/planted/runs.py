@@ -37,8 +37,8 @@ FAULTS = [
     Fault(
         "a task starts that was cancelled before Slurm knew of it",
         "dtf/cluster/slurm_task.sh",
-        "if [[ -z $told ]] && ! cancelled; then",
-        "if [[ -z $told ]]; then",
+        "if [[ -z $told ]] && ! cancelled &&",
+        "if [[ -z $told ]] &&",
         ("tests/cluster/test_slurm_script.py::test_a_task_of_a_job_that_was_cancelled_meanwhile_starts_nothing",),
     ),
     Fault(
