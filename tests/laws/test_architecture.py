@@ -152,6 +152,8 @@ def test_dependencies_are_declared_and_explained() -> None:
         "dtf.data.table_rows": {"pyarrow"},
         "dtf.sparse.id_kernels": {"numba", "llvmlite"},
         "dtf.sparse.row_kernels": {"numba"},
+        "dtf.sparse.disk.cache_kernels": {"numba"},
+        "dtf.sparse.disk.page_kernels": {"numba", "llvmlite"},
         "dtf.pserver.net.rpc": {"grpc"},
         "dtf.cluster.ray_platform": {"ray"},
         "dtf.cluster.ray_client": {"ray"},
