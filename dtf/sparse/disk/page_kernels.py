@@ -233,3 +233,10 @@ def first_at_least(records, hashed):
         else:
             high = middle
     return low
+
+
+@njit(cache=True, nogil=True)
+def read_blindly(files, places, first, step, buffer):
+    """Read a page at each of `places[first::step]`, to see how fast the disk is."""
+    for i in range(first, len(files), step):
+        fill(files[i], buffer.ctypes.data, len(buffer) * 8, places[i])

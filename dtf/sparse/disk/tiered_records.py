@@ -9,6 +9,7 @@ no number depends on what was in memory.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +33,7 @@ RANGES = 64
 SEGMENT_BYTES = 32 << 20
 """A segment of more than twice as many is divided."""
 ENDING = ".rows"
+_STACK_BYTES = 1 << 19
 
 
 class _Sweep(NamedTuple):
@@ -74,7 +76,7 @@ class TieredRecords:
         self.hits = self.misses = self.pages_read = self.bytes_swept = 0
         self._depth, self._target = depth, max(1, segment_bytes // form.size)
         self._most_dirty = int(dirty_share * self.cache.capacity)
-        self._readers = ThreadPoolExecutor(depth, "rows")
+        self._readers = _small_threads(depth)
         self._writer = ThreadPoolExecutor(1, "sweep")
         self._sweep: _Sweep | None = None
         self._prefetch: _Prefetch | None = None
@@ -122,7 +124,7 @@ class TieredRecords:
                 positions[new] = self._allocate(len(new))
             finally:
                 self.cache.touch(positions[positions >= 0], self._step)
-            self.cache.insert(ids[new], positions[new], ABSENT, self._step)
+            self.cache.insert(ids[new], positions[new], ABSENT)
         there = ids != -1
         own = positions[there]
         if (self.cache.flags[own] & ABSENT == 0).any():
@@ -223,15 +225,14 @@ class TieredRecords:
         self.dirty += self.cache.set_dirty(positions)
 
     def _allocate(self, count: int) -> np.ndarray:
-        """Free positions (count,). Rows that no known step needs go first, by recency; where too few are clean, sweeps
-        are waited for.
+        """Free positions (count,). Rows that no known step needs go first, by recency, then those of far steps; where too few
+        are clean, sweeps are waited for.
         """
-        taken = self._take(count, self._step, LAST_STEP)
-        if len(taken) < count:
-            taken = np.concatenate([taken, self._take(count - len(taken), self._step, self._step)])
+        taken = np.empty(0, np.int64)
+        for first, last in ((self._step, LAST_STEP), (self._step, self._step), (1, 0)):
+            if len(taken) < count:
+                taken = np.concatenate([taken, self._take(count - len(taken), first, last)])
         while len(taken) < count and self._sweep_one():
-            taken = np.concatenate([taken, self._take(count - len(taken), self._step, self._step)])
-        if len(taken) < count:
             taken = np.concatenate([taken, self._take(count - len(taken), 1, 0)])
         if len(taken) < count:
             self.cache.give_back(taken)
@@ -296,3 +297,16 @@ class TieredRecords:
         for name in os.listdir(self.folder):
             if name.endswith((ENDING, f"{ENDING}.tmp")):
                 os.unlink(self.folder / name)
+
+
+def _small_threads(count: int) -> ThreadPoolExecutor:
+    """Threads that have begun, with stacks so small that none takes a large page of memory."""
+    before, all_run = threading.stack_size(_STACK_BYTES), threading.Barrier(count + 1)
+    try:
+        threads = ThreadPoolExecutor(count, "rows")
+        for _ in range(count):
+            threads.submit(all_run.wait)
+        all_run.wait()
+    finally:
+        threading.stack_size(before)
+    return threads
