@@ -22,14 +22,15 @@ NEVER, HELD = -1, -2
 """In `next_use`: not known; needed by the call that goes on."""
 MOST_USES = 3
 
-_S16, _S32 = np.uint64(16), np.uint64(32)
+_S32, _LOWER = np.uint64(32), np.uint64(0xFFFFFFFF)
 _NAN, _QUIET, _HALF, _ONE = np.uint32(0x7F800000), np.uint32(0x400000), np.uint32(0x7FFF), np.uint32(1)
 _SIGNLESS, _U16, _HIGH = np.uint32(0x7FFFFFFF), np.uint32(16), np.uint32(0xFFFF0000)
 
 
 @njit(cache=True, nogil=True)
 def _home(key, count):
-    return np.int64(((hash_of(key) >> _S32) * np.uint64(count)) >> _S32)
+    # by the lower half: rows of one segment are alike in the upper one, and must not crowd
+    return np.int64(((hash_of(key) & _LOWER) * np.uint64(count)) >> _S32)
 
 
 @njit(cache=True, nogil=True)
