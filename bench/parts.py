@@ -30,6 +30,7 @@ PARTS = {
     "starts": Part("The start of many ranks", "growth", function="measure_starts"),
     "clicks": Part("Click-through models", "ctr", ("torchrec", "fuxictr")),
     "rows": Part("Rows of sparse tables alone", "sparse"),
+    "tiers": Part("A sparse table larger than its memory", "table_tiers", ("rocksdict",)),
     "checkpoints": Part("Writing and reading a state", "checkpoints"),
     "saves": Part("How long training stands still for a save", "saves"),
     "mirror": Part("What a mirror costs", "mirror"),

@@ -153,6 +153,8 @@ def test_dependencies_are_declared_and_explained() -> None:
         "dtf.sparse.id_kernels": {"numba", "llvmlite"},
         "dtf.sparse.row_kernels": {"numba"},
         "dtf.sparse.life_kernels": {"numba"},
+        "dtf.sparse.disk.cache_kernels": {"numba"},
+        "dtf.sparse.disk.page_kernels": {"numba", "llvmlite"},
         "dtf.pserver.net.rpc": {"grpc"},
         "dtf.cluster.ray_client": {"ray"},
         "dtf.cluster.ray_driver": {"ray"},

@@ -1,0 +1,141 @@
+"""Rows in memory up to a bound: an index by id, and a clock that says which may go. Knows no files."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dtf.core.errors import ConfigError
+from dtf.sparse.disk import cache_kernels as kernels
+from dtf.sparse.disk import page_kernels
+from dtf.sparse.disk.record_format import RecordFormat, reserve
+
+LAST_STEP = 2**31 - 1
+_SLOTS = 2  # of the index, for each row
+_PER_ROW = 4 * _SLOTS + 8 + 4 + 4 + 1 + 1  # bytes beside a row: slots, id, next use, free positions, flags, uses
+
+
+class RowCache:
+    """At most as many rows as fit into `memory_bytes`, at positions of `records` and `extra`. For one thread.
+
+    `records` (C, width + states): a row and its state side by side. `extra` (C, bytes).
+    """
+
+    def __init__(self, form: RecordFormat, memory_bytes: int) -> None:
+        self.form = form
+        self.capacity = capacity = min(
+            memory_bytes // (form.stride * form.dtype.itemsize + form.extra + _PER_ROW), 2**31 // _SLOTS - 1
+        )
+        if capacity < 1:
+            raise ConfigError(f"{memory_bytes} bytes of memory hold no row of a table; give more")
+        try:
+            self.records = reserve(capacity, form.stride, form.dtype)
+            self.extra = reserve(capacity, form.extra, np.dtype(np.uint8))
+            self.ids = reserve(capacity, 1, np.dtype(np.int64)).reshape(-1)
+            self._next_use = reserve(capacity, 1, np.dtype(np.int32)).reshape(-1)
+            self._slots = reserve(_SLOTS * capacity, 1, np.dtype(np.int32)).reshape(-1)
+            self._free = reserve(capacity, 1, np.dtype(np.int32)).reshape(-1)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConfigError(f"this host has no room for {memory_bytes} bytes of rows: {error}; give less") from error
+        self.flags, self._uses = np.zeros(capacity, np.uint8), np.zeros(capacity, np.uint8)
+        self._top = self._free_count = self._hand = 0  # positions from `top` on were never used
+        self._bytes, self._words = self.records.view(np.uint8), self.records.view(np.uint32)
+
+    def find(self, ids: np.ndarray, with_absent: bool = False) -> tuple[np.ndarray, int]:
+        """Positions (n,) of ids: NOT_CACHED, or NO_ROW for one that is known to have none (`with_absent`: where it is
+        known so). And how many are not cached.
+        """
+        positions = np.empty(len(ids), np.int64)
+        return positions, kernels.find(self._slots, self.ids, self.flags, ids, with_absent, positions)
+
+    def take(self, count: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """At most `count` free positions, and the ids whose rows went for them. Only clean rows go, and none that is
+        held or needed by the steps [first, last].
+        """
+        taken = np.empty(count, np.int64)
+        reused = min(count, self._free_count)
+        self._free_count -= reused
+        taken[:reused] = self._free[self._free_count : self._free_count + reused]
+        fresh = min(count - reused, self.capacity - self._top)
+        taken[reused : reused + fresh] = np.arange(self._top, self._top + fresh)
+        self.ids[self._top : self._top + fresh] = -1
+        done = reused + fresh
+        forgotten, gone = np.empty(count - done, np.int64), 0
+        if done < count:
+            gone, self._hand = kernels.evict(
+                self._slots, self.ids, self.flags, self._uses, self._next_use, first, last, self._top, self._hand,
+                taken[done:], forgotten,
+            )  # fmt: skip
+        self._top += fresh
+        return taken[: done + gone], forgotten[:gone]
+
+    def give_back(self, positions: np.ndarray) -> None:
+        """Free positions that were taken and not used."""
+        self._free[self._free_count : self._free_count + len(positions)] = positions
+        self._free_count += len(positions)
+
+    def insert(
+        self, ids: np.ndarray, positions: np.ndarray, flags: np.ndarray | int, step: int = kernels.NEVER
+    ) -> None:
+        """Give ids that are not cached these free positions, needed next at `step`."""
+        kernels.insert(self._slots, self.ids, ids, positions)
+        self.flags[positions] = flags
+        self._uses[positions] = 0
+        self._next_use[positions] = step
+
+    def hold(self, positions: np.ndarray) -> None:
+        """Rows that `take` leaves until they are touched."""
+        self._next_use[positions[positions >= 0]] = kernels.HELD
+
+    def touch(self, positions: np.ndarray, step: int) -> None:
+        """Rows are used at `step`."""
+        kernels.touch(positions, self._uses, self._next_use, step)
+
+    def await_use(self, positions: np.ndarray, now: int, step: int) -> None:
+        """Rows will be used at `step`."""
+        kernels.await_use(positions, self._next_use, now, step)
+
+    def set_dirty(self, positions: np.ndarray) -> int:
+        """Rows differ from those on disk; their values are rounded as the disk keeps them. Returns how many were not
+        dirty.
+        """
+        if self.form.narrow:
+            kernels.round_rows(self._words, self.form.narrow, positions)
+        return kernels.set_dirty(positions, self.flags)
+
+    def flagged(self, flags: int, low: int, high: int, most: int) -> np.ndarray:
+        """At most `most` positions with any of these flags and hashes in [low, high], by ascending hash."""
+        found = np.empty(most, np.int64)
+        count = kernels.flagged(self.ids, self.flags, flags, self._top, np.uint64(low), np.uint64(high), found)
+        positions = found[:count]
+        hashed = np.empty(count, np.uint64)
+        page_kernels.hashes(self.ids[positions], hashed)
+        return positions[np.argsort(hashed)]
+
+    def begin_writing(self, positions: np.ndarray) -> np.ndarray:
+        """Rows are clean as soon as what is encoded now is written. Returns which of them are removed, bool (n,)."""
+        removed = np.empty(len(positions), np.bool_)
+        kernels.begin_writing(positions, self.flags, removed)
+        return removed
+
+    def end_writing(self, positions: np.ndarray, written: bool) -> int:
+        """Returns how many rows are dirty again."""
+        return kernels.end_writing(positions, self.flags, written)
+
+    def encode(self, positions: np.ndarray) -> np.ndarray:
+        """Records (n, size) of rows."""
+        out = np.empty((len(positions), self.form.size), np.uint8)
+        kernels.encode(self.ids, self._bytes, self._words, self.extra, positions, self.form.narrow, out)
+        return out
+
+    def decode(self, records: np.ndarray, chosen: np.ndarray, positions: np.ndarray) -> None:
+        """Rows at `positions` (n,) become what `records[chosen]` hold."""
+        kernels.decode(records, chosen, positions, self._bytes, self._words, self.extra, self.form.narrow)
+
+
+def decoded(records: np.ndarray, form: RecordFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids (n,), rows with their states (n, width + states), extra (n, bytes) of records (n, size)."""
+    ids, rows = np.empty(len(records), np.int64), np.empty((len(records), form.stride), form.dtype)
+    extra, every = np.empty((len(records), form.extra), np.uint8), np.arange(len(records))
+    kernels.ids_of(records, ids)
+    kernels.decode(records, every, every, rows.view(np.uint8), rows.view(np.uint32), extra, form.narrow)
+    return ids, rows, extra

@@ -1,0 +1,174 @@
+"""An immutable file of records of one range of hash(id), by ascending hash.
+
+Pages of records with a checksum each; then the first hash of each page; then a tail that says what the file holds.
+Written under a temporary name, made durable, renamed. In memory a segment takes 8 bytes a page.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import struct
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from zlib_ng.zlib_ng import crc32
+
+from dtf.checkpoint import storage
+from dtf.checkpoint.manifest import StoredFile
+from dtf.core.errors import DataError
+from dtf.sparse.disk import page_kernels as kernels
+from dtf.sparse.disk.record_format import LAYOUT_BYTES, PAGE_BYTES, RecordFormat, reserve
+
+LAST = 2**64 - 1
+"""The largest hash."""
+
+BATCH_BYTES = 1 << 20
+"""Bytes that are read, merged or written at a time."""
+
+_MAGIC = b"dtfrows1"
+_TAIL = struct.Struct(f"<8s{LAYOUT_BYTES}s4QI")  # rows, low, high, seed of checksums; crc32 of all that follows pages
+
+
+class Segment:
+    """The records with hashes in [low, high]. Without rows there is no file."""
+
+    def __init__(self, low: int, high: int, form: RecordFormat) -> None:
+        self.low, self.high, self.form = low, high, form
+        self.rows, self.seed, self.file = 0, 0, -1
+        self.path, self.stored = Path(), StoredFile(0, ())
+        self.firsts = np.empty(0, np.uint64)  # (pages,) the first hash of each
+        self.direct = False  # whether reads pass by the page cache
+
+    def open(self, path: Path, stored: StoredFile) -> Segment:
+        """Take what the file says of itself. DataError that names it where it is not what it should be, or its end is
+        damaged; a damaged page is found when it is read.
+        """
+        self.path, self.stored = path, stored
+        self.direct, self.file = True, -1
+        try:
+            if self.form.page_bytes % PAGE_BYTES:
+                raise OSError(errno.EINVAL, "")
+            self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.direct, self.file = False, os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        weakref.finalize(self, os.close, self.file)
+        self._read_tail()
+        self.drop_cache()
+        return self
+
+    def _read_tail(self) -> None:
+        size = os.fstat(self.file).st_size
+        if size != self.stored.size or size < _TAIL.size:
+            raise DataError(f"{self.path}: has {size} bytes instead of {self.stored.size}")
+        plain = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            magic, layout, rows, low, high, seed, digest = _TAIL.unpack(
+                os.pread(plain, _TAIL.size, size - _TAIL.size).ljust(_TAIL.size, b"\0")
+            )
+            start = self.form.pages(rows) * self.form.page_bytes
+            end = os.pread(plain, size - start, start) if start < size else b""
+        finally:
+            os.close(plain)
+        if magic != _MAGIC or layout != self.form.layout():
+            raise DataError(f"{self.path}: holds no rows of this table's format")
+        if len(end) != 8 * self.form.pages(rows) + _TAIL.size or crc32(end[:-4]) != digest:
+            raise DataError(f"{self.path}: its end is damaged")
+        if (low, high) != (self.low, self.high):
+            raise DataError(f"{self.path}: holds hashes {low} to {high} instead of {self.low} to {self.high}")
+        self.rows, self.seed = rows, seed
+        self.firsts = np.frombuffer(end, np.uint64, self.form.pages(rows)).copy()
+
+    def drop_cache(self) -> None:
+        """Leave nothing of the file in the page cache."""
+        os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def damage(self, page: int, outcome: int = kernels.DAMAGED) -> Exception:
+        """Why a page could not be read."""
+        if outcome == kernels.UNREADABLE:
+            plain = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.pread(plain, self.form.page_bytes, page * self.form.page_bytes)
+            except OSError as error:
+                return OSError(error.errno, error.strerror, str(self.path))
+            finally:
+                os.close(plain)
+        return DataError(f"{self.path}: page {page} is damaged or cannot be read")
+
+    def chunks(self, low: int, high: int) -> Iterator[np.ndarray]:
+        """Records (n, size) with hashes in [low, high], in order, read one after another. Each is valid until the next.
+        Errors of `damage`.
+        """
+        first = max(0, int(np.searchsorted(self.firsts, np.uint64(low), "right")) - 1)
+        last = int(np.searchsorted(self.firsts, np.uint64(high), "right"))
+        form, most = self.form, max(1, BATCH_BYTES // self.form.page_bytes)
+        pages = reserve(most, form.page_bytes // 8, np.dtype(np.uint64))
+        records = np.empty((most * form.per_page, form.size), np.uint8)
+        for page in range(first, last, most):
+            some = pages[: min(most, last - page)]
+            got = kernels.fill(self.file, some.ctypes.data, some.nbytes, page * form.page_bytes)
+            if got < some.nbytes:
+                raise self.damage(page + got // form.page_bytes, kernels.UNREADABLE)
+            damaged = kernels.unseal(some, page, self.rows, form.size, np.uint64(self.seed), records)
+            if damaged >= 0:
+                raise self.damage(damaged)
+            here = records[: min(len(some) * form.per_page, self.rows - page * form.per_page)]
+            yield within(here, low, high)
+        if not self.direct and last > first:
+            self.drop_cache()
+
+
+def within(records: np.ndarray, low: int, high: int) -> np.ndarray:
+    """Those of sorted records whose hash is in [low, high]."""
+    stop = len(records) if high == LAST else kernels.first_at_least(records, np.uint64(high + 1))
+    return records[kernels.first_at_least(records, np.uint64(low)) : stop]
+
+
+def write_segment(path: Path, low: int, high: int, form: RecordFormat, batches: Iterable[np.ndarray]) -> Segment:
+    """Write records (n, size) by ascending hash, batch by batch, durably. OSError: nothing of it is left."""
+    made = Segment(low, high, form)
+    draft = path.with_name(f"{path.name}.tmp")
+    try:
+        stored = storage.write(draft, _pieces(made, batches))
+        if not made.rows:
+            os.unlink(draft)
+            return made
+        os.rename(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft)
+        raise
+    return made.open(path, stored)
+
+
+def _pieces(made: Segment, batches: Iterable[np.ndarray]) -> Iterator[memoryview]:
+    form, made.seed = made.form, secrets.randbits(64)
+    firsts: list[np.ndarray] = []
+    page, rest = 0, np.empty((0, form.size), np.uint8)
+    for batch in batches:
+        records = np.concatenate([rest, batch]) if len(rest) else batch
+        whole = len(records) // form.per_page
+        if whole:
+            yield _sealed(records[: whole * form.per_page], page, made, firsts)
+        page += whole
+        rest = records[whole * form.per_page :].copy()
+        made.rows += len(batch)
+    if len(rest):
+        yield _sealed(rest, page, made, firsts)
+    end = b"".join(each.tobytes() for each in firsts)
+    end += _TAIL.pack(_MAGIC, form.layout(), made.rows, made.low, made.high, made.seed, 0)[:-4]
+    yield memoryview(end + struct.pack("<I", crc32(end)))
+
+
+def _sealed(records: np.ndarray, page: int, made: Segment, firsts: list[np.ndarray]) -> memoryview:
+    count = made.form.pages(len(records))
+    pages, first = np.zeros((count, made.form.page_bytes // 8), np.uint64), np.empty(count, np.uint64)
+    kernels.seal(np.ascontiguousarray(records), page, np.uint64(made.seed), pages, first)
+    firsts.append(first)
+    return pages.data.cast("B")

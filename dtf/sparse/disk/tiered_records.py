@@ -1,0 +1,312 @@
+"""The records of a table that is larger than memory: a cache over a partitioned run. Takes and returns numpy arrays,
+uses no torch, and knows neither optimizers nor how rows are drawn.
+
+All that changes the cache or the list of segments happens in the caller's thread. Other threads read pages for a step
+that is told ahead, and write segments, from copies; the next call takes what they have done. So no lock is needed, and
+no number depends on what was in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dtf.core.errors import ConfigError, io_failure
+from dtf.sparse.disk.cache_kernels import ABSENT, DIRTY, NOT_CACHED, WRITING
+from dtf.sparse.disk.partitioned_run import PartitionedRun, Reading, merged, rewrite
+from dtf.sparse.disk.record_format import RecordFormat
+from dtf.sparse.disk.row_cache import LAST_STEP, RowCache, decoded
+from dtf.sparse.disk.segment import LAST, Segment
+
+DEPTH = 32
+"""Reads at a time."""
+DIRTY_SHARE = 0.5
+"""Of the cache: sweeps go on while more rows than that are dirty."""
+RANGES = 64
+"""Segments of an empty table."""
+SEGMENT_BYTES = 32 << 20
+"""A segment of more than twice as many is divided."""
+ENDING = ".rows"
+_STACK_BYTES = 1 << 19
+
+
+class _Sweep(NamedTuple):
+    segment: Segment
+    positions: np.ndarray
+    made: Future[list[Segment]]
+
+
+class _Prefetch(NamedTuple):
+    reading: Reading
+    step: int
+
+
+class TieredRecords:
+    """Rows by id, at most `memory_bytes` of them in memory, the others in `folder`, which is this object's alone: files
+    that a killed process left there are removed. The ids of one call are distinct; -1 stands for no row.
+
+    Positions index `records` (C, width + states) and `extra` (C, bytes). They hold until the next call of a method
+    that takes ids. Who changes rows says so with `changed` before that.
+
+    Methods raise SaveError where the disk is full or fails, DataError where a page is damaged, ConfigError where the
+    rows of one call do not fit into memory. The table is as before then, and may be saved elsewhere.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        form: RecordFormat,
+        memory_bytes: int,
+        depth: int = DEPTH,
+        ranges: int = RANGES,
+        segment_bytes: int = SEGMENT_BYTES,
+        dirty_share: float = DIRTY_SHARE,
+    ) -> None:
+        self.folder, self.form = folder, form
+        self.cache = RowCache(form, memory_bytes)
+        self.records, self.extra = self.cache.records, self.cache.extra
+        self.run = PartitionedRun(form, ranges)
+        self.rows = self.dirty = 0
+        self.hits = self.misses = self.pages_read = self.bytes_swept = 0
+        self._depth, self._target = depth, max(1, segment_bytes // form.size)
+        self._most_dirty = int(dirty_share * self.cache.capacity)
+        self._readers = _small_threads(depth)
+        self._writer = ThreadPoolExecutor(1, "sweep")
+        self._sweep: _Sweep | None = None
+        self._prefetch: _Prefetch | None = None
+        self._forgotten: list[np.ndarray] = []  # ids that left the cache since the prefetch began
+        self._hand = 0  # hash from which on the next sweep goes
+        self._step = self._files = 0
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._remove_files()
+
+    def __len__(self) -> int:
+        return self.rows
+
+    # ------------------------------------------------------------ rows
+
+    def place(self, ids: np.ndarray, step: int) -> np.ndarray:
+        """Positions (n,) of the rows of ids (n,), all in memory now; -1 for those without a row. `step`: the one that
+        needs them, never less than before.
+        """
+        self._step = step
+        self._settle()
+        self._arrive()
+        positions, missing = self.cache.find(ids)
+        self.hits, self.misses = self.hits + len(ids) - missing, self.misses + missing
+        if missing:
+            self.cache.hold(positions)
+            try:
+                self._absorb(self.run.read(ids[positions == NOT_CACHED], self._readers, self._depth), step)
+            finally:
+                self.cache.touch(positions, step)
+            positions, _ = self.cache.find(ids)
+        else:
+            self.cache.touch(positions, step)
+        return np.maximum(positions, -1)
+
+    def make(self, ids: np.ndarray) -> np.ndarray:
+        """Positions (n,) of new rows for ids (n,) without a row, all zeros. After `place` of the same ids, nothing is
+        read and no row moves.
+        """
+        self._settle()
+        positions, missing = self.cache.find(ids, with_absent=True)
+        if missing:
+            new = np.flatnonzero(positions == NOT_CACHED)
+            self.cache.hold(positions)
+            try:
+                positions[new] = self._allocate(len(new))
+            finally:
+                self.cache.touch(positions[positions >= 0], self._step)
+            self.cache.insert(ids[new], positions[new], ABSENT)
+        there = ids != -1
+        own = positions[there]
+        if (self.cache.flags[own] & ABSENT == 0).any():
+            raise ValueError("an id has a row already")
+        self.cache.flags[own] &= np.uint8(WRITING | DIRTY)
+        self.records[own] = 0
+        self.extra[own] = 0
+        self.rows += len(own)
+        self.changed(own)
+        return np.where(there, positions, -1)
+
+    def changed(self, positions: np.ndarray) -> None:
+        """Rows at `positions` have other numbers now; -1 is passed over. Values are rounded as the disk keeps them."""
+        self.dirty += self.cache.set_dirty(positions)
+
+    def remove(self, ids: np.ndarray, step: int) -> None:
+        """Remove the rows of ids; those without one are passed over."""
+        positions = self.place(ids, step)
+        positions = positions[positions >= 0]
+        self.cache.flags[positions] |= np.uint8(ABSENT)
+        self.rows -= len(positions)
+        self.dirty += self.cache.set_dirty(positions)
+
+    def prefetch(self, ids: np.ndarray, step: int) -> None:
+        """Begin to read what `place` of these ids at a coming step will need, and keep their rows until then."""
+        self._settle()
+        self._arrive()
+        positions, missing = self.cache.find(ids)
+        self.cache.await_use(positions, self._step, step)
+        if missing:
+            reading = self.run.read(ids[positions == NOT_CACHED], self._readers, self._depth)
+            self._prefetch, self._forgotten = _Prefetch(reading, step), []
+            self.misses, self.hits = self.misses + missing, self.hits - missing
+
+    def expect(self, ids: np.ndarray, step: int) -> None:
+        """Keep the rows of these ids that are in memory until `step`, as far as there is room."""
+        self.cache.await_use(self.cache.find(ids)[0], self._step, step)
+
+    def scan(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """All rows by ascending hash, some at a time, as copies: ids (n,), rows with their states (n, width + states),
+        extra (n, bytes). No other method may be called meanwhile.
+        """
+        self.finish_sweep()
+        for segment in self.run.segments:
+            positions = self.cache.flagged(DIRTY, segment.low, segment.high, self.dirty)
+            removed = self.cache.flags[positions] & ABSENT != 0
+            for batch in merged(segment, segment.low, segment.high, self.cache.encode(positions), removed):
+                yield decoded(batch, self.form)
+
+    def close(self) -> None:
+        """End all threads and remove all files."""
+        for threads in (self._writer, self._readers):
+            threads.shutdown(cancel_futures=True)
+        self._sweep = self._prefetch = None
+        self.run = PartitionedRun(self.form, 1)
+        self._remove_files()
+
+    # ------------------------------------------------------------ what comes from other threads
+
+    def _settle(self) -> None:
+        """Take the sweep that has ended, begin the next one where too many rows are dirty."""
+        if self._sweep is not None and self._sweep.made.done():
+            self.finish_sweep()
+        if self._sweep is None and self.dirty > self._most_dirty:
+            self._begin_sweep()
+
+    def _arrive(self) -> None:
+        """Take the rows that were read ahead."""
+        if self._prefetch is not None:
+            (reading, step), self._prefetch = self._prefetch, None
+            self._absorb(reading, max(step, self._step))
+            self._forgotten = []
+
+    def _absorb(self, reading: Reading, step: int) -> None:
+        """Put what was read into the cache, but for what is there or has been since: that is newer."""
+        try:
+            reading.wait()
+        except OSError as error:
+            raise io_failure(error, self.folder) or error from error
+        self.pages_read += reading.pages
+        fresh = self.cache.find(reading.ids, with_absent=True)[0] == NOT_CACHED
+        if self._forgotten:
+            fresh &= ~np.isin(reading.ids, np.concatenate(self._forgotten))
+        chosen = np.flatnonzero(fresh)
+        positions = self._allocate(len(chosen))
+        found = reading.found[chosen] != 0
+        self.cache.insert(reading.ids[chosen], positions, np.where(found, np.uint8(0), np.uint8(ABSENT)), step)
+        self.cache.decode(reading.records, chosen[found], positions[found])
+
+    def put_dirty(self, ids: np.ndarray, records: np.ndarray | None) -> None:
+        """Rows that are not on disk as they should be: as `records` (n, size) say, or None: removed. Of a table that is
+        loaded; `rows` is the caller's to set.
+        """
+        positions = self._allocate(len(ids))
+        self.cache.insert(ids, positions, ABSENT if records is None else 0)
+        if records is not None:
+            self.cache.decode(records, np.arange(len(ids)), positions)
+        self.dirty += self.cache.set_dirty(positions)
+
+    def _allocate(self, count: int) -> np.ndarray:
+        """Free positions (count,). Rows that no known step needs go first, by recency, then those of far steps; where too
+        few are clean, sweeps are waited for.
+        """
+        taken = np.empty(0, np.int64)
+        for first, last in ((self._step, LAST_STEP), (self._step, self._step), (1, 0)):
+            if len(taken) < count:
+                taken = np.concatenate([taken, self._take(count - len(taken), first, last)])
+        while len(taken) < count and self._sweep_one():
+            taken = np.concatenate([taken, self._take(count - len(taken), 1, 0)])
+        if len(taken) < count:
+            self.cache.give_back(taken)
+            raise ConfigError(
+                f"{self.cache.capacity} rows of a table fit into its memory, and one step needs more; give it more"
+            )
+        return taken
+
+    def _take(self, count: int, first: int, last: int) -> np.ndarray:
+        taken, forgotten = self.cache.take(count, first, last)
+        if self._prefetch is not None and len(forgotten):
+            self._forgotten.append(forgotten)
+        return taken
+
+    # ------------------------------------------------------------ sweeps
+
+    def _sweep_one(self) -> bool:
+        """Wait for the sweep that goes on, or for one more. False: there is nothing to write."""
+        if self._sweep is None:
+            self._begin_sweep()
+        if self._sweep is None:
+            return False
+        self.finish_sweep()
+        return True
+
+    def _begin_sweep(self) -> None:
+        """Write the dirty rows of the next range that has some, in another thread."""
+        for _ in range(len(self.run.segments) if self.dirty else 0):
+            segment = self.run.at(self._hand)
+            self._hand = (segment.high + 1) & LAST
+            positions = self.cache.flagged(DIRTY, segment.low, segment.high, self.dirty)
+            if len(positions):
+                records = self.cache.encode(positions)
+                removed = self.cache.begin_writing(positions)
+                self.dirty -= len(positions)
+                made = self._writer.submit(rewrite, segment, records, removed, self._target, self.new_path)
+                self._sweep = _Sweep(segment, positions, made)
+                return
+
+    def finish_sweep(self) -> None:
+        """Wait for the sweep that goes on, if one does. After an error its rows are dirty as before."""
+        if self._sweep is None:
+            return
+        (segment, positions, made), self._sweep = self._sweep, None
+        try:
+            new = made.result()
+        except BaseException as error:
+            self.dirty += self.cache.end_writing(positions, False)
+            if isinstance(error, OSError):
+                raise io_failure(error, self.folder) or error from error
+            raise
+        self.cache.end_writing(positions, True)
+        self.run.replace(segment, new)
+        self.bytes_swept += segment.stored.size + sum(each.stored.size for each in new)
+
+    def new_path(self) -> Path:
+        """A name for one more file."""
+        self._files += 1
+        return self.folder / f"{self._files:010d}{ENDING}"
+
+    def _remove_files(self) -> None:
+        for name in os.listdir(self.folder):
+            if name.endswith((ENDING, f"{ENDING}.tmp")):
+                os.unlink(self.folder / name)
+
+
+def _small_threads(count: int) -> ThreadPoolExecutor:
+    """Threads that have begun, with stacks so small that none takes a large page of memory."""
+    before, all_run = threading.stack_size(_STACK_BYTES), threading.Barrier(count + 1)
+    try:
+        threads = ThreadPoolExecutor(count, "rows")
+        for _ in range(count):
+            threads.submit(all_run.wait)
+        all_run.wait()
+    finally:
+        threading.stack_size(before)
+    return threads

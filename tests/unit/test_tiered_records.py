@@ -1,0 +1,163 @@
+"""Tables on disk: whatever is asked of one in whatever order, it answers as a dict of rows would."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from dtf.sparse.disk.record_format import RecordFormat
+from dtf.sparse.disk.saved_rows import load, save
+from dtf.sparse.disk.tiered_records import TieredRecords
+
+IDS = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 40), min_size=1, max_size=12, unique=True)
+FORM = RecordFormat(2, 1, "float32", 3, page_bytes=128)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of files are written here and none has to outlive a power cut."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def made(folder: Path, rows: int = 40, form: RecordFormat = FORM, **options: Any) -> TieredRecords:
+    """With room for so many rows in memory, of segments of few rows."""
+    row_bytes = form.stride * form.dtype.itemsize + form.extra + 26
+    return TieredRecords(folder, form, rows * row_bytes, **{"depth": 2, "ranges": 2, "segment_bytes": 200, **options})
+
+
+def write(table: TieredRecords, ids: np.ndarray, step: int, value: float) -> None:
+    """Rows `value` for all of these ids, made where they are not there."""
+    positions = table.place(ids, step)
+    new = (positions < 0) & (ids != -1)
+    positions[new] = table.make(ids[new])
+    positions = positions[positions >= 0]
+    table.records[positions] = value
+    table.extra[positions] = int(value) % 251
+    table.changed(positions)
+
+
+def content(table: TieredRecords) -> dict[int, tuple[float, ...]]:
+    found: dict[int, tuple[float, ...]] = {}
+    for ids, rows, extra in table.scan():
+        for key, row, more in zip(ids.tolist(), rows.tolist(), extra.tolist(), strict=True):
+            assert key not in found
+            found[key] = (*row, *more)
+    return found
+
+
+class Life(RuleBasedStateMachine):
+    """Rows are written, read, removed, told ahead, saved and loaded; a dict says what they must be."""
+
+    root: Path
+    numbers = itertools.count()
+
+    @initialize(rows=st.integers(14, 60), form=st.sampled_from([FORM, RecordFormat(2, 1, "float32", 3)]))
+    def start(self, rows: int, form: RecordFormat) -> None:
+        self.home = self.root / str(next(self.numbers))
+        self.form, self.kept, self.saves = form, {}, []
+        self.step = self.files = 0
+        self.table = made(self.home / "0", rows, form)
+
+    def expected(self, value: float) -> tuple[float, ...]:
+        return (*[value] * self.form.stride, *[int(value) % 251] * self.form.extra)
+
+    @rule(ids=IDS, value=st.integers(0, 1000))
+    def write(self, ids: list[int], value: int) -> None:
+        self.step += 1
+        write(self.table, ints(*ids), self.step, value)
+        self.kept |= dict.fromkeys([key for key in ids if key != -1], self.expected(value))
+
+    @rule(ids=IDS)
+    def read(self, ids: list[int]) -> None:
+        self.step += 1
+        places = self.table.place(ints(*ids), self.step)
+        for key, at in zip(ids, places.tolist(), strict=True):
+            row = (*self.table.records[at].tolist(), *self.table.extra[at].tolist()) if at >= 0 else None
+            assert row == self.kept.get(key), key
+
+    @rule(ids=IDS)
+    def remove(self, ids: list[int]) -> None:
+        self.step += 1
+        self.table.remove(ints(*ids), self.step)
+        for key in ids:
+            self.kept.pop(key, None)
+
+    @rule(ids=IDS, ahead=st.integers(1, 3))
+    def tell(self, ids: list[int], ahead: int) -> None:
+        self.table.expect(ints(*ids), self.step + ahead)
+
+    @rule(ids=IDS)
+    def read_ahead(self, ids: list[int]) -> None:
+        self.table.prefetch(ints(*ids), self.step + 1)
+
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """Rows that are on disk leave the cache."""
+        self.table._sweep_one()
+        taken, forgotten = self.table.cache.take(data.draw(st.integers(1, 20)), 1, 0)
+        self.table.cache.give_back(taken)
+        self.table._forgotten.append(forgotten)
+
+    @rule()
+    def sweep(self) -> None:
+        self.table._sweep_one()
+
+    @rule(wait=st.booleans())
+    def save(self, wait: bool) -> None:
+        if not wait:
+            self.table._begin_sweep() if self.table._sweep is None else None
+        folder = self.home / f"save{len(self.saves)}"
+        save(self.table, folder)
+        self.saves.append((folder, dict(self.kept)))
+
+    @precondition(lambda self: self.saves)
+    @rule(data=st.data(), rows=st.integers(14, 60))
+    def load(self, data: st.DataObject, rows: int) -> None:
+        folder, kept = data.draw(st.sampled_from(self.saves))
+        self.table.close()
+        self.files += 1
+        self.table = made(self.home / str(self.files), rows, self.form)
+        load(self.table, folder)
+        self.kept, self.step = dict(kept), 0
+
+    @rule()
+    def all_rows(self) -> None:
+        assert content(self.table) == self.kept
+
+    @invariant()
+    def counts(self) -> None:
+        if hasattr(self, "table"):
+            cache = self.table.cache
+            assert len(self.table) == len(self.kept)
+            assert self.table.dirty == int((cache.flags & 1)[: cache._top][cache.ids[: cache._top] != -1].sum())
+
+    def teardown(self) -> None:
+        if hasattr(self, "table"):
+            self.table.close()
+            assert not list(self.table.folder.iterdir())
+            shutil.rmtree(self.home)
+
+
+def test_a_table_on_disk_is_a_dict_of_rows(tmp_path: Path) -> None:
+    Life.root = tmp_path
+    run_state_machine_as_test(Life, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
