@@ -225,8 +225,8 @@ class TieredRecords:
         self.dirty += self.cache.set_dirty(positions)
 
     def _allocate(self, count: int) -> np.ndarray:
-        """Free positions (count,). Rows that no known step needs go first, by recency, then those of far steps; where too
-        few are clean, sweeps are waited for.
+        """Free positions (count,). Rows that no known step needs go first, by recency, then those of far steps; where
+        too few are clean, sweeps are waited for.
         """
         taken = np.empty(0, np.int64)
         for first, last in ((self._step, LAST_STEP), (self._step, self._step), (1, 0)):
