@@ -5,9 +5,9 @@ memory, rocksdict and a memory-mapped file.
 
 Ids are drawn by popularity (rank ** -exponent) in 26 fields. Each contestant is a process; all build the same table,
 do the same steps and take turns. They must see the same rows, bit for bit. A cgroup bounds the memory of each, where
-one can be made: what it had before it made its table, the bound, and some megabytes for buffers. The disk is read past the
-page cache where the file system allows it. `the floor` is the time in which this disk reads the pages that dtf's misses
-need, at random, with as many reads at a time, right after each turn of dtf, and nothing else.
+one can be made: what it had before it made its table, the bound, and some megabytes for buffers. The disk is read
+past the page cache where the file system allows it. `the floor` is the time in which this disk reads the pages that
+dtf's misses need, at random, with as many reads at a time, right after each turn of dtf, and nothing else.
 """
 
 from __future__ import annotations
