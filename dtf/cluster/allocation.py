@@ -44,6 +44,8 @@ class Allocation:
     reason_file: str = ""
     meet_timeout_s: int = 600
     counts_ends: bool = False
+    scheduled: bool = True
+    """Whether a scheduler started this process."""
 
 
 def from_manifest(environment: Mapping[str, str]) -> Allocation | None:

@@ -21,4 +21,4 @@ def allocation_of(environment: Mapping[str, str]) -> Allocation:
         allocation = known(environment)
         if allocation is not None:
             return allocation
-    return Allocation()
+    return Allocation(scheduled=False)

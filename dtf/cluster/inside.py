@@ -29,7 +29,7 @@ from dtf.core.author_line import DTF
 from dtf.core.errors import ConfigError, DtfError, Exit, NoProgressError, Preempted, error_line
 from dtf.core.files import flat, open_private
 from dtf.core.own_code import dtf_digest
-from dtf.core.run_record import SUBMISSION
+from dtf.core.run_record import SUBMISSION, SUBMITTED_FOLDER
 from dtf.core.submitted_code import from_submission_alone
 from dtf.core.types import Failed
 from dtf.core.version import __version__
@@ -74,6 +74,8 @@ def run_bundle(path: Path, digest: str, trial: int | None, overrides: Sequence[s
         if bundle.token:
             os.environ[TOKEN] = bundle.token
         os.environ[SUBMISSION] = digest
+        if allocation.scheduled:
+            os.environ[SUBMITTED_FOLDER] = os.path.abspath(run.run_dir)
         if launcher != "local":  # one that is tried by hand in a pod of several meets nobody
             wait_for_names([*filter(None, (allocation.address,)), *allocation.endpoints], allocation.meet_timeout_s)
         with _ends(allocation, run_dir, digest) as ends:

@@ -22,7 +22,7 @@ from dtf.cluster.bundle import Bundle, digest_of
 from dtf.cluster.platform import JobRequest, Platform, Unanswered, job_name
 from dtf.core.errors import BusyError, ConfigError, DtfError, Exit, PeerError
 from dtf.core.files import open_private
-from dtf.core.run_record import SUBMISSION, time_to_save_s
+from dtf.core.run_record import SUBMITTED_FOLDER, is_locked, time_to_save_s
 from dtf.core.text import display_path, quoted
 from dtf.runs.run_folder import check_folder, take_lock, unique_id
 from dtf.runs.standing import standing
@@ -107,6 +107,8 @@ def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
         for name, path in files.items():
             _write(path, texts[name].encode())
         record.keep_intent(request.folder, intent)
+        if not request.again:
+            _refuse_locked(request)
         kept = record.JobRecord(
             request.configs[0]["launcher"],
             _taken(platform, request, files, made),
@@ -145,6 +147,18 @@ def _taken(platform: Platform, request: JobRequest, files: dict[str, Path], made
         raise
 
 
+def _refuse_locked(request: JobRequest) -> None:
+    """Raise BusyError where a run lives in a folder of the request. A run looks for a submission once it has the lock:
+    so of two that come at once, one at least sees the other.
+    """
+    for folder in [request.folder / trial for trial in request.trials] or [request.folder]:
+        if is_locked(folder):
+            record.drop_intent(request.folder)
+            raise BusyError(
+                f"{display_path(folder)} is in use by a live run; wait for it, stop it, or choose another run.dir"
+            )
+
+
 def refuse_live(folder: Path) -> None:
     """Raise BusyError where a job of this folder waits or runs, or may do so as its scheduler does not answer."""
     if (job := live_job(folder)) is not None:
@@ -169,12 +183,11 @@ def live_job(folder: Path) -> str | None:
     return f"{known.title}, which is {state.state.value}" if state.state.is_live else None
 
 
-def refuse_submitted(run_dir: str) -> None:
-    """Raise BusyError, as `refuse_live`, where a run that no scheduler started would take the folder of a job that
-    waits or runs, or of its sweep. What runs inside a job of dtf is that job.
+def refuse_submitted(folder: Path) -> None:
+    """Raise BusyError, as `refuse_live`, where a run would take the folder of a job that waits or runs, or of its
+    sweep. The run of that job itself may.
     """
-    folder = Path(run_dir)
-    if not run_dir or os.environ.get(SUBMISSION):
+    if os.path.abspath(folder) == os.environ.get(SUBMITTED_FOLDER):
         return
     for known in (folder, *([folder.parent] if is_sweep(folder.parent) else [])):
         refuse_live(known)

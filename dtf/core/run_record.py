@@ -63,6 +63,8 @@ def launches(folder: Path) -> set[str]:
 
 SUBMISSION = "DTF_SUBMISSION"
 """The environment variable with the digest of the bundle that this process runs."""
+SUBMITTED_FOLDER = "DTF_SUBMITTED_FOLDER"
+"""That with the run folder of the submission, where a scheduler started this process."""
 
 
 def ends_of_submission(folder: Path, digest: str) -> list[int | None]:

@@ -67,8 +67,7 @@ class TrainJob(Job):
         settings, launcher = composed.settings, composed.settings.launcher
         processes, devices = launcher.count(), launcher.devices_kind()
         again = folder or str(self.folder or "")
-        refuse_submitted(again or settings.run.dir)
-        run = Run.open(composed.config, settings, processes, devices, again)
+        run = Run.open(composed.config, settings, processes, devices, again, refuse_submitted)
         try:
             run.allot(until - time.time())
             self._begin_counting(run, settings.budget)

@@ -48,8 +48,7 @@ def launch(composed: Composed, entry: str, splits: Collection[Split], one_rank: 
     processes, devices = launcher.count(), launcher.devices_kind()
 
     def make(folder: str) -> Run:
-        refuse_submitted(folder or settings.run.dir)
-        run = Run.open(composed.config, settings, processes, devices, folder)
+        run = Run.open(composed.config, settings, processes, devices, folder, refuse_submitted)
         run.allot(deadline(os.environ) - time.time())
         return run
 

@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,10 +57,7 @@ that.
 
 
 class Run:
-    """A run and its folder.
-
-    `leader`: whether this process made the folder and has the observers. False in ranks that another program started.
-    """
+    """A run and its folder. `leader`: whether this process made it and has the observers, as not in a rank of `env`."""
 
     def __init__(self, folder: Path, id: str, config: dict[str, Any], settings: Settings, leader: bool = True) -> None:
         self.folder, self.id, self.config, self.settings, self.leader = folder, id, config, settings, leader
@@ -77,9 +74,12 @@ class Run:
         return self.settings.strategy
 
     @classmethod
-    def open(cls, config: dict[str, Any], settings: Settings, processes: int, devices: str, again: str = "") -> Run:
+    def open(
+        cls, config: dict[str, Any], settings: Settings, processes: int, devices: str, again: str = "",
+        refuse: Callable[[Path], None] = lambda folder: None,
+    ) -> Run:  # fmt: skip
         """Make or continue the run folder, and lock it until `end`. `again`: the folder of an earlier attempt of this
-        run, to continue there.
+        run, to continue there. `refuse`: raises BusyError for a folder that belongs to a job; asked under the lock too.
 
         BusyError when another run uses the folder, or when it holds a run that this one must not be mixed with; then
         nothing in it has changed. ConfigError when it cannot be made.
@@ -89,6 +89,7 @@ class Run:
         folder = Path(again or settings.run.dir or Path("outputs", name, id)).absolute()
         refuse_inside(config["checkpoint"].get("mirror", ""), folder)
         try:
+            refuse(folder)
             made = not folder.exists()
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=bool(again or settings.run.dir))
@@ -97,6 +98,7 @@ class Run:
             run._lock = take_lock(folder)
             try:
                 _refuse_foreign(folder)
+                refuse(folder)  # a job may have been submitted meanwhile
                 run.notes = _lost_effects(folder, config["checkpoint"].get("resume", "never"))
                 run._continue(made, bool(again))
                 run._begin(processes, devices)
@@ -114,10 +116,7 @@ class Run:
 
     @classmethod
     def guest(cls, config: dict[str, Any], settings: Settings, name: str) -> Run:
-        """The run of a process that takes part in a run whose folder another process makes.
-
-        It has a temporary folder, for its log.
-        """
+        """Of a process whose run another one makes the folder of. It has a temporary one, for its log."""
         id = unique_id()
         run = cls(Path(tempfile.mkdtemp(prefix=f"dtf-{name}-")), id, config, settings, leader=False)
         run._temporary = True

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,8 +17,9 @@ from dtf.cluster.joint_state import job_state, run_state
 from dtf.cluster.platform import JobState, State
 from dtf.config.compose import compose
 from dtf.core.errors import BusyError, Exit, PeerError
-from dtf.core.run_record import SUBMISSION
+from dtf.core.run_record import SUBMISSION, SUBMITTED_FOLDER
 from dtf.core.text import about_text
+from dtf.runs import run_folder
 from dtf.runs.run_folder import check_folder, take_lock
 from dtf.runs.standing import Standing, lines, standing
 from tests.support.submission import HERE, SMALL
@@ -126,8 +128,26 @@ def test_a_folder_whose_job_waits_is_not_used_here(
     assert main(LOCAL) == Exit.BUSY
     assert "job.forget=true" in capsys.readouterr().err
     assert os.listdir("mine") == ["job"]
-    monkeypatch.setenv(SUBMISSION, "abc")  # the job itself
-    assert main([*LOCAL, "launcher=inline", "lr.peak=-1"]) != Exit.BUSY
+    monkeypatch.setenv(SUBMISSION, "abc")  # any process of any job
+    assert main(LOCAL) == Exit.BUSY
+    opened = Mock(side_effect=BusyError("opened"))
+    monkeypatch.setattr(run_folder, "take_lock", opened)
+    monkeypatch.setenv(SUBMITTED_FOLDER, os.path.abspath("mine"))  # the job itself
+    assert main(LOCAL) == Exit.BUSY and opened.called
+
+
+@pytest.mark.usefixtures("elsewhere", "platform")
+def test_a_job_that_is_submitted_while_a_run_begins_is_seen(
+    submitted: record.JobRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lock(folder: Path) -> int:
+        record.keep(folder, submitted)
+        return take_lock(folder)
+
+    Path("mine/job/job.json").unlink()
+    monkeypatch.setattr(run_folder, "take_lock", lock)
+    assert main(LOCAL) == Exit.BUSY and "belongs to here job 7" in capsys.readouterr().err
+    assert not Path("mine/run.json").exists()
 
 
 # ------------------------------------------------------------ files from elsewhere

@@ -22,7 +22,7 @@ from dtf.cluster.kubernetes_objects import CRASHES
 from dtf.cluster.platform import JobRequest, State
 from dtf.config.compose import compose
 from dtf.core.errors import BusyError, ConfigError, DataError, Exit, NoProgressError, Preempted
-from dtf.core.run_record import SUBMISSION
+from dtf.core.run_record import SUBMISSION, SUBMITTED_FOLDER
 from dtf.launch.manual_checks import TOKEN
 from dtf.runs.run_folder import Run as OpenRun
 from tests.support.kubebox import KubeBox, kubebox
@@ -246,7 +246,7 @@ def test_a_bundle_that_is_tried_by_hand_in_a_pod_waits_for_no_other_pod(
     content, file = Bundle.of([composed], ["/runs/a"], "", "t" * 64, 25.0).to_bytes([composed]), tmp_path / "bundle.zip"
     file.write_bytes(content)
     waited, ran = [], []
-    pod = {"DTF_NODES": "2", "DTF_NODE": "1", "DTF_ADDRESS": "gone:1", SUBMISSION: "", TOKEN: ""}
+    pod = {"DTF_NODES": "2", "DTF_NODE": "1", "DTF_ADDRESS": "gone:1", SUBMISSION: "", SUBMITTED_FOLDER: "", TOKEN: ""}
     for name, value in pod.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(inside, "wait_for_names", lambda names, timeout_s: waited.append(names))
@@ -259,6 +259,10 @@ def test_a_bundle_that_is_tried_by_hand_in_a_pod_waits_for_no_other_pod(
     monkeypatch.setattr(inside, "_is_to_examine", lambda *arguments: False)
     assert inside.run_bundle(file, digest_of(content), None, [f"run.dir={tmp_path / 'try'}"]) == Exit.OK
     assert waited == [["gone:1"]] and os.environ[SUBMISSION] == digest_of(content)
+    assert os.environ.pop(SUBMITTED_FOLDER) == "/runs/a"
+    monkeypatch.delenv("DTF_NODES")
+    assert inside.run_bundle(file, "", None, ["launcher=local", f"run.dir={tmp_path / 'try'}"]) == Exit.OK
+    assert SUBMITTED_FOLDER not in os.environ, "no scheduler started it"
 
 
 @pytest.mark.parametrize("what", ["folder", "pipe", "[]", '{"digest": "abc", "newest": "x", "lost": 0, "open": false}'])

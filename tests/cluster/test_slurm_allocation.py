@@ -125,7 +125,7 @@ def test_what_makes_no_sense_among_roles_is_named(change: dict[str, str], said: 
 def test_outside_of_a_step_it_is_a_node_alone(missing: str) -> None:
     """A shell of salloc, or the batch script itself."""
     environment: dict[str, Any] = {name: text for name, text in TASK.items() if name != missing}
-    assert allocation_of(environment) == Allocation()
+    assert allocation_of(environment) == Allocation(scheduled=False)
 
 
 @pytest.mark.parametrize(

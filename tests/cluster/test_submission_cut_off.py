@@ -12,6 +12,7 @@ from dtf.cli.main import main
 from dtf.cluster.platform import JobRequest, Platform, Unanswered
 from dtf.config.compose import compose
 from dtf.core.errors import Exit, PeerError
+from dtf.runs.run_folder import take_lock
 from tests.support.submission import HERE, SMALL
 
 pytestmark = pytest.mark.usefixtures("elsewhere", "platform")
@@ -56,6 +57,9 @@ def test_a_submission_that_was_cut_off_is_made_again_as_the_same(
     assert main([*SMALL, place]) == Exit.OK and requests[-1].again
     take(PeerError("no such partition"))
     assert main(words) == Exit.PEER and main([*words, "seed=7"]) == Exit.PEER
+    made, lock = len(requests), take_lock(Path("mine"))  # of a run that a submission meets
+    assert main(words) == Exit.BUSY and len(requests) == made
+    os.close(lock)
 
 
 def test_the_folders_of_a_submission_are_their_owners_alone(monkeypatch: pytest.MonkeyPatch) -> None:
