@@ -17,12 +17,13 @@ from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
 from dtf.config.hydra_sources import OptunaOptions
 from dtf.core.errors import BusyError, ConfigError
-from dtf.core.files import replace_text
+from dtf.core.files import replace_text, small_json
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 _FILE = "proposals.json"
+_MOST_BYTES = 1 << 26  # some hundred for each trial
 _LARGEST_SEED = 2**32 - 1  # of numpy's generators
 _DIGITS = 4  # of a number that is drawn: more would make long names of folders and no better model
 
@@ -170,17 +171,17 @@ class OptunaSearch:
         """The proposals, and what was told before each that had not been told before: earlier versions did not say
         that.
         """
-        if not self._path.exists():
-            return [], []
         try:
-            kept = json.loads(self._path.read_text())
+            kept = small_json(self._path, _MOST_BYTES)
             space, proposals = dict(kept["space"]), list(kept["proposals"])
             news = list(kept.get("news", [{} for _ in proposals]))
             told_by(news)
             same = space == self._described()
             for chosen in proposals if same else []:
                 self._optuna.trial.create_trial(params=chosen, distributions=self._space, value=0.0)  # as `run` will
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except FileNotFoundError:
+            return [], []
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise BusyError(
                 f"{self._path} cannot be read ({type(error).__name__}: {error}); remove it, or choose another run.dir"
             ) from error

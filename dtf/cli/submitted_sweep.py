@@ -17,7 +17,7 @@ from dtf.cluster.submit import hand_over, is_submitted, live_job, request_of
 from dtf.cluster.trial_jobs import TrialJobs
 from dtf.core.errors import ConfigError, DataError, Exit
 from dtf.host.signals import Stop
-from dtf.runs.sweep_record import SweepRecord, finished
+from dtf.runs.sweep_record import FILE, SweepRecord, finished
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -59,7 +59,8 @@ def submit_together(
         print(f"dtf: {folder.name} is left to {job}")
     trials = [(folder, one) for folder, one in trials if folder not in jobs]
     if not trials:
-        print(f"dtf: all {'other ' if jobs else ''}trials were finished before")
+        again = "" if platform.sees_folder else f"; {home / FILE} keeps that: remove the entry of one to run it again"
+        print(f"dtf: all {'other ' if jobs else ''}trials were finished before{again}")
         return Exit.OK
     _check_alike([one for _, one in trials], platform)
     composed, names = [one for _, one in trials], [folder.name for folder, _ in trials]

@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 
 from dtf.api.registry import base_of, registered
 from dtf.api.schema import show
-from dtf.core.errors import INTERRUPTED, BusyError, DataError, Exit, code_name
+from dtf.config.limits import MAX_BYTES, checked
+from dtf.core.errors import INTERRUPTED, BusyError, ConfigError, DataError, Exit, code_name
 from dtf.core.files import flat, small_text
 from dtf.core.redaction import may_be, redact
 from dtf.core.renamed import upgraded_config
 from dtf.core.run_record import record_of
 from dtf.core.text import display_path, number_text
 from dtf.runs.budget import spent_s
+from dtf.runs.objective_log import best_value, check
 from dtf.runs.run_folder import untouched
 
 NOT_STARTED = -1
@@ -90,8 +92,7 @@ class Found(NamedTuple):
 
     @property
     def best(self) -> tuple[str, float] | None:
-        best = self.record.get("best")
-        return (str(best[0]), float(best[1])) if best else None
+        return best_value(self.record)
 
     @property
     def code(self) -> int:
@@ -109,13 +110,14 @@ def find(folder: Path, config: dict[str, Any]) -> Found | None:
     import yaml
 
     try:
-        record = record_of(folder)
-        saved = upgraded_config(yaml.safe_load(small_text(folder / "config.yaml")))
+        record, path = record_of(folder), folder / "config.yaml"
+        check(record)
+        saved = upgraded_config(yaml.safe_load(checked(path, small_text(path, MAX_BYTES))))
         old, new = (dict(flat(_lasting(config_node), "")) for config_node in (saved, redact(config)))
         exit, cause = record["exit"], record.get("cause")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EISDIR):  # as of a disk that fails
             raise
         raise BusyError(

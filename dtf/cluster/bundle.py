@@ -12,7 +12,7 @@ import os
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from dtf.core.author_line import DTF
 from dtf.core.errors import ConfigError, DataError, SaveError
 from dtf.core.own_code import dtf_digest
 from dtf.core.text import bytes_text
+from dtf.core.version import __version__
 from dtf.host.scratch import scratch_folder
 from dtf.runs.run_folder import versions
 
@@ -121,6 +122,12 @@ def unpacked(path: Path, digest: str) -> Iterator[Unpacked]:
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 archive.extractall(scratch)
             manifest = json.loads((scratch / _MANIFEST).read_text())
+            if missing := [field.name for field in fields(Bundle) if field.name not in manifest]:
+                was = f"dtf {manifest['versions']['dtf']}"
+                raise ConfigError(
+                    f"--bundle={path} was submitted by an earlier {was}, which did not write its {missing[0]}, and "
+                    f"this is dtf {__version__}; install that dtf here, or submit the run again"
+                )
             runs = [BundledRun(**run) for run in manifest["runs"]]
             bundle = Bundle(**{**manifest, "runs": runs, "dtf": tuple(manifest["dtf"])})
         except (zipfile.BadZipFile, FileNotFoundError, ValueError, KeyError, TypeError) as error:

@@ -245,10 +245,11 @@ class Platform(RankOptions, Launcher):
         """Ask the scheduler. PeerError when it does not answer."""
 
     def finished_trials(self, handle: dict[str, str], count: int) -> set[int]:
-        """Numbers of the trials, of `count` in a job, that have ended well, as far as the scheduler still knows. Where
-        `sees_folder` is False nobody else can tell. PeerError when it does not answer.
+        """Numbers of the trials, of `count` in a job, that have ended well, as far as the scheduler still knows; to be
+        told where `sees_folder` is False, as nobody else can. Elsewhere their folders tell. PeerError when it does not
+        answer.
         """
-        raise NotImplementedError
+        return set()
 
     @abstractmethod
     def cancel(self, handle: dict[str, str]) -> None:
@@ -261,6 +262,14 @@ class Platform(RankOptions, Launcher):
     @abstractmethod
     def logs(self, handle: dict[str, str], folder: Path, follow: bool) -> Iterator[str]:
         """Lines that the job printed, the oldest first. `follow`: until it ends. `folder`: as `JobRequest.folder`."""
+
+
+def moved(folder: Path, end: str) -> ConfigError:
+    """The error where the folder of a job is not where its job looks. `end`: the command that ends the job itself."""
+    return ConfigError(
+        f"{folder} is not there, in which the job is told to end: its run folder was moved; move it back, or end the "
+        f"job with {end}"
+    )
 
 
 def job_name(text: str, id: str = "") -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dtf.api.registry import option, register
 from dtf.api.schema import KeyProblem, show
 from dtf.cluster.followed_logs import followed
-from dtf.cluster.platform import JOB_FOLDER, JobRequest, JobState, Platform, State
+from dtf.cluster.platform import JOB_FOLDER, JobRequest, JobState, Platform, State, moved
 from dtf.cluster.ray_client import ray_client
 from dtf.cluster.ray_driver_state import CANCEL_FILE, SILENT_S, STATE_FILE, age_s, last_state
 from dtf.core.errors import ConfigError, PeerError
@@ -123,8 +123,12 @@ class Ray(Platform):
 
     def cancel(self, handle: dict[str, str]) -> None:
         folder = Path(handle["folder"])
-        if self.state(handle).state.is_live and (folder / _JOB_FILE).exists():
-            replace_text(folder / CANCEL_FILE, handle["id"])
+        state = self.state(handle).state
+        if not state.is_live and state is not State.unknown:
+            return
+        if not (folder / _JOB_FILE).exists():
+            raise moved(folder, "Ray's own commands")
+        replace_text(folder / CANCEL_FILE, handle["id"])
 
     def logs(self, handle: dict[str, str], folder: Path, follow: bool) -> Iterator[str]:
         known = time.monotonic() + 1, True

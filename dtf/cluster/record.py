@@ -17,6 +17,7 @@ from dtf.core.text import plain_text
 
 _Kept = TypeVar("_Kept")
 _NAME, _INTENT = "job.json", "submitting.json"
+_MOST_BYTES = 1 << 26  # Kubernetes and SageMaker find a sweep by a name for each trial
 _LONGEST_S = 1e7
 """Of a save: more is no time that anybody gives."""
 
@@ -130,7 +131,7 @@ class _Handle(dict[str, str]):
 
 def _read(path: Path, make: Callable[..., _Kept]) -> _Kept | None:
     try:
-        kept = make(**small_json(path))
+        kept = make(**small_json(path, _MOST_BYTES))
         _check(vars(kept))
         return replace(kept, handle=_Handle(kept.handle)) if isinstance(kept, JobRecord) else kept
     except FileNotFoundError:

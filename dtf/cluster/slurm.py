@@ -17,7 +17,7 @@ from dtf.api.registry import name_of, option, register
 from dtf.api.schema import KeyProblem, show
 from dtf.cluster.followed_logs import followed
 from dtf.cluster.node_lists import MOST_TASKS
-from dtf.cluster.platform import JobRequest, JobState, Platform, Unanswered
+from dtf.cluster.platform import JobRequest, JobState, Platform, Unanswered, moved
 from dtf.cluster.slurm_options import check_extra, check_srun, check_texts, for_sbatch, refused_option
 from dtf.cluster.slurm_script import JOB, TASK, JobText, duration, output_pattern
 from dtf.cluster.slurm_state import fields, notes_of, of_array, of_job
@@ -228,7 +228,10 @@ class Slurm(Platform):
     def cancel(self, handle: dict[str, str]) -> None:
         """The run saves, and the batch script then ends the job."""
         folder, job = Path(handle["folder"]), _number(handle, "job")
-        (folder / "cancel").touch()
+        try:
+            (folder / "cancel").touch()
+        except FileNotFoundError as error:
+            raise moved(folder, f"scancel {job}") from error
         # one that is about to start, or to be requeued, could not be signalled: its script sees the file
         for words in (["--state=PENDING"], ["--state=RUNNING", "--signal=TERM"]):
             try:

@@ -11,6 +11,7 @@ import secrets
 import shlex
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -90,6 +91,7 @@ def _named(folder: Path, key: str = "job.run_folder") -> str:
 def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
     """Submit a request, and keep the record of its job in its folder. BusyError while a job of the folder lives."""
     texts = platform.render(request)
+    above = [folder for folder in request.folder.parents if not folder.exists()]
     request.folder.parent.mkdir(parents=True, exist_ok=True)
     made, _ = [_make(folder) for folder in (request.folder, request.job_folder)]
     lock = take_lock(request.job_folder)
@@ -111,7 +113,7 @@ def hand_in(platform: Platform, request: JobRequest) -> record.JobRecord:
             _refuse_locked(request)
         kept = record.JobRecord(
             request.configs[0]["launcher"],
-            _taken(platform, request, files, made),
+            _taken(platform, request, files, [request.folder, *above] if made else []),
             datetime.now(UTC).isoformat(),
             request.digest,
             request.run_dir,
@@ -134,8 +136,8 @@ def _make(folder: Path) -> bool:
     return True
 
 
-def _taken(platform: Platform, request: JobRequest, files: dict[str, Path], made: bool) -> dict[str, str]:
-    """What finds the job. Where the scheduler says that it has none, the intent goes, and a folder `made` for it."""
+def _taken(platform: Platform, request: JobRequest, files: dict[str, Path], made: list[Path]) -> dict[str, str]:
+    """What finds the job. Where the scheduler says that it has none, the intent goes, and the folders `made` for it."""
     try:
         return platform.submit(request, files)
     except Unanswered:
@@ -144,6 +146,9 @@ def _taken(platform: Platform, request: JobRequest, files: dict[str, Path], made
         record.drop_intent(request.folder)
         if made:
             shutil.rmtree(request.folder, ignore_errors=True)
+        with suppress(OSError):  # another run's folder is in it
+            for folder in made[1:]:
+                folder.rmdir()
         raise
 
 

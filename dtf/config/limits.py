@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.api.schema import RESERVED, Interpolated, KeyProblem
 from dtf.core.errors import ConfigError
+from dtf.core.files import small_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -32,22 +33,28 @@ _INTERPOLATIONS, _UNCLEAR, _CHAIN = 1000, 16, 100  # more of them, or longer cha
 
 
 def read_checked(path: Path) -> str:
-    """The text of a YAML file once it is known to be small, shallow and free of aliases; ConfigError otherwise."""
+    """The text of a YAML file once it is `checked`. ConfigError also where it cannot be read."""
+    try:
+        text = small_text(path, MAX_BYTES)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {one_line(error)}; it must be a readable YAML file in UTF-8") from error
+    return checked(path, text)
+
+
+def checked(path: Path, text: str) -> str:
+    """The text of the YAML file `path` once it is known to be shallow, of few nodes and free of aliases; ConfigError
+    otherwise.
+    """
     import yaml
 
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ConfigError(f"{path} has more than {MAX_BYTES} bytes; a config file is smaller")
-        text = data.decode("utf-8")
         _count(path, yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
     except yaml.MarkedYAMLError as error:
         if error.problem_mark and "nesting" in (error.problem or ""):  # newer versions of libyaml judge the depth first
             raise _too_large(path, error.problem_mark.line) from error
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}: {error.problem or one_line(error)}; it must be YAML") from error
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {one_line(error)}; it must be a readable YAML file in UTF-8") from error
     return text
 

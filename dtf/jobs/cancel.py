@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.cluster import record
+from dtf.cluster.platform import JobState, State
 from dtf.core.errors import ConfigError, DataError, DtfError, Exit, PeerError
 from dtf.core.files import small_text
 from dtf.core.run_record import LOCK, is_locked
@@ -52,13 +53,19 @@ class Cancel(Job):
 
 
 def _cancel_job(folder: Path) -> bool:
-    """Cancel the job of a run or of a sweep, where one waits or runs. PeerError when its scheduler does not answer."""
+    """Cancel the job of a run or of a sweep, where one waits or runs, or may. Returns whether that is all there is to
+    end. PeerError when its scheduler does not answer.
+    """
     known = record.find(folder)
-    if known is None or not _lives(known):
+    job = known and _state(known)
+    if known is None or job is None or not (job.state.is_live or job.state is State.unknown):
         return False
     known.platform.cancel(known.handle)
-    print(f"dtf: {known.title} was asked to end")
-    return True
+    if job.state.is_live:
+        print(f"dtf: {known.title} was asked to end")
+        return True
+    print(f"dtf: {known.title} is {job.state.value} ({plain_text(job.detail)}); it was asked to end, should it live")
+    return not is_locked(folder)
 
 
 def _cancel_sweep(folder: Path) -> int:
@@ -93,10 +100,10 @@ def _signal_holder(folder: Path) -> int:
     return Exit.OK
 
 
-def _lives(known: record.JobRecord) -> bool:
+def _state(known: record.JobRecord) -> JobState:
     """PeerError, with the way out, where the scheduler does not answer."""
     try:
-        return known.platform.state(known.handle).state.is_live
+        return known.platform.state(known.handle)
     except PeerError as error:
         raise PeerError(f"{error}; if {known.title} is gone for good, job.forget=true sets its record aside") from error
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.cluster import record
-from dtf.core.errors import ConfigError, DataError, Exit
+from dtf.cluster.platform import State
+from dtf.core.errors import ConfigError, DataError, Exit, PeerError
 from dtf.core.files import open_regular
 from dtf.core.text import harmless
 from dtf.runs.sweep_record import is_sweep
@@ -35,9 +38,24 @@ class Logs(Job):
                 f"job.follow=true follows the job of a scheduler, and {folder} was not submitted to one; use tail -F "
                 f"{folder}/rank_*.log"
             )
+        if known and self.follow:
+            _tell_queued(known)
+        printed = False
         for line in known.platform.logs(known.handle, folder, self.follow) if known else _of_ranks(folder):
             print(harmless(line), flush=self.follow)
+            printed = True
+        if known and not printed and not self.follow:
+            _tell_queued(known)
         return Exit.OK
+
+
+def _tell_queued(known: record.JobRecord) -> None:
+    """Say why nothing is printed yet, where the job has not begun."""
+    with suppress(PeerError, ConfigError):
+        job = known.platform.state(known.handle)
+        if job.state is State.queued:
+            detail = f" ({job.detail})" if job.detail else ""
+            print(harmless(f"dtf: {known.title} is queued{detail}: it has printed nothing yet"), file=sys.stderr)
 
 
 def _of_ranks(folder: Path) -> Iterator[str]:

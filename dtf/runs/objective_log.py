@@ -13,7 +13,7 @@ from dtf.core.types import Measured, Started
 MOST_EVALUATIONS = 4096
 """That a record holds. Of more, every second one is left out."""
 
-_OBJECTIVE, _VALUES, _PLAN = "objective", "evaluations", "plan"
+_OBJECTIVE, _VALUES, _PLAN, _BEST = "objective", "evaluations", "plan", "best"
 
 
 def carry(record: dict[str, Any], earlier: dict[str, Any]) -> None:
@@ -61,3 +61,18 @@ def plan_of(record: dict[str, Any]) -> tuple[int, int] | None:
     """Steps of the whole run and of an epoch, as its ranks found them; None before they were ready."""
     plan = record.get(_PLAN)
     return (int(plan["steps"]), int(plan["steps_per_epoch"])) if plan else None
+
+
+def best_value(record: dict[str, Any]) -> tuple[str, float] | None:
+    """The objective of a run and its best value; None before there is one."""
+    best = record.get(_BEST)
+    return (str(best[0]), float(best[1])) if best else None
+
+
+def check(record: dict[str, Any]) -> None:
+    """Raise ValueError where a run.json holds here what no run writes: it may come from elsewhere."""
+    for key, read in ((_VALUES, evaluations), (_PLAN, plan_of), (_BEST, best_value)):
+        try:
+            read(record)
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+            raise ValueError(f"its {key} is of another kind: {type(error).__name__}: {error}") from error

@@ -26,7 +26,7 @@ from dtf.core.run_record import is_locked
 from dtf.core.text import number_text
 from dtf.observers.trace_shares import WORK, Shares
 from dtf.runs.budget import spent_s
-from dtf.runs.objective_log import evaluations, plan_of
+from dtf.runs.objective_log import check, evaluations, plan_of
 from dtf.runs.sweep_record import is_sweep, objective, pruned
 
 _SILENT = ("run.dir", "train.until", "run.name", "launcher.processes", "job.", "observer.", "checkpoint.", "plugins")
@@ -256,6 +256,7 @@ def _result(folder: Path) -> Result:
     if not isinstance(record.get("seconds"), int | float):
         record["seconds"] = None
     try:
+        check(record)
         nested = upgraded_config(yaml.safe_load(read_checked(folder / "config.yaml")))
         world = f"{record['world']['processes']} x {record['world']['devices']}"
         config = {str(key): value for key, value in flat(nested, "")} | {

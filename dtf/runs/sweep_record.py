@@ -97,7 +97,7 @@ def _read(home: Path, value: Callable[[Any], _Value], none: _Value) -> _Value:
         return value(small_json(home / FILE, _MOST_BYTES))
     except FileNotFoundError:
         return none
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"{home / FILE} cannot be read ({type(error).__name__}: {error}); remove it") from error
 
 

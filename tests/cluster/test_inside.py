@@ -18,6 +18,7 @@ import pytest
 from dtf.cli.main import main
 from dtf.cluster import inside
 from dtf.cluster.allocation import Allocation
+from dtf.cluster.bundle import unpacked
 from dtf.cluster.platform import Platform
 from dtf.cluster.submit import request_of
 from dtf.config.compose import compose
@@ -86,6 +87,21 @@ def test_a_bundle_that_cannot_be_unpacked_now_may_be_tried_again(
         with monkeypatch.context() as patch:
             patch.setattr(owner, method, Mock(side_effect=OSError(number, os.strerror(number))))
             assert main([f"--bundle={path}"]) == Exit.IO
+
+
+def test_a_bundle_of_an_earlier_version_says_which(tmp_path: Path) -> None:
+    path, _ = bundle(tmp_path, compose(HERE))
+    with zipfile.ZipFile(path) as archive:
+        manifest = json.loads(archive.read("bundle.json"))
+    del manifest["dtf"]
+    manifest["versions"]["dtf"] = "0.0.9"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("bundle.json", json.dumps(manifest))
+    with (
+        pytest.raises(ConfigError, match="submitted by an earlier dtf 0.0.9, .* and this is dtf 0"),
+        unpacked(path, ""),
+    ):
+        pass
 
 
 def test_node_0_decides_whether_the_nodes_of_a_submission_are_examined(

@@ -120,6 +120,9 @@ def test_a_folder_whose_job_waits_is_not_used_here(
         assert main(["job=status", HERE[0], "job.run_folder=mine"]) == Exit.OK
     assert "\nmine is not seen from here; job=logs prints what the run does\n" in capsys.readouterr().out
 
+    assert main(["job=logs", HERE[0], "job.run_folder=mine"]) == Exit.OK
+    assert capsys.readouterr().err == "dtf: here job 7 is queued (Resources): it has printed nothing yet\n"
+
     def silent(*_: object) -> JobState:
         raise PeerError("nobody answers")
 
@@ -134,6 +137,18 @@ def test_a_folder_whose_job_waits_is_not_used_here(
     monkeypatch.setattr(run_folder, "take_lock", opened)
     monkeypatch.setenv(SUBMITTED_FOLDER, os.path.abspath("mine"))  # the job itself
     assert main(LOCAL) == Exit.BUSY and opened.called
+
+
+@pytest.mark.usefixtures("elsewhere", "platform")
+def test_a_job_of_which_nothing_is_known_is_told_to_end_all_the_same(
+    submitted: record.JobRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Mock()
+    monkeypatch.setattr(type(submitted.platform), "state", lambda *_: JobState(State.unknown, "silent"))
+    monkeypatch.setattr(type(submitted.platform), "cancel", told)
+    record.keep(Path("mine"), replace(submitted, handle={"job": "7", "names": " ".join(["trial"] * (1 << 18))}))
+    assert main(["job=cancel", HERE[0], "job.run_folder=mine"]) == Exit.OK and told.called
+    assert capsys.readouterr().out == "dtf: here job 7 is unknown (silent); it was asked to end, should it live\n"
 
 
 @pytest.mark.usefixtures("elsewhere", "platform")

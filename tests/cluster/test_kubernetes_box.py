@@ -186,7 +186,7 @@ def test_a_sweep_is_the_pods_of_one_job_and_goes_on_after_an_eviction(box: KubeB
     assert sorted(len(one.get("earlier", [])) for one in records) == [0, 1]
     assert "finished" in dtf(box, tmp_path, "job=status", f"job.run_folder={record.parents[1]}").stdout
     again = dtf(box, tmp_path, *words)
-    assert (again.stdout, again.returncode) == ("dtf: all trials were finished before\n", 0), again.stderr
+    assert again.returncode == 0 and "finished before; " in again.stdout, again.stderr
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def test_a_sweep_is_submitted_again_without_the_trials_that_its_jobs_have_finish
     (home,) = Path("outputs/shapes").iterdir()
     capsys.readouterr()
     assert main(words) == Exit.OK and submitted() == 2
-    assert capsys.readouterr().out == "dtf: all trials were finished before\n"
+    assert re.fullmatch("dtf: all trials were finished before; .*/sweep.json keeps that: .*\n", capsys.readouterr().out)
     assert sorted(finished(home)) == ["lr.peak=0.1", "lr.peak=0.2"]
     record.set_aside(home)
     assert main(words) == Exit.OK and submitted() == 2, "it is kept"

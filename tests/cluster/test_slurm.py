@@ -267,11 +267,10 @@ def test_cancelling_asks_the_run_to_save_first(commands: Path, tmp_path: Path) -
         commands, "scancel", "echo 'scancel: error: Kill job error on job id 41: Invalid job id specified' >&2; exit 1"
     )
     slurm().cancel({"job": "41", "folder": str(tmp_path), "trials": "0"})  # it has ended
-    assert (tmp_path / "calls").read_text().splitlines() == [
-        "scancel --state=PENDING 41",
-        "scancel --state=RUNNING --signal=TERM 41",
-    ]
-    assert (tmp_path / "cancel").exists()
+    with pytest.raises(ConfigError, match="its run folder was moved; move it back, or end the job with scancel 41"):
+        slurm().cancel({"job": "41", "folder": str(tmp_path / "gone"), "trials": "0"})
+    told = ["scancel --state=PENDING 41", "scancel --state=RUNNING --signal=TERM 41"]
+    assert (tmp_path / "calls").read_text().splitlines() == told and (tmp_path / "cancel").exists()
 
 
 @pytest.mark.parametrize("job", ["--me", "", "41 --me", "41_0"])

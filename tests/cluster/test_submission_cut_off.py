@@ -57,6 +57,7 @@ def test_a_submission_that_was_cut_off_is_made_again_as_the_same(
     assert main([*SMALL, place]) == Exit.OK and requests[-1].again
     take(PeerError("no such partition"))
     assert main(words) == Exit.PEER and main([*words, "seed=7"]) == Exit.PEER
+    assert main([*SMALL, "run.name=other"]) == Exit.PEER and not Path("outputs/other").exists()
     made, lock = len(requests), take_lock(Path("mine"))  # of a run that a submission meets
     assert main(words) == Exit.BUSY and len(requests) == made
     os.close(lock)

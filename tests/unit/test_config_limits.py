@@ -42,7 +42,7 @@ DOUBLED = {f"a{n}": f"${{launcher.env.a{n - 1}}}${{launcher.env.a{n - 1}}}" for 
         ("a: &a {x: 1}\nstep:\n  <<: *a\n", "the alias \\*a is refused"),
         (f"x: {'[' * 2000}{']' * 2000}\n", "or 32 levels"),
         (f"x: [{'1,' * 20_000}]\n", "more than 10000 values"),
-        (f"x: {'a' * MAX_BYTES}\n", f"more than {MAX_BYTES} bytes"),
+        (f"x: {'a' * MAX_BYTES}\n", f"more than {MAX_BYTES:,} bytes"),
         (env({**DOUBLED, "a0": "x"}), "interpolation makes more than"),
         (
             env({**{f"a{n}": f"${{.a{n - 1}}}${{.a{n - 1}}}" for n in range(40, 0, -1)}, "a0": "x"}),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -105,13 +106,20 @@ def test_another_search_is_not_mixed_with_it(tmp_path: Path) -> None:
         '{"space": SPACE, "proposals": [{}]}',
         '{"space": SPACE, "proposals": [{"lr.peak": 3.0}]}',
         '{"space": SPACE, "proposals": [7]}',
+        "[" * 100_000,
+        "pipe",
     ],
 )
 def test_damaged_proposals_are_refused(tmp_path: Path, text: str) -> None:
     space = ["lr.peak=interval(1,2)"]
     search(tmp_path, Parabola(), trials=1, space=space)
     path = tmp_path / "proposals.json"
-    path.write_text(text.replace("SPACE", json.dumps(json.loads(path.read_text())["space"])))
+    described = json.dumps(json.loads(path.read_text())["space"])
+    if text == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        path.write_text(text.replace("SPACE", described))
     with pytest.raises(BusyError, match=r"proposals.json cannot be read \(.*\); remove it, or choose another run.dir"):
         search(tmp_path, Parabola(), space=space)
 

@@ -13,12 +13,13 @@ import pytest
 
 from dtf.cli.main import main
 from dtf.cli.slots import receive_order, send_order, shown
+from dtf.cli.trials import find as find_trial
 from dtf.cluster.record import Intent, find, keep_intent
-from dtf.core.errors import Exit
+from dtf.core.errors import BusyError, DataError, Exit
 from dtf.jobs import cancel
-from dtf.runs.results import Result, best_trials
+from dtf.runs.results import Result, best_trials, read_runs
 from dtf.runs.run_folder import take_lock
-from dtf.runs.sweep_record import SweepRecord
+from dtf.runs.sweep_record import SweepRecord, pruned
 
 
 @pytest.fixture
@@ -97,3 +98,35 @@ def test_a_slot_is_sent_a_config_of_any_length() -> None:
                 send_order(ours, {"config": "x" * length})
                 assert receive_order(theirs) == {"config": "x" * length}
         assert receive_order(theirs) is None
+
+
+ALIASES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("record", "config"),
+    [
+        ({"best": 5}, "lr: 1"),
+        ({"best": {"loss": 1}}, "lr: 1"),
+        ({"evaluations": [1]}, "lr: 1"),
+        ({"evaluations": {"x": 1}}, "lr: 1"),
+        ({"plan": "all"}, "lr: 1"),
+        ({"plan": {"steps": math.inf, "steps_per_epoch": 1}}, "lr: 1"),
+        ({}, ALIASES),  # 2 ** 39 leaves
+        ({}, "lr: [" * 10_000),
+    ],
+)
+def test_a_trial_that_no_run_has_written_is_refused_by_name(home: Path, record: dict, config: str) -> None:
+    (home / "run.json").write_text(json.dumps({"id": "1", "exit": 0, "cause": "finished", "identity": {}} | record))
+    (home / "config.yaml").write_text(config)
+    with pytest.raises(BusyError, match=r"sweep holds what is no trial \(.*\); choose another run.dir"):
+        find_trial(home, {"lr": 1})
+    with pytest.raises(DataError, match="sweep cannot be read"):
+        read_runs([str(home)])
+
+
+def test_a_sweep_json_that_no_sweep_has_written_is_refused_by_name(home: Path) -> None:
+    for text in ('{"pruned": {"a": 1e999}}', '{"pruned": 7}', "[" * 100_000):
+        (home / "sweep.json").write_text(text)
+        with pytest.raises(DataError, match="sweep.json cannot be read .*; remove it"):
+            pruned(home)
