@@ -53,7 +53,7 @@ def test_a_run_with_narrow_messages_is_near_the_exact_one_and_not_the_same(recip
     synchronous, narrowed = (
         spread("pserver", 2, precision="fp32", options={"wire": wire}, recipe=recipe) for wire in ("same", "bf16")
     )
-    assert 1e-6 < difference(synchronous, narrowed) < 0.5
+    assert 1e-6 < difference(synchronous, narrowed) < 0.8
 
 
 @pytest.mark.parametrize(("options", "precision"), [({"mode": Mode.geo}, "fp32"), ({}, "fp64")])
