@@ -48,12 +48,12 @@ def test_blocks_take_half_the_bytes() -> None:
     assert wire_layout(layout, None) is layout
 
 
-@pytest.mark.parametrize("recipe", [{}, ANY | {"rows": 100}], ids=["toy", "tabled"])
+@pytest.mark.parametrize("recipe", [{}, ANY | {"rows": 100, "scale": 2**54 + 1}], ids=["toy", "tabled"])
 def test_a_run_with_narrow_messages_is_near_the_exact_one_and_not_the_same(recipe: dict[str, Any]) -> None:
     synchronous, narrowed = (
         spread("pserver", 2, precision="fp32", options={"wire": wire}, recipe=recipe) for wire in ("same", "bf16")
     )
-    assert 1e-6 < difference(synchronous, narrowed) < 0.8
+    assert 1e-6 < difference(synchronous, narrowed) < 0.5
 
 
 @pytest.mark.parametrize(("options", "precision"), [({"mode": Mode.geo}, "fp32"), ({}, "fp64")])
