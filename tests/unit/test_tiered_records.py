@@ -161,3 +161,18 @@ class Life(RuleBasedStateMachine):
 def test_a_table_on_disk_is_a_dict_of_rows(tmp_path: Path) -> None:
     Life.root = tmp_path
     run_state_machine_as_test(Life, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
+
+
+def test_new_rows_do_not_move_those_that_were_placed_with_them(tmp_path: Path) -> None:
+    """Ids that are known to have no row keep their room while others are read, however little there is."""
+    table = made(tmp_path / "t", 16, dirty_share=1.0)
+    write(table, np.arange(12), 1, 5.0)
+    while table._sweep_one():
+        pass
+    table.place(ints(100, 101), 2)  # known to have none
+    write(table, ints(50, 51), 2, 6.0)  # dirty: they cannot go without a sweep
+    wanted = ints(*range(12), 100, 101, 200, 201)
+    positions = table.place(wanted, 3)
+    table.make(ints(100, 101))
+    assert (table.cache.ids[positions[:12]] == wanted[:12]).all()
+    table.close()

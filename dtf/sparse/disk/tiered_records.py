@@ -101,11 +101,13 @@ class TieredRecords:
         positions, missing = self.cache.find(ids)
         self.hits, self.misses = self.hits + len(ids) - missing, self.misses + missing
         if missing:
-            self.cache.hold(positions)
+            # with those of ids without a row: else `make` had to find room, and could move rows of this call
+            held, _ = self.cache.find(ids, with_absent=True)
+            self.cache.hold(held)
             try:
                 self._absorb(self.run.read(ids[positions == NOT_CACHED], self._readers, self._depth), step)
             finally:
-                self.cache.touch(positions, step)
+                self.cache.touch(held, step)
             positions, _ = self.cache.find(ids)
         else:
             self.cache.touch(positions, step)
@@ -225,8 +227,8 @@ class TieredRecords:
         self.dirty += self.cache.set_dirty(positions)
 
     def _allocate(self, count: int) -> np.ndarray:
-        """Free positions (count,). Rows that no known step needs go first, by recency, then those of far steps; where too few
-        are clean, sweeps are waited for.
+        """Free positions (count,). Rows that no known step needs go first, by recency, then those of far steps;
+        where too few are clean, sweeps are waited for.
         """
         taken = np.empty(0, np.int64)
         for first, last in ((self._step, LAST_STEP), (self._step, self._step), (1, 0)):
