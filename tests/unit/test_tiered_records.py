@@ -114,9 +114,7 @@ class Life(RuleBasedStateMachine):
     def forget(self, data: st.DataObject) -> None:
         """Rows that are on disk leave the cache."""
         self.table._sweep_one()
-        taken, forgotten = self.table.cache.take(data.draw(st.integers(1, 20)), 1, 0)
-        self.table.cache.give_back(taken)
-        self.table._forgotten.append(forgotten)
+        self.table.cache.give_back(self.table._take(data.draw(st.integers(1, 20)), 1, 0))
 
     @rule()
     def sweep(self) -> None:

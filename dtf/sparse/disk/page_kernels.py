@@ -2,8 +2,7 @@
 be there.
 
 All hold no lock, so that threads may each run one. Records are bytes: an id (int64), then the rest. A page holds
-records by ascending hash of their ids, and its checksum in its last 8 bytes. The hash is one to one, so ids never
-collide.
+records by ascending hash of their ids, and its checksum in its last 8 bytes. The hash is one to one: ids never collide.
 """
 
 from __future__ import annotations

@@ -125,11 +125,14 @@ def load(table: TieredRecords, folder: Path, verify: bool = True) -> None:
         for number in sorted(blocks.damaged(range(len(stored.crc32)))):
             raise DataError(f"{folder}/{blocks.damage(number, number + 1)}")
     try:
+        most = max(1, table.cache.capacity // 4)  # the memory may be smaller than it was
         table.run = _linked_run(table, folder, data["bounds"], entries)
         for each, form, whole in zip(changes, (table.form, _IDS), (True, False), strict=True):
             if each:
                 for batch in Segment(0, LAST, form).open(folder / each[0], each[1]).chunks(0, LAST):
-                    table.put_dirty(decoded(batch, form)[0], batch if whole else None)
+                    ids = decoded(batch, form)[0]
+                    for at in range(0, len(ids), most):
+                        table.put_dirty(ids[at : at + most], batch[at : at + most] if whole else None)
     except FileNotFoundError as error:
         raise DataError(f"{error.filename} is missing") from None
     except OSError as error:

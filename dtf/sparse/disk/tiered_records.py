@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -101,11 +101,13 @@ class TieredRecords:
         positions, missing = self.cache.find(ids)
         self.hits, self.misses = self.hits + len(ids) - missing, self.misses + missing
         if missing:
-            self.cache.hold(positions)
+            # with those of ids without a row: else `make` had to find room, and could move rows of this call
+            held, _ = self.cache.find(ids, with_absent=True)
+            self.cache.hold(held)
             try:
                 self._absorb(self.run.read(ids[positions == NOT_CACHED], self._readers, self._depth), step)
             finally:
-                self.cache.touch(positions, step)
+                self.cache.touch(held, step)
             positions, _ = self.cache.find(ids)
         else:
             self.cache.touch(positions, step)
@@ -195,19 +197,19 @@ class TieredRecords:
         """Take the rows that were read ahead."""
         if self._prefetch is not None:
             (reading, step), self._prefetch = self._prefetch, None
-            self._absorb(reading, max(step, self._step))
-            self._forgotten = []
+            forgotten, self._forgotten = self._forgotten, []
+            self._absorb(reading, max(step, self._step), forgotten)
 
-    def _absorb(self, reading: Reading, step: int) -> None:
-        """Put what was read into the cache, but for what is there or has been since: that is newer."""
+    def _absorb(self, reading: Reading, step: int, forgotten: Sequence[np.ndarray] = ()) -> None:
+        """Put what was read into the cache, but for what is there or was there and is `forgotten`: that is newer."""
         try:
             reading.wait()
         except OSError as error:
             raise io_failure(error, self.folder) or error from error
         self.pages_read += reading.pages
         fresh = self.cache.find(reading.ids, with_absent=True)[0] == NOT_CACHED
-        if self._forgotten:
-            fresh &= ~np.isin(reading.ids, np.concatenate(self._forgotten))
+        if forgotten:
+            fresh &= ~np.isin(reading.ids, np.concatenate(forgotten))
         chosen = np.flatnonzero(fresh)
         positions = self._allocate(len(chosen))
         found = reading.found[chosen] != 0
