@@ -15,7 +15,7 @@ from dtf.api.task import Task
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
-from dtf.sparse.living_table import LivingTable, table_of
+from dtf.sparse.living_table import LivingTable, table_class
 from dtf.sparse.make_tables import table_specs
 from dtf.sparse.sharded_tables import LIFE_COUNTS, Clicks, ShardedTables, boxes_of, full, seen_in
 from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
@@ -154,7 +154,10 @@ def server_shards(task: Task, world: World) -> ServerShards | None:
     assert task.rows is not None
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
     shards = ServerShards(
-        {name: ServerShard(table_of(spec, task.rows, task.seed, name, kind), world) for name, spec in specs.items()},
+        {
+            name: ServerShard(table_class(task.rows)(spec, task.rows, task.seed, name, kind), world)
+            for name, spec in specs.items()
+        },
         world,
     )
     if task.weights is not None:

@@ -10,21 +10,13 @@ from typing import ClassVar
 import numpy as np
 
 from dtf.api.row_optimizer import RowOptimizer
-from dtf.api.sparse_table import Table
 from dtf.sparse.life import LAST_STEP, SCORE, Life
 from dtf.sparse.store import SparseTable
 
 
-def table_of(
-    spec: Table,
-    rule: RowOptimizer,
-    seed: int,
-    name: str,
-    dtype: np.dtype | type = np.float32,
-    columns: tuple[int, int] | None = None,
-) -> SparseTable:
-    """A table whose rows have a life where `rule` says so. Arguments and errors as of `SparseTable`."""
-    return (LivingTable if rule.lives else SparseTable)(spec, rule, seed, name, dtype, columns)
+def table_class(rule: RowOptimizer) -> type[SparseTable]:
+    """Of tables whose rows learn by `rule`: one whose rows have a life where it says so."""
+    return LivingTable if rule.lives else SparseTable
 
 
 class LivingTable(SparseTable):
@@ -32,18 +24,6 @@ class LivingTable(SparseTable):
 
     statistics: ClassVar[dict[str, str]] = {LAST_STEP: "i", SCORE: "f"}
     life: Life
-
-    def __init__(
-        self,
-        spec: Table,
-        rule: RowOptimizer,
-        seed: int,
-        name: str,
-        dtype: np.dtype | type = np.float32,
-        columns: tuple[int, int] | None = None,
-    ) -> None:
-        self._seed = seed
-        super().__init__(spec, rule, seed, name, dtype, columns)
 
     def __len__(self) -> int:
         return len(self.life)

@@ -44,7 +44,7 @@ def tables_of(
         return None
     assert task.rows is not None
 
-    from dtf.sparse.living_table import table_of
+    from dtf.sparse.living_table import table_class
     from dtf.sparse.sharded_tables import ShardedTables
     from dtf.sparse.table_layouts import ColumnWiseTable, DataParallelTable, RowWiseTable, TableWiseTable
 
@@ -58,7 +58,7 @@ def tables_of(
     spread: dict[str, ShardedTable] = {}
     for name, spec in specs.items():
         columns = bounds(spec.width, world.size, world.rank) if placement is Placement.column_wise else (0, spec.width)
-        store = table_of(spec, task.rows, task.seed, name, kind, columns)
+        store = table_class(task.rows)(spec, task.rows, task.seed, name, kind, columns)
         match placement:
             case Placement.replicated:
                 spread[name] = DataParallelTable(store, world, givers)

@@ -62,7 +62,7 @@ class SparseTable:
         self.columns = columns or (0, spec.width)
         self.width = self.columns[1] - self.columns[0]
         self.spec, self.rule, self.name, self.dtype = spec, rule, name, np.dtype(dtype)
-        self._key = np.uint64(seed_of(seed, "table", name))
+        self._seed, self._key = seed, np.uint64(seed_of(seed, "table", name))
         self._columns: dict[str, slice] = {}
         self._firsts: dict[str, float] = {}
         stride = self.width

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtf.api.row_life import WhenFull
+from dtf.api.row_optimizer import RowOptimizer
 from dtf.api.schema import KeyProblem
 from dtf.api.sparse_table import Table
 from dtf.core.seeding import seed_of
 from dtf.sparse.life import LAST_STEP, SCORE
-from dtf.sparse.living_table import table_of
+from dtf.sparse.living_table import table_class
 from dtf.sparse.row_index import HashedIndex
 from dtf.sparse.row_optimizers import RowAdagrad, RowSgd
 from dtf.sparse.store import SparseTable, unique
@@ -36,6 +37,10 @@ def rule(**options: Any) -> RowAdagrad:
     made = RowAdagrad(**typed(options))
     made.check_life()
     return made
+
+
+def table_of(spec: Table, rule: RowOptimizer, dtype: type = np.float64) -> Any:
+    return table_class(rule)(spec, rule, 1, "t", dtype)
 
 
 def mixed(x: int) -> int:
@@ -207,7 +212,7 @@ def test_a_table_lives_as_its_reference_at_length(options: dict[str, Any], seed:
 def follow_reference(options: dict[str, Any], seed: int, cut: int) -> None:
     """The table is saved and loaded, in pieces of another order, before step `cut`."""
     spec, chosen = Table(WIDTH, 0, CAPACITY, 0.1), rule(**options)
-    table = table_of(spec, chosen, 1, "t", np.float64)
+    table = table_of(spec, chosen)
     reference = Reference(chosen, spec, chosen.shards(spec))
     assert reference.shards == 4
     for step, batch in enumerate(traffic(seed, 14)):
@@ -226,7 +231,7 @@ def follow_reference(options: dict[str, Any], seed: int, cut: int) -> None:
 
 
 def reloaded(table: Any, chosen: RowAdagrad, spec: Table, step: int) -> Any:
-    fresh: Any = table_of(spec, chosen, 1, "t", np.float64)
+    fresh: Any = table_of(spec, chosen)
     put(fresh, table, 0, step)
     for name, array in table.life.by_shard().items():
         fresh.life.by_shard()[name][:] = array
@@ -246,13 +251,13 @@ def put(into: Any, table: Any, seed: int, step: int) -> None:
 def test_what_finds_no_room_stays_out_in_whatever_order_it_comes(options: dict[str, Any]) -> None:
     """A table of another capacity, or one whose rows had no life, goes on with the highest of its rows."""
     large, small = Table(WIDTH, 0, 3 * CAPACITY, 0.1), Table(WIDTH, 0, CAPACITY, 0.1)
-    source = table_of(large, rule(**options), 1, "t", np.float64)
+    source = table_of(large, rule(**options))
     for step, (ids, seen, gradients) in enumerate(traffic(3, 14)):
         if options:
             source.update(ids, gradients, 0.1, 1.0, step, seen)
         else:
             source.update(ids[seen[:, 0] > 0], gradients[seen[:, 0] > 0], 0.1, 1.0, step)
-    tables = [table_of(small, rule(when_full="evict"), 1, "t", np.float64) for _ in range(3)]
+    tables = [table_of(small, rule(when_full="evict")) for _ in range(3)]
     for seed, table in enumerate(tables):
         put(table, source, seed, 14)
     first, *others = [table.export() for table in tables]
@@ -268,7 +273,7 @@ def test_what_finds_no_room_stays_out_in_whatever_order_it_comes(options: dict[s
 
 
 def test_rows_of_one_step_never_make_room_for_each_other() -> None:
-    table: Any = table_of(Table(WIDTH, 0, CAPACITY, 0.1), rule(when_full="evict"), 1, "t", np.float64)
+    table: Any = table_of(Table(WIDTH, 0, CAPACITY, 0.1), rule(when_full="evict"))
     for step in range(3):
         again = table.export().ids[:40]
         ids = np.concatenate([again, np.arange(1000) + 1000 * step])
@@ -279,7 +284,7 @@ def test_rows_of_one_step_never_make_room_for_each_other() -> None:
 
 
 def test_a_range_for_whose_ids_there_is_room_loses_none() -> None:
-    table: Any = table_of(Table(WIDTH, 5000, 5000, 0.1), rule(when_full="evict"), 1, "t")
+    table: Any = table_of(Table(WIDTH, 5000, 5000, 0.1), rule(when_full="evict"), np.float32)
     table.update(np.arange(5000), np.ones((5000, WIDTH)), 0.1, 1.0, 0, np.ones((5000, 2)))
     assert len(table) == 5000 and not table.life.refused
 
@@ -288,7 +293,7 @@ def test_decay_of_all_rows_follows_rows_that_move() -> None:
     """Against a table that never lets a row go."""
     decays: dict[str, Any] = {"weight_decay": 0.2}
     spec = Table(WIDTH, 0, CAPACITY, 0.1)
-    living: Any = table_of(spec, RowSgd(evict_unseen=2, **decays), 1, "t", np.float64)
+    living: Any = table_of(spec, RowSgd(evict_unseen=2, **decays))
     plain = SparseTable(Table(WIDTH, 0, 10**4, 0.1), RowSgd(**decays), 1, "t", np.float64)
     for step in range(12):
         ids = np.random.default_rng(step).permutation(60)[:20].astype(np.int64)
@@ -327,7 +332,7 @@ def test_an_index_forgets_ids_and_finds_the_others(calls: list[tuple[bool, set[i
 @pytest.mark.parametrize(("count", "shards"), [*product((1, 2, 3, 4, 7), (1, 2, 8, 1024))])
 def test_owners_have_whole_shards(count: int, shards: int) -> None:
     ids = np.random.default_rng(0).integers(-(2**63), 2**63, 2000)
-    table: Any = table_of(Table(WIDTH, 0, 64 * shards, 0.1), rule(when_full="refuse"), 1, "t")
+    table: Any = table_of(Table(WIDTH, 0, 64 * shards, 0.1), rule(when_full="refuse"), np.float32)
     mine, owners = table.life.shards(ids), owner_of(ids, count, shards)
     assert len(table.life.counts) == shards and (np.bincount(mine, minlength=shards).sum(), owners.max() < count)
     assert len({(int(s), int(o)) for s, o in zip(mine, owners, strict=True)}) == len(np.unique(mine))
