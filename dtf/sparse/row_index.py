@@ -13,17 +13,18 @@ if TYPE_CHECKING:
 
 _LEAST_SLOTS = 1024
 _LONG = 8  # bytes of an id
+_LARGE_PAGE = 1 << 21
 
 
 def reserve(count: int, stride: int, dtype: np.dtype) -> np.ndarray:
-    """Zeros (count, stride) that take memory when they are first written, in large pages where the system has them.
-
-    OSError where there is no room.
+    """Zeros (count, stride), at the start of a page of memory, that take memory when they are first written; in large
+    pages where the system has them. OSError where there is no room.
     """
-    memory = mmap.mmap(-1, count * stride * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    size = max(1, count * stride * dtype.itemsize)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE") and size >= _LARGE_PAGE:
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype).reshape(count, stride)
+    return np.frombuffer(memory, dtype, count * stride).reshape(count, stride)
 
 
 def index_of(spec: Table, kernels: ModuleType) -> DirectIndex | HashedIndex:

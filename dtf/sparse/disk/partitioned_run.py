@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from dtf.sparse.disk import page_kernels as kernels
-from dtf.sparse.disk.record_format import RecordFormat, reserve
+from dtf.sparse.disk.record_format import RecordFormat
 from dtf.sparse.disk.segment import LAST, Segment, within, write_segment
+from dtf.sparse.row_index import reserve
 
 
 class PartitionedRun:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import struct
 from dataclasses import dataclass, field
 
@@ -66,14 +65,3 @@ class RecordFormat:
 
 
 LAYOUT_BYTES = _LAYOUT.size
-
-
-def reserve(count: int, stride: int, dtype: np.dtype) -> np.ndarray:
-    """Zeros (count, stride), at the start of a page of memory, that take memory when they are first written. OSError
-    where there is no room.
-    """
-    size = max(1, count * stride * dtype.itemsize)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE") and size >= 1 << 21:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype, count * stride).reshape(count, stride)

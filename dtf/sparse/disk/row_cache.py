@@ -7,7 +7,8 @@ import numpy as np
 from dtf.core.errors import ConfigError
 from dtf.sparse.disk import cache_kernels as kernels
 from dtf.sparse.disk import page_kernels
-from dtf.sparse.disk.record_format import RecordFormat, reserve
+from dtf.sparse.disk.record_format import RecordFormat
+from dtf.sparse.row_index import reserve
 
 LAST_STEP = 2**31 - 1
 _SLOTS = 2  # of the index, for each row

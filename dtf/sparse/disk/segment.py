@@ -22,7 +22,8 @@ from dtf.checkpoint import storage
 from dtf.checkpoint.manifest import StoredFile
 from dtf.core.errors import DataError
 from dtf.sparse.disk import page_kernels as kernels
-from dtf.sparse.disk.record_format import LAYOUT_BYTES, PAGE_BYTES, RecordFormat, reserve
+from dtf.sparse.disk.record_format import LAYOUT_BYTES, PAGE_BYTES, RecordFormat
+from dtf.sparse.row_index import reserve
 
 LAST = 2**64 - 1
 """The largest hash."""
