@@ -90,7 +90,7 @@ class Tiered:
 def floor_seconds(table: Any, pages: int) -> float:
     """For random reads of as many pages, and nothing else."""
     from dtf.sparse.disk.page_kernels import read_blindly
-    from dtf.sparse.disk.record_format import reserve
+    from dtf.sparse.row_index import reserve
 
     table.finish_sweep()
     form, random, segments = table.form, np.random.default_rng(pages), [s for s in table.run.segments if s.rows]
