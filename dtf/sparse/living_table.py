@@ -68,6 +68,7 @@ class LivingTable(SparseTable):
             self._records[made, columns] = self._firsts[name]
         if self._since is not None:
             self._since[made] = self.decayed
+        self._changed(made)
         if life.evicted > gone:  # others took their places
             positions = self._index.find(ids)[0]
         positions[new] = made

@@ -138,6 +138,7 @@ class SparseTable:
         self.decayed += shrinkage
         self._catch_up(positions)
         self.rule.step(self._records, positions, gradients, factor, lr, step)
+        self._changed(positions)
 
     def has(self, ids: np.ndarray) -> np.ndarray:
         """Which of the ids (U,) have a row, bool (U,)."""
@@ -149,11 +150,14 @@ class SparseTable:
         """
         positions = self._place(self._checked(ids))
         self._catch_up(positions)
+        self._changed(positions)
         return self._records[positions]
 
     def keep(self, ids: np.ndarray, records: np.ndarray) -> None:
         """Add the `records` of distinct ids that are not in the table. Errors as of `lookup`."""
-        self._records[self._place(self._checked(ids), draw=False)] = records
+        positions = self._place(self._checked(ids), draw=False)
+        self._records[positions] = records
+        self._changed(positions)
 
     def add(self, ids: np.ndarray, differences: np.ndarray) -> None:
         """Add `differences` (U, width + states) to the rows and states of distinct ids (U,). Rows that do not exist are
@@ -164,6 +168,7 @@ class SparseTable:
         positions = self._place(self._checked(ids))
         self._catch_up(positions)
         self._records[positions] += differences
+        self._changed(positions)
 
     def _catch_up(self, positions: np.ndarray) -> None:
         """Apply to rows the decay that they have not had yet."""
@@ -228,6 +233,10 @@ class SparseTable:
             self._records[positions, columns] = states[name].reshape(len(ids), columns.stop - columns.start)
         if self._since is not None:
             self._since[positions] = states.get(DECAYED, self.decayed)
+        self._changed(positions)
+
+    def _changed(self, positions: np.ndarray) -> None:
+        """Called when the rows or states at `positions` (U,) have other numbers, or are new; -1 is passed over."""
 
     def _checked(self, ids: np.ndarray) -> np.ndarray:
         ids = np.ascontiguousarray(ids, np.int64)
@@ -258,6 +267,7 @@ class SparseTable:
         if self._since is not None:
             self._since[first:last] = self.decayed
         self._count = last
+        self._changed(positions[new])
         return positions
 
     # ------------------------------------------------------------ what tables do otherwise whose rows have a life

@@ -60,7 +60,7 @@ copy: Any = _copy
 
 @njit(cache=True, nogil=True)
 def hash_of(key):
-    return mix(np.uint64(key) * _GOLDEN)
+    return mix(np.uint64(key))
 
 
 @njit(cache=True, nogil=True)
