@@ -16,7 +16,10 @@ from dtf.distributed.world import World
 from dtf.model.init import DTYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from dtf.sparse.sharded_tables import ShardedTables
+    from dtf.sparse.store import SparseTable
     from dtf.sparse.table_layouts import ShardedTable
 
 
@@ -28,6 +31,31 @@ def table_specs(task: Task) -> dict[str, Table]:
             f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME"
         )
     return specs
+
+
+def memory_shares(specs: Mapping[str, Table], here: Collection[str]) -> dict[str, float]:
+    """Of the memory for rows in one process, the share of each table: as much as it would need of what those that are
+    `here` would.
+    """
+    sizes = {name: spec.width * spec.most_rows if name in here else 0 for name, spec in specs.items()}
+    return {name: size / max(1, sum(sizes.values())) for name, size in sizes.items()}
+
+
+def table_of(
+    task: Task, name: str, columns: tuple[int, int] | None, memory_share: float, hashes: tuple[int, int]
+) -> SparseTable:
+    """An empty table, or these `columns` of one, in one process, as the options of `sparse` say. `hashes`: the least
+    and the largest of the ids that come.
+    """
+    from dtf.sparse.living_table import table_class
+    from dtf.sparse.tiered_table import TieredTable
+
+    rule, spec = task.rows, task.recipe.tables()[name]
+    assert rule is not None
+    kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
+    if rule.disk and memory_share:
+        return TieredTable(spec, rule, task.seed, name, kind, int(rule.memory_gb * 1e9 * memory_share), hashes)
+    return table_class(rule)(spec, rule, task.seed, name, kind, columns)
 
 
 def tables_of(
@@ -44,21 +72,22 @@ def tables_of(
         return None
     assert task.rows is not None
 
-    from dtf.sparse.living_table import table_class
     from dtf.sparse.sharded_tables import ShardedTables
-    from dtf.sparse.table_layouts import ColumnWiseTable, DataParallelTable, RowWiseTable, TableWiseTable
+    from dtf.sparse.table_layouts import ColumnWiseTable, DataParallelTable, RowWiseTable, TableWiseTable, owned_hashes
 
     flags = torch.zeros(world.size, dtype=torch.int64)
     flags[world.rank] = int(gives)
     givers = [bool(flag) for flag in world.reduce(flags).tolist()]
-    kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
     check_tables(task, placement, world.size)  # again: elastic launchers change the number of ranks
     placement = Placement.replicated if world.size == 1 else placement
     owners = greedy_balance({name: spec.width * spec.most_rows for name, spec in specs.items()}, world.size)
     spread: dict[str, ShardedTable] = {}
+    memory = memory_shares(specs, owners[world.rank] if placement is Placement.table_wise else specs)
     for name, spec in specs.items():
         columns = bounds(spec.width, world.size, world.rank) if placement is Placement.column_wise else (0, spec.width)
-        store = table_class(task.rows)(spec, task.rows, task.seed, name, kind, columns)
+        divided = (world.size, world.rank) if placement is Placement.row_wise else (1, 0)
+        hashes = owned_hashes(*divided, task.rows.shards(spec))
+        store = table_of(task, name, columns, memory[name], hashes)
         match placement:
             case Placement.replicated:
                 spread[name] = DataParallelTable(store, world, givers)

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from dtf.sparse.disk.page_kernels import copy, hash_of, word
-from dtf.sparse.id_kernels import AHEAD, prefetch
+from dtf.sparse.id_kernels import AHEAD, nearest_bf16, prefetch
 
 DIRTY, WRITING, ABSENT = 1, 2, 4
 """Flags: differs from what is on disk; a sweep writes it now; stands for an id that has no row."""
@@ -23,8 +23,7 @@ NEVER, HELD = -1, -2
 MOST_USES = 3
 
 _S32, _LOWER = np.uint64(32), np.uint64(0xFFFFFFFF)
-_NAN, _QUIET, _HALF, _ONE = np.uint32(0x7F800000), np.uint32(0x400000), np.uint32(0x7FFF), np.uint32(1)
-_SIGNLESS, _U16, _HIGH = np.uint32(0x7FFFFFFF), np.uint32(16), np.uint32(0xFFFF0000)
+_U16 = np.uint32(16)
 
 
 @njit(cache=True, nogil=True)
@@ -189,24 +188,6 @@ def end_writing(positions, flags, written):
 
 
 @njit(cache=True, nogil=True)
-def _nearest(bits):
-    """bfloat16 in the upper half of float32 `bits`, rounded to nearest, ties to even; NaN stays NaN."""
-    if bits & _SIGNLESS > _NAN:
-        return (bits | _QUIET) & _HIGH
-    return (bits + _HALF + ((bits >> _U16) & _ONE)) & _HIGH
-
-
-@njit(cache=True, nogil=True)
-def round_rows(words, width, positions):
-    """Round the first `width` numbers of rows of float32 `words` to bfloat16."""
-    for i in range(len(positions)):
-        at = positions[i]
-        if at >= 0:
-            for j in range(width):
-                words[at, j] = _nearest(words[at, j])
-
-
-@njit(cache=True, nogil=True)
 def encode(ids, rows, words, extra, positions, narrow, out):
     """Records (n, size) of rows: id, numbers, extra. `rows` (C, bytes) and `words` (C, uint32) are the same memory; the
     first `narrow` numbers are kept as bfloat16.
@@ -221,7 +202,7 @@ def encode(ids, rows, words, extra, positions, narrow, out):
         copy(flat, place, key_bytes, 0, 8)
         place += 8
         for j in range(narrow):
-            half = _nearest(words[at, j]) >> _U16
+            half = nearest_bf16(words[at, j]) >> _U16
             flat[place] = half & np.uint32(255)
             flat[place + 1] = half >> np.uint32(8)
             place += 2

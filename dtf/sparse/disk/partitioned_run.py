@@ -5,7 +5,7 @@ and changed rows make.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
@@ -13,20 +13,33 @@ from pathlib import Path
 
 import numpy as np
 
+from dtf.core.errors import DataError
 from dtf.sparse.disk import page_kernels as kernels
 from dtf.sparse.disk.record_format import RecordFormat
-from dtf.sparse.disk.segment import LAST, Segment, within, write_segment
+from dtf.sparse.disk.segment import Segment, within, write_segment
 from dtf.sparse.row_index import reserve
 
 
 class PartitionedRun:
-    """All records on disk. `segments`: by ascending hash, without gaps. Its methods are for one thread; what they read
-    and write goes on in others. Memory: 8 bytes a page.
+    """All records on disk with hashes in [low, high]. `segments`: by ascending hash, without gaps. Its methods are for
+    one thread; what they read and write goes on in others. Memory: 8 bytes a page.
     """
 
-    def __init__(self, form: RecordFormat, ranges: int) -> None:
-        self.form = form
-        self.segments = [Segment(low, high, form) for low, high in split(0, LAST, ranges)]
+    def __init__(
+        self, form: RecordFormat, low: int, high: int, ranges: int = 1, segments: Sequence[Segment] = ()
+    ) -> None:
+        """With `segments` that lie in it; with none, so many empty `ranges`. DataError where two overlap."""
+        self.form, self.low, self.high = form, low, high
+        self.segments, at = [], low
+        for segment in sorted(segments, key=lambda segment: segment.low):
+            if segment.low < at:
+                raise DataError(f"{segment.path}: holds hashes that another file holds")
+            if segment.low > at:
+                self.segments.append(Segment(at, segment.low - 1, form))
+            self.segments.append(segment)
+            at = segment.high + 1
+        if at <= high:
+            self.segments += [Segment(*ends, form) for ends in split(at, high, 1 if segments else ranges)]
         self._settle()
 
     def _settle(self) -> None:
@@ -80,8 +93,8 @@ class Reading:
         buffers = reserve(depth, form.page_bytes // 8, np.dtype(np.uint64))
         self._parts: list[Future] = [
             threads.submit(
-                kernels.read_jobs, self._jobs, first, depth, table, by_hash, hashed, order, form.size, buffers[first],
-                self.records, self.found,
+                kernels.read_jobs, self._jobs, first, depth, table, form.head_bytes, by_hash, hashed, order, form.size,
+                buffers[first], self.records, self.found,
             )
             for first in range(depth)
         ]  # fmt: skip

@@ -8,6 +8,7 @@ from dtf.core.errors import ConfigError
 from dtf.sparse.disk import cache_kernels as kernels
 from dtf.sparse.disk import page_kernels
 from dtf.sparse.disk.record_format import RecordFormat
+from dtf.sparse.id_kernels import round_rows
 from dtf.sparse.row_index import reserve
 
 LAST_STEP = 2**31 - 1
@@ -40,6 +41,12 @@ class RowCache:
         self.flags, self._uses = np.zeros(capacity, np.uint8), np.zeros(capacity, np.uint8)
         self._top = self._free_count = self._hand = 0  # positions from `top` on were never used
         self._bytes, self._words = self.records.view(np.uint8), self.records.view(np.uint32)
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of the rows that are here, and of their index."""
+        each = self.form.stride * self.form.dtype.itemsize + self.form.extra + _PER_ROW
+        return (self._top - self._free_count) * each
 
     def find(self, ids: np.ndarray, with_absent: bool = False) -> tuple[np.ndarray, int]:
         """Positions (n,) of ids: NOT_CACHED, or NO_ROW for one that is known to have none (`with_absent`: where it is
@@ -100,7 +107,7 @@ class RowCache:
         dirty.
         """
         if self.form.narrow:
-            kernels.round_rows(self._words, self.form.narrow, positions)
+            round_rows(self._words, self.form.narrow, positions)
         return kernels.set_dirty(positions, self.flags)
 
     def flagged(self, flags: int, low: int, high: int, most: int) -> np.ndarray:

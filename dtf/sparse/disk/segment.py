@@ -1,7 +1,8 @@
 """An immutable file of records of one range of hash(id), by ascending hash.
 
-Pages of records with a checksum each; then the first hash of each page; then a tail that says what the file holds.
-Written under a temporary name, made durable, renamed. In memory a segment takes 8 bytes a page.
+A safetensors file of two tensors. `pages`: pages of records with a checksum each, at multiples of their size. `end`:
+the first hash of each page, and a tail that says what the file holds. Written under a temporary name, made durable,
+renamed. In memory a segment takes 8 bytes a page.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from zlib_ng.zlib_ng import crc32
 
 from dtf.checkpoint import storage
 from dtf.checkpoint.manifest import StoredFile
-from dtf.core.errors import DataError
+from dtf.checkpoint.safetensors_format import header
+from dtf.core.errors import ConfigError, DataError
 from dtf.sparse.disk import page_kernels as kernels
 from dtf.sparse.disk.record_format import LAYOUT_BYTES, PAGE_BYTES, RecordFormat
 from dtf.sparse.row_index import reserve
@@ -31,6 +33,7 @@ LAST = 2**64 - 1
 BATCH_BYTES = 1 << 20
 """Bytes that are read, merged or written at a time."""
 
+PAGES, _END = "pages", "end"
 _MAGIC = b"dtfrows1"
 _TAIL = struct.Struct(f"<8s{LAYOUT_BYTES}s4QI")  # rows, low, high, seed of checksums; crc32 of all that follows pages
 
@@ -46,8 +49,8 @@ class Segment:
         self.direct = False  # whether reads pass by the page cache
 
     def open(self, path: Path, stored: StoredFile) -> Segment:
-        """Take what the file says of itself. DataError that names it where it is not what it should be, or its end is
-        damaged; a damaged page is found when it is read.
+        """Take what the file says of itself, its range too. DataError that names it where it is not what it should be,
+        or its end is damaged; a damaged page is found when it is read.
         """
         self.path, self.stored = path, stored
         self.direct, self.file = True, -1
@@ -65,15 +68,11 @@ class Segment:
         return self
 
     def _read_tail(self) -> None:
-        size = os.fstat(self.file).st_size
-        if size != self.stored.size or size < _TAIL.size:
-            raise DataError(f"{self.path}: has {size} bytes instead of {self.stored.size}")
         plain = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            magic, layout, rows, low, high, seed, digest = _TAIL.unpack(
-                os.pread(plain, _TAIL.size, size - _TAIL.size).ljust(_TAIL.size, b"\0")
-            )
-            start = self.form.pages(rows) * self.form.page_bytes
+            magic, layout, rows, low, high, seed, digest = _tail(self.path, plain, self.stored)
+            size = self.stored.size
+            start = self.form.head_bytes + self.form.pages(rows) * self.form.page_bytes
             end = os.pread(plain, size - start, start) if start < size else b""
         finally:
             os.close(plain)
@@ -81,9 +80,7 @@ class Segment:
             raise DataError(f"{self.path}: holds no rows of this table's format")
         if len(end) != 8 * self.form.pages(rows) + _TAIL.size or crc32(end[:-4]) != digest:
             raise DataError(f"{self.path}: its end is damaged")
-        if (low, high) != (self.low, self.high):
-            raise DataError(f"{self.path}: holds hashes {low} to {high} instead of {self.low} to {self.high}")
-        self.rows, self.seed = rows, seed
+        self.low, self.high, self.rows, self.seed = low, high, rows, seed
         self.firsts = np.frombuffer(end, np.uint64, self.form.pages(rows)).copy()
 
     def drop_cache(self) -> None:
@@ -95,7 +92,7 @@ class Segment:
         if outcome == kernels.UNREADABLE:
             plain = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                os.pread(plain, self.form.page_bytes, page * self.form.page_bytes)
+                os.pread(plain, self.form.page_bytes, self.form.head_bytes + page * self.form.page_bytes)
             except OSError as error:
                 return OSError(error.errno, error.strerror, str(self.path))
             finally:
@@ -113,7 +110,7 @@ class Segment:
         records = np.empty((most * form.per_page, form.size), np.uint8)
         for page in range(first, last, most):
             some = pages[: min(most, last - page)]
-            got = kernels.fill(self.file, some.ctypes.data, some.nbytes, page * form.page_bytes)
+            got = kernels.fill(self.file, some.ctypes.data, some.nbytes, form.head_bytes + page * form.page_bytes)
             if got < some.nbytes:
                 raise self.damage(page + got // form.page_bytes, kernels.UNREADABLE)
             damaged = kernels.unseal(some, page, self.rows, form.size, np.uint64(self.seed), records)
@@ -123,6 +120,27 @@ class Segment:
             yield within(here, low, high)
         if not self.direct and last > first:
             self.drop_cache()
+
+
+def _tail(path: Path, file: int, stored: StoredFile) -> tuple[bytes, bytes, int, int, int, int, int]:
+    size = os.fstat(file).st_size
+    if size != stored.size or size < _TAIL.size:
+        raise DataError(f"{path}: has {size} bytes instead of {stored.size}")
+    return _TAIL.unpack(os.pread(file, _TAIL.size, size - _TAIL.size).ljust(_TAIL.size, b"\0"))
+
+
+def layout_of(path: Path, stored: StoredFile) -> RecordFormat:
+    """How the records of a segment are kept. DataError where it is none."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        magic, layout, *_ = _tail(path, file, stored)
+        if magic != _MAGIC:
+            raise ValueError("no rows")
+        return RecordFormat.of_layout(layout)
+    except (ValueError, ConfigError) as error:
+        raise DataError(f"{path}: holds no rows of a table: {error}") from None
+    finally:
+        os.close(file)
 
 
 def within(records: np.ndarray, low: int, high: int) -> np.ndarray:
@@ -136,7 +154,7 @@ def write_segment(path: Path, low: int, high: int, form: RecordFormat, batches: 
     made = Segment(low, high, form)
     draft = path.with_name(f"{path.name}.tmp")
     try:
-        stored = storage.write(draft, _pieces(made, batches))
+        stored = storage.write(draft, _pieces(made, batches), (form.head_bytes, lambda: _head(made)))
         if not made.rows:
             os.unlink(draft)
             return made
@@ -146,6 +164,12 @@ def write_segment(path: Path, low: int, high: int, form: RecordFormat, batches: 
             os.unlink(draft)
         raise
     return made.open(path, stored)
+
+
+def _head(made: Segment) -> bytes:
+    form, pages = made.form, made.form.pages(made.rows)
+    tensors = ((PAGES, "U8", (pages, form.page_bytes)), (_END, "U8", (8 * pages + _TAIL.size,)))
+    return header(tensors, form.head_bytes)
 
 
 def _pieces(made: Segment, batches: Iterable[np.ndarray]) -> Iterator[memoryview]:

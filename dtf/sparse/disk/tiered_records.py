@@ -49,7 +49,8 @@ class _Prefetch(NamedTuple):
 
 class TieredRecords:
     """Rows by id, at most `memory_bytes` of them in memory, the others in `folder`, which is this object's alone: files
-    that a killed process left there are removed. The ids of one call are distinct; -1 stands for no row.
+    that a killed process left there are removed. The hashes of ids are in [low, high]. The ids of one call are
+    distinct; -1 stands for no row.
 
     Positions index `records` (C, width + states) and `extra` (C, bytes). They hold until the next call of a method
     that takes ids. Who changes rows says so with `changed` before that.
@@ -63,6 +64,8 @@ class TieredRecords:
         folder: Path,
         form: RecordFormat,
         memory_bytes: int,
+        low: int = 0,
+        high: int = LAST,
         depth: int = DEPTH,
         ranges: int = RANGES,
         segment_bytes: int = SEGMENT_BYTES,
@@ -71,7 +74,7 @@ class TieredRecords:
         self.folder, self.form = folder, form
         self.cache = RowCache(form, memory_bytes)
         self.records, self.extra = self.cache.records, self.cache.extra
-        self.run = PartitionedRun(form, ranges)
+        self.run = PartitionedRun(form, low, high, ranges)
         self.rows = self.dirty = 0
         self.hits = self.misses = self.pages_read = self.bytes_swept = 0
         self._depth, self._target = depth, max(1, segment_bytes // form.size)
@@ -81,13 +84,17 @@ class TieredRecords:
         self._sweep: _Sweep | None = None
         self._prefetch: _Prefetch | None = None
         self._forgotten: list[np.ndarray] = []  # ids that left the cache since the prefetch began
-        self._hand = 0  # hash from which on the next sweep goes
+        self._hand = low  # hash from which on the next sweep goes
         self._step = self._files = 0
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._remove_files()
 
     def __len__(self) -> int:
         return self.rows
+
+    def byte_count(self) -> int:
+        """Bytes of the rows that are in memory, and of what finds rows."""
+        return self.cache.byte_count + sum(segment.firsts.nbytes for segment in self.run.segments)
 
     # ------------------------------------------------------------ rows
 
@@ -181,7 +188,7 @@ class TieredRecords:
         for threads in (self._writer, self._readers):
             threads.shutdown(cancel_futures=True)
         self._sweep = self._prefetch = None
-        self.run = PartitionedRun(self.form, 1)
+        self.run = PartitionedRun(self.form, self.run.low, self.run.high)
         self._remove_files()
 
     # ------------------------------------------------------------ what comes from other threads
@@ -216,15 +223,13 @@ class TieredRecords:
         self.cache.insert(reading.ids[chosen], positions, np.where(found, np.uint8(0), np.uint8(ABSENT)), step)
         self.cache.decode(reading.records, chosen[found], positions[found])
 
-    def put_dirty(self, ids: np.ndarray, records: np.ndarray | None) -> None:
-        """Rows that are not on disk as they should be: as `records` (n, size) say, or None: removed. Of a table that is
-        loaded; `rows` is the caller's to set.
-        """
-        positions = self._allocate(len(ids))
-        self.cache.insert(ids, positions, ABSENT if records is None else 0)
-        if records is not None:
-            self.cache.decode(records, np.arange(len(ids)), positions)
-        self.dirty += self.cache.set_dirty(positions)
+    def replace(self, ids: np.ndarray, records: np.ndarray) -> None:
+        """Put `records` (n, size) in place of the rows of ids (n,), whether they are there or not."""
+        positions = self.place(ids, self._step)
+        absent = np.flatnonzero(positions < 0)
+        positions[absent] = self.make(ids[absent])
+        self.cache.decode(records, np.arange(len(ids)), positions)
+        self.changed(positions)
 
     def _allocate(self, count: int) -> np.ndarray:
         """Free positions (count,). Rows that no known step needs go first, by recency, then those of far steps; where
@@ -239,7 +244,8 @@ class TieredRecords:
         if len(taken) < count:
             self.cache.give_back(taken)
             raise ConfigError(
-                f"{self.cache.capacity} rows of a table fit into its memory, and one step needs more; give it more"
+                f"{self.cache.capacity} rows of a table fit into its memory, and one step needs more; set a larger "
+                "sparse.memory_gb"
             )
         return taken
 
@@ -264,7 +270,7 @@ class TieredRecords:
         """Write the dirty rows of the next range that has some, in another thread."""
         for _ in range(len(self.run.segments) if self.dirty else 0):
             segment = self.run.at(self._hand)
-            self._hand = (segment.high + 1) & LAST
+            self._hand = segment.high + 1 if segment.high < self.run.high else self.run.low
             positions = self.cache.flagged(DIRTY, segment.low, segment.high, self.dirty)
             if len(positions):
                 records = self.cache.encode(positions)
