@@ -61,6 +61,10 @@ class RowOptimizer(RowLife, RowStorage, ABC):
         """
         return 0.0
 
+    def record_columns(self, width: int) -> int:
+        """How many numbers a row of `width` numbers has with its state."""
+        return width + sum(count for count, _ in self.states(width).values())
+
     @abstractmethod
     def states(self, width: int) -> dict[str, tuple[int, float]]:
         """The state of a row of `width` numbers: name -> (how many numbers, their first value), in the order of the

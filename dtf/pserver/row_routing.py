@@ -15,7 +15,7 @@ from dtf.api.task import Task
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
 from dtf.sparse.living_table import LivingTable
-from dtf.sparse.make_tables import memory_shares, table_of, table_specs
+from dtf.sparse.make_tables import memory_of, table_of, table_specs
 from dtf.sparse.sharded_tables import LIFE_COUNTS, Clicks, ShardedTables, boxes_of, full, seen_in
 from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
 from dtf.sparse.table_layouts import Gradients, RowWiseTable, owned_hashes, owner_of
@@ -151,7 +151,7 @@ def server_shards(task: Task, world: World) -> ServerShards | None:
     if not specs:
         return None
     assert task.rows is not None
-    memory = memory_shares(specs, specs)
+    memory = memory_of(task, specs)
     shards = ServerShards(
         {
             name: ServerShard(

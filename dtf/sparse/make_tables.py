@@ -16,11 +16,15 @@ from dtf.distributed.world import World
 from dtf.model.init import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
 
     from dtf.sparse.sharded_tables import ShardedTables
     from dtf.sparse.store import SparseTable
     from dtf.sparse.table_layouts import ShardedTable
+
+
+_BESIDE = 64
+"""Bytes of memory for a row beside its numbers, no less than a cache needs."""
 
 
 def table_specs(task: Task) -> dict[str, Table]:
@@ -33,16 +37,22 @@ def table_specs(task: Task) -> dict[str, Table]:
     return specs
 
 
-def memory_shares(specs: Mapping[str, Table], here: Collection[str]) -> dict[str, float]:
-    """Of the memory for rows in one process, the share of each table: as much as it would need of what those that are
-    `here` would.
+def memory_of(task: Task, here: Collection[str]) -> dict[str, int]:
+    """Bytes of memory for the rows of each table in a process that has those in `here`, where `sparse.disk` has the
+    others: tables that need less than an equal part get what they need, the rest have equal parts.
     """
-    sizes = {name: spec.width * spec.most_rows if name in here else 0 for name, spec in specs.items()}
-    return {name: size / max(1, sum(sizes.values())) for name, size in sizes.items()}
+    assert task.rows is not None
+    specs, rule, item = table_specs(task), task.rows, DTYPES[task.precision.param].itemsize
+    needs = {name: specs[name].most_rows * (item * rule.record_columns(specs[name].width) + _BESIDE) for name in here}
+    left, bounds_of = int(rule.memory_gb * 1e9), dict.fromkeys(specs, 0)
+    for number, name in enumerate(sorted(needs, key=lambda name: needs[name])):
+        bounds_of[name] = min(needs[name], left // (len(needs) - number))
+        left -= bounds_of[name]
+    return bounds_of
 
 
 def table_of(
-    task: Task, name: str, columns: tuple[int, int] | None, memory_share: float, hashes: tuple[int, int]
+    task: Task, name: str, columns: tuple[int, int] | None, memory_bytes: int, hashes: tuple[int, int]
 ) -> SparseTable:
     """An empty table, or these `columns` of one, in one process, as the options of `sparse` say. `hashes`: the least
     and the largest of the ids that come.
@@ -53,8 +63,8 @@ def table_of(
     rule, spec = task.rows, task.recipe.tables()[name]
     assert rule is not None
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
-    if rule.disk and memory_share:
-        return TieredTable(spec, rule, task.seed, name, kind, int(rule.memory_gb * 1e9 * memory_share), hashes)
+    if rule.disk and memory_bytes:
+        return TieredTable(spec, rule, task.seed, name, kind, memory_bytes, hashes)
     return table_class(rule)(spec, rule, task.seed, name, kind, columns)
 
 
@@ -82,7 +92,7 @@ def tables_of(
     placement = Placement.replicated if world.size == 1 else placement
     owners = greedy_balance({name: spec.width * spec.most_rows for name, spec in specs.items()}, world.size)
     spread: dict[str, ShardedTable] = {}
-    memory = memory_shares(specs, owners[world.rank] if placement is Placement.table_wise else specs)
+    memory = memory_of(task, owners[world.rank] if placement is Placement.table_wise else specs)
     for name, spec in specs.items():
         columns = bounds(spec.width, world.size, world.rank) if placement is Placement.column_wise else (0, spec.width)
         divided = (world.size, world.rank) if placement is Placement.row_wise else (1, 0)

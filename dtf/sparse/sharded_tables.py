@@ -26,8 +26,10 @@ from dtf.sparse.store import DECAYED, columns_of, full, gather, segment_sum, uni
 from dtf.sparse.table_layouts import ShardedTable
 from dtf.sparse.tiered_table import TieredTable
 
-COUNT, DECAY = "count", "decay"
-"""In a checkpoint: rows over all ranks; `SparseTable.decayed`."""
+COUNT, DECAY, COLUMNS = "count", "decay", "columns"
+"""In a checkpoint: rows over all ranks; `SparseTable.decayed`; of a table on disk, see `dtf.sparse.disk.saved_rows`."""
+
+_ROWS = "rows"
 
 LIFE_COUNTS = ("admitted", "refused", "evicted")
 """What is counted of rows that have a life, see `Life`."""
@@ -181,18 +183,18 @@ class ShardedTables:
         self, name: str, table: ShardedTable, parts: list[Part], source: Source, resume: bool, decay: float | None
     ) -> None:
         """Take this rank's part of a table that lay on disk."""
-        store = table.store
+        store, place = table.store, f"table/{name}/{COLUMNS}/"
+        kept = {key.removeprefix(place): source.read(key).tolist() for key in source.names() if key.startswith(place)}
+        wanted = _record_columns(table)
+        if kept != wanted if resume else kept.get(_ROWS) != wanted[_ROWS]:
+            raise DataError(
+                f"{source.place}: table {name} has the columns {kept} in its records, this run has {wanted}"
+            )
         if resume and isinstance(store, TieredTable) and store.load(parts):
             return
         first, last = store.columns
         columns = columns_of(store.rule, table.width) if resume else {}
-        stride = max([table.width, *(each.stop for each in columns.values())])
-        for form, ids, records, extra in (batch for part in parts for batch in rows_of(part)):
-            if form.width != table.width or (resume and form.stride != stride):
-                raise DataError(
-                    f"{source.place}: table {name} has rows of {form.width} numbers and {form.stride - form.width} of "
-                    f"state, and this run has {table.width} and {stride - table.width}"
-                )
+        for _, ids, records, extra in (batch for part in parts for batch in rows_of(part)):
             owned = table.owns(ids)
             rows, since = records[owned, first:last], extra[owned].view(np.float64).reshape(-1)
             states = {
@@ -289,6 +291,8 @@ def boxes_of(name: str, table: ShardedTable, first: bool, before: int, total: in
         if first and table.store.decays:
             decayed = torch.tensor(table.store.decayed, dtype=torch.float64)
             boxes.append(Box(f"table/{name}/{DECAY}", decayed, (), ()))
+        for key, columns in _record_columns(table).items() if first else ():
+            boxes.append(Box(f"table/{name}/{COLUMNS}/{key}", torch.tensor(columns), (2,), (0,)))
         return boxes
     ids, rows, states = table.store.export()
     if first and DECAYED in states:
@@ -302,6 +306,12 @@ def boxes_of(name: str, table: ShardedTable, first: bool, before: int, total: in
     if isinstance(table.store, LivingTable) and (first or table.by_rows):
         boxes += _shard_boxes(name, table, table.store)
     return boxes
+
+
+def _record_columns(table: ShardedTable) -> dict[str, list[int]]:
+    """First column and the one after the last, of rows and states in records side by side."""
+    states = columns_of(table.store.rule, table.width).items()
+    return {_ROWS: [0, table.width]} | {key: [columns.start, columns.stop] for key, columns in states}
 
 
 def _shard_boxes(name: str, table: ShardedTable, store: LivingTable) -> list[Box]:

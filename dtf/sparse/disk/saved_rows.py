@@ -2,14 +2,15 @@
 
 A checkpoint holds a table in parts, one of each process that wrote it: `table/NAME/disk_K/segments`, and
 `changed` and `removed`, which are newer. Each is the pages of segment files, see `dtf.sparse.disk.segment`; `removed`
-holds ids alone.
+holds ids alone. `table/NAME/columns/KEY` are the first column of a state, or of the `rows`, in a record, and the one
+after the last.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,6 +195,21 @@ def rows_of(part: Part) -> Iterator[tuple[RecordFormat, np.ndarray, np.ndarray, 
         records, gone = _newer(form, changed, removed, segment.low, segment.high)
         for batch in merged(segment, segment.low, segment.high, records, gone):
             yield (form, *decoded(batch, form))
+
+
+def tensors_of(parts: list[Part], columns: Mapping[str, tuple[int, int]], since: str) -> dict[str, np.ndarray]:
+    """All rows by ascending id, as a checkpoint of a table in memory has them: `ids` (n,), `rows` (n, width), states,
+    and what `extra` keeps under the name `since`.
+    """
+    batches = [batch[1:] for part in parts for batch in rows_of(part)]
+    if not batches:
+        return {}
+    ids, records, extra = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
+    order = np.argsort(ids)
+    found = {"ids": ids[order]} | ({since: extra[order].view(np.float64).reshape(-1)} if extra.shape[1] else {})
+    for key, (first, last) in columns.items():
+        found[key] = records[order, first:last] if key == "rows" or last - first > 1 else records[order, first]
+    return found
 
 
 def _newer(
