@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,11 +20,12 @@ from dtf.api.task import Source, Weights
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
-from dtf.sparse.disk.saved_rows import Part, RowsSetAside, parts_in, rows_of
 from dtf.sparse.living_table import LivingTable
 from dtf.sparse.store import DECAYED, columns_of, full, gather, segment_sum, unique
 from dtf.sparse.table_layouts import ShardedTable
-from dtf.sparse.tiered_table import TieredTable
+
+if TYPE_CHECKING:
+    from dtf.sparse.disk.saved_rows import RowsSetAside
 
 COUNT, DECAY, COLUMNS = "count", "decay", "columns"
 """In a checkpoint: rows over all ranks; `SparseTable.decayed`; of a table on disk, see `dtf.sparse.disk.saved_rows`."""
@@ -137,10 +138,12 @@ class ShardedTables:
         `State.others`. `number`: of this process among those that write the checkpoint; None: its rank. OSError where
         the disk is full or fails. Not collective.
         """
-        rank, aside = self._world.rank if number is None else number, list[tuple[str, RowsSetAside]]()
+        rank = self._world.rank if number is None else number
+        aside: list[tuple[str, RowsSetAside]] = []
         for name, table in self._tables.items():
-            if isinstance(table.store, TieredTable) and (table.by_rows or not self._world.rank):
-                aside.append((name, table.store.set_aside()))
+            rows = table.store.set_aside() if table.by_rows or not self._world.rank else None
+            if rows is not None:
+                aside.append((name, rows))
 
         def write(folder: Path) -> list[dict[str, Any]]:
             return [
@@ -166,9 +169,8 @@ class ShardedTables:
                 _load_shards(prefix, table, store, source, names)
             if resume and decay is not None:
                 store.decayed = decay
-            on_disk = parts_in(source.folder, names, prefix)
-            if on_disk:
-                self._load_files(name, table, on_disk, source, resume, decay)
+            if any(each.startswith(f"{prefix}{COLUMNS}/") for each in names):
+                self._load_files(name, table, source, resume, decay)
                 continue
             all_ids = source.read(f"{prefix}ids").numpy() if count else np.empty(0, np.int64)
             if len(all_ids) != count:
@@ -193,18 +195,19 @@ class ShardedTables:
                 except DataError as error:
                     raise DataError(f"{source.place}: {error}") from error
 
-    def _load_files(
-        self, name: str, table: ShardedTable, parts: list[Part], source: Source, resume: bool, decay: float | None
-    ) -> None:
+    def _load_files(self, name: str, table: ShardedTable, source: Source, resume: bool, decay: float | None) -> None:
         """Take this rank's part of a table that lay on disk."""
-        store, place = table.store, f"table/{name}/{COLUMNS}/"
-        kept = {key.removeprefix(place): source.read(key).tolist() for key in source.names() if key.startswith(place)}
+        from dtf.sparse.disk.saved_rows import parts_in, rows_of
+
+        store, names, place = table.store, source.names(), f"table/{name}/{COLUMNS}/"
+        kept = {key.removeprefix(place): source.read(key).tolist() for key in names if key.startswith(place)}
         wanted = _record_columns(table)
         if kept != wanted if resume else kept.get(_ROWS) != wanted[_ROWS]:
             raise DataError(
                 f"{source.place}: table {name} has the columns {kept} in its records, this run has {wanted}"
             )
-        if resume and isinstance(store, TieredTable) and store.load(parts):
+        parts = parts_in(source.folder, names, f"table/{name}/")
+        if resume and store.load(parts):
             return
         first, last = store.columns
         columns = columns_of(store.rule, table.width) if resume else {}

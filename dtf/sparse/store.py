@@ -21,6 +21,7 @@ from dtf.sparse.row_index import index_of, reserve
 if TYPE_CHECKING:
     from dtf.api.row_optimizer import RowOptimizer
     from dtf.api.sparse_table import Table
+    from dtf.sparse.disk.saved_rows import Part, RowsSetAside
 
 DECAYED = "decayed"
 
@@ -231,6 +232,21 @@ class SparseTable:
         if self._since is not None:
             self._since[positions] = states.get(DECAYED, self.decayed)
         self._changed(positions)
+
+    # ------------------------------------------------------------ what tables do otherwise that lie on disk
+
+    def read_ahead(self, ids: np.ndarray) -> None:
+        """Begin to read the rows of distinct ids that the next step needs."""
+
+    def set_aside(self) -> RowsSetAside | None:
+        """All rows as they are now, in files. None: `export` has all. OSError where the disk is full or fails."""
+        return None
+
+    def load(self, parts: list[Part]) -> bool:
+        """Fill an empty table with its range of what `set_aside` wrote, as it lies. False: nothing is loaded, as other
+        records were kept. DataError for what is damaged.
+        """
+        return False
 
     def _changed(self, positions: np.ndarray) -> None:
         """Called when the rows or states at `positions` (U,) have other numbers, or are new; -1 is passed over."""

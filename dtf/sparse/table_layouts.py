@@ -19,7 +19,6 @@ from dtf.core.seeding import mix
 from dtf.distributed.sharding import bounds
 from dtf.distributed.world import World
 from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
-from dtf.sparse.tiered_table import TieredTable
 
 
 class Gradients(NamedTuple):
@@ -63,8 +62,7 @@ class ShardedTable(ABC):
 
     def read_ahead(self, ids: np.ndarray) -> None:
         """Begin to read the rows of this rank's distinct ids (U,) of the next step, if on disk. Collective."""
-        if isinstance(self.store, TieredTable):
-            self.store.read_ahead(ids)
+        self.store.read_ahead(ids)
 
     @property
     def owned_shards(self) -> tuple[int, int]:

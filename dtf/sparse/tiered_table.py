@@ -100,7 +100,6 @@ class TieredTable(SparseTable):
         self._step += 1  # not `step`, which stands still where a step is skipped
 
     def read_ahead(self, ids: np.ndarray) -> None:
-        """Begin to read the rows of distinct ids that the next step needs."""
         self.tiers.prefetch(ids[ids != -1], self._step + 1)
 
     def scan(self) -> Iterator[tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]]:
@@ -135,13 +134,9 @@ class TieredTable(SparseTable):
             super().put(ids[some], rows[some], states and {name: values[some] for name, values in states.items()}, step)
 
     def set_aside(self) -> RowsSetAside:
-        """All rows as they are now, in files. OSError where the disk is full or fails."""
         return RowsSetAside(self.tiers)
 
     def load(self, parts: list[Part]) -> bool:
-        """Fill an empty table with its range of what `set_aside` wrote, as it lies. False where other records were
-        kept: nothing is loaded. DataError for what is damaged.
-        """
         if not saved_rows.same_layout(parts, self.tiers.form):
             return False
         saved_rows.load(self.tiers, parts)
