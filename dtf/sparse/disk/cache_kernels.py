@@ -140,15 +140,40 @@ def await_use(positions, next_use, now, step):
 
 
 @njit(cache=True, nogil=True)
-def set_dirty(positions, flags):
-    """Returns how many were not DIRTY before."""
-    fresh = 0
+def set_dirty(positions, flags, ids, lists, counts, next_dirty):
+    """Put those that are not DIRTY into the list of their hash; returns how many. `lists` (2**k,): the first position
+    + 1 of each, 0: none; `next_dirty` (C,): the next one.
+    """
+    fresh, shift = 0, np.uint64(64)
+    buckets = len(lists)
+    while buckets > 1:
+        buckets >>= 1
+        shift -= np.uint64(1)
     for i in range(len(positions)):
         at = positions[i]
-        if at >= 0:
-            fresh += not flags[at] & DIRTY
+        if at >= 0 and not flags[at] & DIRTY:
             flags[at] |= DIRTY
+            bucket = np.int64(hash_of(ids[at]) >> shift)
+            next_dirty[at] = lists[bucket]
+            lists[bucket] = at + 1
+            counts[bucket] += 1
+            fresh += 1
     return fresh
+
+
+@njit(cache=True, nogil=True)
+def walk(lists, next_dirty, out):
+    """The positions of all `lists`, which are used up. A step of each in turn, so that memory is asked for many at a
+    time.
+    """
+    count = 0
+    while count < len(out):
+        for i in range(len(lists)):
+            if lists[i]:
+                at = lists[i] - 1
+                out[count] = at
+                count += 1
+                lists[i] = next_dirty[at]
 
 
 @njit(cache=True, nogil=True)
@@ -176,16 +201,10 @@ def begin_writing(positions, flags, removed):
 
 
 @njit(cache=True, nogil=True)
-def end_writing(positions, flags, written):
-    """The sweep is over. Not `written`: its rows are DIRTY again; returns how many of them were not."""
-    back = 0
+def end_writing(positions, flags):
+    """The sweep is over."""
     for i in range(len(positions)):
-        at = positions[i]
-        flags[at] &= ~np.uint8(WRITING)
-        if not written:
-            back += not flags[at] & DIRTY
-            flags[at] |= DIRTY
-    return back
+        flags[positions[i]] &= ~np.uint8(WRITING)
 
 
 @njit(cache=True, nogil=True)

@@ -12,7 +12,10 @@ from dtf.sparse.row_index import reserve
 
 LAST_STEP = 2**31 - 1
 _SLOTS = 2  # of the index, for each row
-_PER_ROW = 4 * _SLOTS + 8 + 4 + 4 + 1 + 1  # bytes beside a row: slots, id, next use, free positions, flags, uses
+_PER_ROW = 4 * _SLOTS + 8 + 4 + 4 + 4 + 1 + 1  # bytes beside a row: slots, id, next use, next dirty, free, flags, uses
+_BUCKET_BITS = 12
+LEAST_RANGE = 1 << (64 - _BUCKET_BITS)
+"""Hashes of a range of which the dirty rows are known."""
 
 
 class RowCache:
@@ -35,9 +38,12 @@ class RowCache:
             self._next_use = reserve(capacity, 1, np.dtype(np.int32)).reshape(-1)
             self._slots = reserve(_SLOTS * capacity, 1, np.dtype(np.int32)).reshape(-1)
             self._free = reserve(capacity, 1, np.dtype(np.int32)).reshape(-1)
+            self._next_dirty = reserve(capacity, 1, np.dtype(np.int32)).reshape(-1)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"this host has no room for {memory_bytes} bytes of rows: {error}; give less") from error
         self.flags, self._uses = np.zeros(capacity, np.uint8), np.zeros(capacity, np.uint8)
+        # lists of dirty rows by the upper bits of their hash: position + 1 of the first, and how many there are
+        self._dirty, self._counts = np.zeros(1 << _BUCKET_BITS, np.int32), np.zeros(1 << _BUCKET_BITS, np.int64)
         self._top = self._free_count = self._hand = 0  # positions from `top` on were never used
         self._bytes, self._words = self.records.view(np.uint8), self.records.view(np.uint32)
 
@@ -101,26 +107,42 @@ class RowCache:
         """
         if self.form.narrow:
             kernels.round_rows(self._words, self.form.narrow, positions)
-        return kernels.set_dirty(positions, self.flags)
+        return self._list(positions)
+
+    def _list(self, positions: np.ndarray) -> int:
+        return kernels.set_dirty(positions, self.flags, self.ids, self._dirty, self._counts, self._next_dirty)
+
+    def dirty_from(self, lows: np.ndarray) -> np.ndarray:
+        """How many rows are dirty in each of the ranges that begin at `lows` (n,) uint64, multiples of LEAST_RANGE."""
+        return np.add.reduceat(self._counts, (lows >> np.uint64(64 - _BUCKET_BITS)).astype(np.int64))
+
+    def dirty_in(self, low: int, high: int) -> np.ndarray:
+        """Positions of the dirty rows of a range, in any order."""
+        some = slice(low // LEAST_RANGE, high // LEAST_RANGE + 1)
+        found = np.empty(self._counts[some].sum(), np.int64)
+        kernels.walk(self._dirty[some].copy(), self._next_dirty, found)
+        return found
 
     def flagged(self, flags: int, low: int, high: int, most: int) -> np.ndarray:
         """At most `most` positions with any of these flags and hashes in [low, high], by ascending hash."""
         found = np.empty(most, np.int64)
         count = kernels.flagged(self.ids, self.flags, flags, self._top, np.uint64(low), np.uint64(high), found)
-        positions = found[:count]
-        hashed = np.empty(count, np.uint64)
-        page_kernels.hashes(self.ids[positions], hashed)
-        return positions[np.argsort(hashed)]
+        return by_hash(self.ids, found[:count])
 
-    def begin_writing(self, positions: np.ndarray) -> np.ndarray:
-        """Rows are clean as soon as what is encoded now is written. Returns which of them are removed, bool (n,)."""
+    def begin_writing(self, positions: np.ndarray, low: int, high: int) -> np.ndarray:
+        """The dirty rows of a range are clean as soon as what is encoded now is written. Returns which of them are
+        removed, bool (n,).
+        """
         removed = np.empty(len(positions), np.bool_)
         kernels.begin_writing(positions, self.flags, removed)
+        some = slice(low // LEAST_RANGE, high // LEAST_RANGE + 1)
+        self._dirty[some] = self._counts[some] = 0
         return removed
 
     def end_writing(self, positions: np.ndarray, written: bool) -> int:
         """Returns how many rows are dirty again."""
-        return kernels.end_writing(positions, self.flags, written)
+        kernels.end_writing(positions, self.flags)
+        return 0 if written else self._list(positions)
 
     def encode(self, positions: np.ndarray) -> np.ndarray:
         """Records (n, size) of rows."""
@@ -131,6 +153,13 @@ class RowCache:
     def decode(self, records: np.ndarray, chosen: np.ndarray, positions: np.ndarray) -> None:
         """Rows at `positions` (n,) become what `records[chosen]` hold."""
         kernels.decode(records, chosen, positions, self._bytes, self._words, self.extra, self.form.narrow)
+
+
+def by_hash(ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Positions by ascending hash of their ids."""
+    hashed = np.empty(len(positions), np.uint64)
+    page_kernels.hashes(ids[positions], hashed)
+    return positions[np.argsort(hashed)]
 
 
 def decoded(records: np.ndarray, form: RecordFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -45,7 +45,7 @@ def save(table: TieredRecords, folder: Path) -> None:
         if os.path.lexists(draft):
             shutil.rmtree(draft)
         draft.mkdir(mode=0o700)
-        segments = [segment for segment in table.run.segments if segment.rows]
+        segments = [segment for part in table.run.ranges for segment in part.files]
         for segment in segments:
             _link(segment.path, draft / segment.path.name, segment.stored)
         extra = [
@@ -57,7 +57,7 @@ def save(table: TieredRecords, folder: Path) -> None:
                 "format": _FORMAT,
                 "layout": table.form.layout().hex(),
                 "rows": table.rows,
-                "bounds": [segment.low for segment in table.run.segments],
+                "bounds": [part.low for part in table.run.ranges],
                 "segments": [_entry(segment) for segment in segments],
                 "changes": [_entry(segment) if segment.rows else None for segment in extra],
             }
@@ -143,14 +143,15 @@ def load(table: TieredRecords, folder: Path, verify: bool = True) -> None:
 def _linked_run(
     table: TieredRecords, folder: Path, bounds: list[int], entries: dict[str, tuple[int, StoredFile]]
 ) -> PartitionedRun:
-    run = PartitionedRun(table.form, 1)
-    highs = [low - 1 for low in bounds[1:]] + [LAST]
-    made = {low: Segment(low, high, table.form) for low, high in zip(bounds, highs, strict=True)}
+    run = PartitionedRun(table.form, bounds)
+    files: dict[int, list[Segment]] = {}  # of each range, oldest first
+    highs = {part.low: part.high for part in run.ranges}
     for name, (low, stored) in entries.items():
         path = table.new_path()
         _link(folder / name, path, stored)
-        made[low].open(path, stored)
-    run.replace(run.segments[0], list(made.values()))
+        files.setdefault(low, []).append(Segment(low, highs[low], table.form).open(path, stored))
+    run.ranges = [part._replace(files=tuple(files.get(part.low, ()))) for part in run.ranges]
+    run.settle()
     return run
 
 

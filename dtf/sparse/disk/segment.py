@@ -1,7 +1,8 @@
 """An immutable file of records of one range of hash(id), by ascending hash.
 
-Pages of records with a checksum each; then the first hash of each page; then a tail that says what the file holds.
-Written under a temporary name, made durable, renamed. In memory a segment takes 8 bytes a page.
+Pages of records with a checksum each; the first hash of each page; perhaps a filter of the hashes; then a tail that
+says what the file holds. Written under a temporary name, made durable, renamed. In memory a segment takes 8 bytes a
+page, and its filter.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BATCH_BYTES = 1 << 20
 """Bytes that are read, merged or written at a time."""
 
 _MAGIC = b"dtfrows1"
-_TAIL = struct.Struct(f"<8s{LAYOUT_BYTES}s4QI")  # rows, low, high, seed of checksums; crc32 of all that follows pages
+_TAIL = struct.Struct(f"<8s{LAYOUT_BYTES}s5QI")  # rows, low, high, seed of checksums, words of the filter; crc32 of all that follows pages
 
 
 class Segment:
@@ -43,6 +44,7 @@ class Segment:
         self.rows, self.seed, self.file = 0, 0, -1
         self.path, self.stored = Path(), StoredFile(0, ())
         self.firsts = np.empty(0, np.uint64)  # (pages,) the first hash of each
+        self.filter = np.empty(0, np.uint64)  # empty: there is none
         self.direct = False  # whether reads pass by the page cache
 
     def open(self, path: Path, stored: StoredFile) -> Segment:
@@ -70,7 +72,7 @@ class Segment:
             raise DataError(f"{self.path}: has {size} bytes instead of {self.stored.size}")
         plain = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            magic, layout, rows, low, high, seed, digest = _TAIL.unpack(
+            magic, layout, rows, low, high, seed, words, digest = _TAIL.unpack(
                 os.pread(plain, _TAIL.size, size - _TAIL.size).ljust(_TAIL.size, b"\0")
             )
             start = self.form.pages(rows) * self.form.page_bytes
@@ -79,12 +81,21 @@ class Segment:
             os.close(plain)
         if magic != _MAGIC or layout != self.form.layout():
             raise DataError(f"{self.path}: holds no rows of this table's format")
-        if len(end) != 8 * self.form.pages(rows) + _TAIL.size or crc32(end[:-4]) != digest:
+        pages = self.form.pages(rows)
+        if len(end) != 8 * (pages + words) + _TAIL.size or crc32(end[:-4]) != digest:
             raise DataError(f"{self.path}: its end is damaged")
         if (low, high) != (self.low, self.high):
             raise DataError(f"{self.path}: holds hashes {low} to {high} instead of {self.low} to {self.high}")
         self.rows, self.seed = rows, seed
-        self.firsts = np.frombuffer(end, np.uint64, self.form.pages(rows)).copy()
+        self.firsts = np.frombuffer(end, np.uint64, pages).copy()
+        self.filter = np.frombuffer(end, np.uint64, words, 8 * pages).copy()
+
+    @property
+    def about(self) -> tuple[int, ...]:
+        """A row of the table of `page_kernels.plan`. Its addresses hold as long as this object."""
+        seed = int(np.uint64(self.seed).view(np.int64))
+        firsts, words = self.firsts, self.filter
+        return self.file, seed, self.rows, firsts.ctypes.data, len(firsts), words.ctypes.data, len(words)
 
     def drop_cache(self) -> None:
         """Leave nothing of the file in the page cache."""
@@ -131,12 +142,21 @@ def within(records: np.ndarray, low: int, high: int) -> np.ndarray:
     return records[kernels.first_at_least(records, np.uint64(low)) : stop]
 
 
-def write_segment(path: Path, low: int, high: int, form: RecordFormat, batches: Iterable[np.ndarray]) -> Segment:
-    """Write records (n, size) by ascending hash, batch by batch, durably. OSError: nothing of it is left."""
+def filter_bytes(rows: int) -> int:
+    """Of the filter of so many rows."""
+    return 8 * -(-rows * kernels.FILTER_BITS // 64)
+
+
+def write_segment(
+    path: Path, low: int, high: int, form: RecordFormat, batches: Iterable[np.ndarray], filtered: bool = False
+) -> Segment:
+    """Write records (n, size) by ascending hash, batch by batch, durably. OSError: nothing of it is left. `filtered`:
+    with a filter of `filter_bytes`.
+    """
     made = Segment(low, high, form)
     draft = path.with_name(f"{path.name}.tmp")
     try:
-        stored = storage.write(draft, _pieces(made, batches))
+        stored = storage.write(draft, _pieces(made, batches, filtered))
         if not made.rows:
             os.unlink(draft)
             return made
@@ -148,11 +168,14 @@ def write_segment(path: Path, low: int, high: int, form: RecordFormat, batches: 
     return made.open(path, stored)
 
 
-def _pieces(made: Segment, batches: Iterable[np.ndarray]) -> Iterator[memoryview]:
+def _pieces(made: Segment, batches: Iterable[np.ndarray], filtered: bool) -> Iterator[memoryview]:
     form, made.seed = made.form, secrets.randbits(64)
-    firsts: list[np.ndarray] = []
+    firsts, hashed = list[np.ndarray](), list[np.ndarray]()
     page, rest = 0, np.empty((0, form.size), np.uint8)
     for batch in batches:
+        if filtered:
+            hashed.append(np.empty(len(batch), np.uint64))
+            kernels.hashes_of(batch, hashed[-1])
         records = np.concatenate([rest, batch]) if len(rest) else batch
         whole = len(records) // form.per_page
         if whole:
@@ -162,8 +185,11 @@ def _pieces(made: Segment, batches: Iterable[np.ndarray]) -> Iterator[memoryview
         made.rows += len(batch)
     if len(rest):
         yield _sealed(rest, page, made, firsts)
-    end = b"".join(each.tobytes() for each in firsts)
-    end += _TAIL.pack(_MAGIC, form.layout(), made.rows, made.low, made.high, made.seed, 0)[:-4]
+    words = np.zeros(filter_bytes(made.rows) // 8 if filtered else 0, np.uint64)
+    for each in hashed:
+        kernels.fill_filter(each, words)
+    end = b"".join(each.tobytes() for each in [*firsts, words])
+    end += _TAIL.pack(_MAGIC, form.layout(), made.rows, made.low, made.high, made.seed, len(words), 0)[:-4]
     yield memoryview(end + struct.pack("<I", crc32(end)))
 
 

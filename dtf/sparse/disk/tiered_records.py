@@ -19,27 +19,31 @@ import numpy as np
 
 from dtf.core.errors import ConfigError, io_failure
 from dtf.sparse.disk.cache_kernels import ABSENT, DIRTY, NOT_CACHED, WRITING
-from dtf.sparse.disk.partitioned_run import PartitionedRun, Reading, merged, rewrite
+from dtf.sparse.disk.partitioned_run import PartitionedRun, Range, Reading, Sweeper, contents
 from dtf.sparse.disk.record_format import RecordFormat
-from dtf.sparse.disk.row_cache import LAST_STEP, RowCache, decoded
-from dtf.sparse.disk.segment import LAST, Segment
+from dtf.sparse.disk.row_cache import LAST_STEP, LEAST_RANGE, RowCache, by_hash, decoded
+from dtf.sparse.disk.segment import LAST
 
 DEPTH = 32
 """Reads at a time."""
-DIRTY_SHARE = 0.5
-"""Of the cache: sweeps go on while more rows than that are dirty."""
+DIRTY_SHARE = 0.7
+"""Of the cache: sweeps go on while more rows than that are dirty. More of them make sweeps cheaper, fewer leave more
+choice of what goes.
+"""
+FILTER_SHARE = 1 / 8
+"""Of the memory: what filters may take."""
 RANGES = 64
-"""Segments of an empty table."""
+"""Of an empty table; a power of two."""
 SEGMENT_BYTES = 32 << 20
-"""A segment of more than twice as many is divided."""
+"""A base of more than twice as many is divided."""
 ENDING = ".rows"
 _STACK_BYTES = 1 << 19
 
 
 class _Sweep(NamedTuple):
-    segment: Segment
+    part: Range
     positions: np.ndarray
-    made: Future[list[Segment]]
+    made: Future[list[Range]]
 
 
 class _Prefetch(NamedTuple):
@@ -69,19 +73,20 @@ class TieredRecords:
         dirty_share: float = DIRTY_SHARE,
     ) -> None:
         self.folder, self.form = folder, form
-        self.cache = RowCache(form, memory_bytes)
+        filters = int(FILTER_SHARE * memory_bytes)
+        self.cache = RowCache(form, memory_bytes - filters)
         self.records, self.extra = self.cache.records, self.cache.extra
-        self.run = PartitionedRun(form, ranges)
+        self.run = PartitionedRun(form, [(LAST + 1) * index // ranges for index in range(ranges)])
         self.rows = self.dirty = 0
-        self.hits = self.misses = self.pages_read = self.bytes_swept = 0
-        self._depth, self._target = depth, max(1, segment_bytes // form.size)
+        self.hits = self.misses = self.pages_read = self.rows_swept = self.bytes_swept = 0
+        self._depth = depth
+        self._sweeper = Sweeper(form, max(1, segment_bytes // form.size), LEAST_RANGE, filters, self.new_path)
         self._most_dirty = int(dirty_share * self.cache.capacity)
         self._readers = _small_threads(depth)
         self._writer = ThreadPoolExecutor(1, "sweep")
         self._sweep: _Sweep | None = None
         self._prefetch: _Prefetch | None = None
         self._forgotten: list[np.ndarray] = []  # ids that left the cache since the prefetch began
-        self._hand = 0  # hash from which on the next sweep goes
         self._step = self._files = 0
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._remove_files()
@@ -170,10 +175,10 @@ class TieredRecords:
         extra (n, bytes). No other method may be called meanwhile.
         """
         self.finish_sweep()
-        for segment in self.run.segments:
-            positions = self.cache.flagged(DIRTY, segment.low, segment.high, self.dirty)
+        for part in self.run.ranges:
+            positions = by_hash(self.cache.ids, self.cache.dirty_in(part.low, part.high))
             removed = self.cache.flags[positions] & ABSENT != 0
-            for batch in merged(segment, segment.low, segment.high, self.cache.encode(positions), removed):
+            for batch in contents(part.files, part.low, part.high, self.cache.encode(positions), removed):
                 yield decoded(batch, self.form)
 
     def close(self) -> None:
@@ -181,7 +186,7 @@ class TieredRecords:
         for threads in (self._writer, self._readers):
             threads.shutdown(cancel_futures=True)
         self._sweep = self._prefetch = None
-        self.run = PartitionedRun(self.form, 1)
+        self.run = PartitionedRun(self.form, [0])
         self._remove_files()
 
     # ------------------------------------------------------------ what comes from other threads
@@ -261,24 +266,22 @@ class TieredRecords:
         return True
 
     def _begin_sweep(self) -> None:
-        """Write the dirty rows of the next range that has some, in another thread."""
-        for _ in range(len(self.run.segments) if self.dirty else 0):
-            segment = self.run.at(self._hand)
-            self._hand = (segment.high + 1) & LAST
-            positions = self.cache.flagged(DIRTY, segment.low, segment.high, self.dirty)
-            if len(positions):
-                records = self.cache.encode(positions)
-                removed = self.cache.begin_writing(positions)
-                self.dirty -= len(positions)
-                made = self._writer.submit(rewrite, segment, records, removed, self._target, self.new_path)
-                self._sweep = _Sweep(segment, positions, made)
-                return
+        """Write the dirty rows of the range that has most of them, in another thread."""
+        if not self.dirty:
+            return
+        part = self.run.ranges[int(np.argmax(self.cache.dirty_from(self.run.lows)))]
+        positions = self.cache.dirty_in(part.low, part.high)
+        records = self.cache.encode(positions)
+        removed = self.cache.begin_writing(positions, part.low, part.high)
+        self.dirty -= len(positions)
+        made = self._writer.submit(self._sweeper.write, part, records, removed, self.run.filter_bytes)
+        self._sweep = _Sweep(part, positions, made)
 
     def finish_sweep(self) -> None:
         """Wait for the sweep that goes on, if one does. After an error its rows are dirty as before."""
         if self._sweep is None:
             return
-        (segment, positions, made), self._sweep = self._sweep, None
+        (part, positions, made), self._sweep = self._sweep, None
         try:
             new = made.result()
         except BaseException as error:
@@ -287,8 +290,9 @@ class TieredRecords:
                 raise io_failure(error, self.folder) or error from error
             raise
         self.cache.end_writing(positions, True)
-        self.run.replace(segment, new)
-        self.bytes_swept += segment.stored.size + sum(each.stored.size for each in new)
+        self.run.replace(part, new)
+        self.rows_swept += len(positions)
+        self.bytes_swept += sum(file.stored.size for each in new for file in each.files if file not in part.files)
 
     def new_path(self) -> Path:
         """A name for one more file."""
