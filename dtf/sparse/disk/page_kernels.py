@@ -134,9 +134,9 @@ def _may_hold(table, number, hashed):
 
 @njit(cache=True, nogil=True)
 def plan(table, lows, starts, hashed, tried, owner, jobs):
-    """Choose for each of ascending `hashed` (n,) the newest file that may hold it and is no newer than those `tried`:
-    its number into `owner` (-1 before, and where there is none), and pages to read into `jobs`: rows (file, page, begin,
-    end), to look there for the hashes of this owner in [begin, end). Returns how many.
+    """Choose for each of ascending `hashed` (n,) the newest file that may hold it and is older than the one it `tried`:
+    its number into `owner` (-1 before, and where there is none), and pages to read into `jobs`: rows (file, page,
+    begin, end), to look there for the hashes of this owner in [begin, end). Returns how many.
 
     `table` (files, 7) int64: descriptor, seed of checksums, records; address of the first hash of each page, their
     number; address of the filter, its words (0: it may hold any). Range k has hashes from lows[k] on, and files

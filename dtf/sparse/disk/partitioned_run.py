@@ -1,4 +1,5 @@
-"""Files that together hold the records of all hashes: reads by id from many threads, and sweeps, which write changed rows.
+"""Files that together hold the records of all hashes: reads by id from many threads, and sweeps, which write what has
+changed.
 
 Each range of hashes has a base and a few deltas, which are newer. A sweep adds a delta, or makes base, deltas and
 changes one base. So `MOST_DELTAS` sweeps rewrite a base once. Filters in memory say which file may hold a row, so that
@@ -69,7 +70,7 @@ class PartitionedRun:
 
     def replace(self, old: Range, new: list[Range]) -> None:
         """`new` cover the range of `old`. Files that are only in `old` go; reads that have begun end as they would
-        have.
+        have. One that the disk does not remove stays until the table is closed.
         """
         place = self.ranges.index(old)
         self.ranges[place : place + 1] = new
@@ -77,7 +78,7 @@ class PartitionedRun:
         kept = {id(file) for each in new for file in each.files}
         for file in old.files:
             if id(file) not in kept:
-                with suppress(FileNotFoundError):
+                with suppress(OSError):
                     os.unlink(file.path)
 
     def read(self, ids: np.ndarray, threads: ThreadPoolExecutor, depth: int) -> Reading:

@@ -33,7 +33,8 @@ BATCH_BYTES = 1 << 20
 """Bytes that are read, merged or written at a time."""
 
 _MAGIC = b"dtfrows1"
-_TAIL = struct.Struct(f"<8s{LAYOUT_BYTES}s5QI")  # rows, low, high, seed of checksums, words of the filter; crc32 of all that follows pages
+_TAIL = struct.Struct(f"<8s{LAYOUT_BYTES}s5QI")
+"""Format, layout; rows, low, high, seed of checksums, words of the filter; crc32 of all that follows pages."""
 
 
 class Segment:

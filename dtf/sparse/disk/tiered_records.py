@@ -12,12 +12,13 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from dtf.core.errors import ConfigError, io_failure
+from dtf.core.errors import ConfigError, SaveError, io_failure
 from dtf.sparse.disk.cache_kernels import ABSENT, DIRTY, NOT_CACHED, WRITING
 from dtf.sparse.disk.partitioned_run import PartitionedRun, Range, Reading, Sweeper, contents
 from dtf.sparse.disk.record_format import RecordFormat
@@ -88,8 +89,11 @@ class TieredRecords:
         self._prefetch: _Prefetch | None = None
         self._forgotten: list[np.ndarray] = []  # ids that left the cache since the prefetch began
         self._step = self._files = 0
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._remove_files()
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._remove_files()
+        except OSError as error:
+            raise io_failure(error, folder) or error from error
 
     def __len__(self) -> int:
         return self.rows
@@ -174,12 +178,16 @@ class TieredRecords:
         """All rows by ascending hash, some at a time, as copies: ids (n,), rows with their states (n, width + states),
         extra (n, bytes). No other method may be called meanwhile.
         """
-        self.finish_sweep()
+        with suppress(SaveError):  # all rows are there without it; the next sweep says so again
+            self.finish_sweep()
         for part in self.run.ranges:
             positions = by_hash(self.cache.ids, self.cache.dirty_in(part.low, part.high))
             removed = self.cache.flags[positions] & ABSENT != 0
-            for batch in contents(part.files, part.low, part.high, self.cache.encode(positions), removed):
-                yield decoded(batch, self.form)
+            try:
+                for batch in contents(part.files, part.low, part.high, self.cache.encode(positions), removed):
+                    yield decoded(batch, self.form)
+            except OSError as error:
+                raise io_failure(error, self.folder) or error from error
 
     def close(self) -> None:
         """End all threads and remove all files."""
@@ -236,16 +244,19 @@ class TieredRecords:
         too few are clean, sweeps are waited for.
         """
         taken = np.empty(0, np.int64)
-        for first, last in ((self._step, LAST_STEP), (self._step, self._step), (1, 0)):
+        try:
+            for first, last in ((self._step, LAST_STEP), (self._step, self._step), (1, 0)):
+                if len(taken) < count:
+                    taken = np.concatenate([taken, self._take(count - len(taken), first, last)])
+            while len(taken) < count and self._sweep_one():
+                taken = np.concatenate([taken, self._take(count - len(taken), 1, 0)])
             if len(taken) < count:
-                taken = np.concatenate([taken, self._take(count - len(taken), first, last)])
-        while len(taken) < count and self._sweep_one():
-            taken = np.concatenate([taken, self._take(count - len(taken), 1, 0)])
-        if len(taken) < count:
+                raise ConfigError(
+                    f"{self.cache.capacity} rows of a table fit into its memory, and one step needs more; give it more"
+                )
+        except BaseException:
             self.cache.give_back(taken)
-            raise ConfigError(
-                f"{self.cache.capacity} rows of a table fit into its memory, and one step needs more; give it more"
-            )
+            raise
         return taken
 
     def _take(self, count: int, first: int, last: int) -> np.ndarray:
