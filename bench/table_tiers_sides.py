@@ -93,7 +93,7 @@ def floor_seconds(table: Any, pages: int) -> float:
     from dtf.sparse.row_index import reserve
 
     table.finish_sweep()
-    form, random, segments = table.form, np.random.default_rng(pages), [s for s in table.run.segments if s.rows]
+    form, random, segments = table.form, np.random.default_rng(pages), table.run.files
     chosen = random.integers(0, len(segments), pages)
     files = np.array([s.file for s in segments])[chosen]
     counts = np.array([len(s.firsts) for s in segments])[chosen]

@@ -97,26 +97,28 @@ def forget(slots, ids, position):
 @njit(cache=True, nogil=True)
 def evict(slots, ids, flags, uses, next_use, first, last, top, hand, freed, forgotten):
     """Free clean positions below `top` as a clock does, into `freed`, and their ids into `forgotten`, until it is full
-    or nothing more is found; returns how many, and the hand. Rows that are HELD, or whose next
-    use is in [first, last], stay.
+    or a whole turn finds none that may go; returns how many, and the hand. Rows that are HELD, or whose next use is in
+    [first, last], stay.
     """
-    count, seen, most = 0, 0, (MOST_USES + 2) * top
-    while count < len(freed) and seen < most:
+    count = idle = 0
+    while count < len(freed) and idle < top:
         if hand >= top:
             hand = 0
         at = hand
         hand += 1
-        seen += 1
+        idle += 1
         if ids[at] == -1 or next_use[at] == HELD or first <= next_use[at] <= last:
             continue
+        clean = not flags[at] & (DIRTY | WRITING)
         if uses[at]:
             uses[at] -= 1
-        elif not flags[at] & (DIRTY | WRITING):
+        elif clean:
             forgotten[count], freed[count] = ids[at], at
             forget(slots, ids, at)
             flags[at] = 0
             count += 1
-            seen = 0
+        if clean:
+            idle = 0
     return count, hand
 
 

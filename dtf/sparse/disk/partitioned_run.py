@@ -23,7 +23,7 @@ from dtf.sparse.disk.record_format import RecordFormat
 from dtf.sparse.disk.segment import LAST, Segment, filter_bytes, within, write_segment
 from dtf.sparse.row_index import reserve
 
-MOST_DELTAS = 4
+MOST_DELTAS = 8
 """Of a range. n of them rewrite the base every n sweeps, and take filters of n * dirty rows."""
 _SETTLED = np.int32(2**31 - 1)
 

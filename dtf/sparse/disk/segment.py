@@ -47,6 +47,7 @@ class Segment:
         self.firsts = np.empty(0, np.uint64)  # (pages,) the first hash of each
         self.filter = np.empty(0, np.uint64)  # empty: there is none
         self.direct = False  # whether reads pass by the page cache
+        self.about = (0,) * 7  # a row of the table of `page_kernels.plan`; its addresses hold as long as this object
 
     def open(self, path: Path, stored: StoredFile) -> Segment:
         """Take what the file says of itself. DataError that names it where it is not what it should be, or its end is
@@ -91,12 +92,8 @@ class Segment:
         self.firsts = np.frombuffer(end, np.uint64, pages).copy()
         self.filter = np.frombuffer(end, np.uint64, words, 8 * pages).copy()
 
-    @property
-    def about(self) -> tuple[int, ...]:
-        """A row of the table of `page_kernels.plan`. Its addresses hold as long as this object."""
-        seed = int(np.uint64(self.seed).view(np.int64))
-        firsts, words = self.firsts, self.filter
-        return self.file, seed, self.rows, firsts.ctypes.data, len(firsts), words.ctypes.data, len(words)
+        seed, firsts, some = int(np.uint64(seed).view(np.int64)), self.firsts, self.filter
+        self.about = (self.file, seed, rows, firsts.ctypes.data, len(firsts), some.ctypes.data, len(some))
 
     def drop_cache(self) -> None:
         """Leave nothing of the file in the page cache."""

@@ -33,8 +33,10 @@ choice of what goes.
 """
 FILTER_SHARE = 1 / 8
 """Of the memory: what filters may take."""
-RANGES = 64
-"""Of an empty table; a power of two."""
+RANGES, RANGE_BYTES = (4, 256), 1 << 20
+"""Ranges of an empty table, of about so many bytes in memory each: a sweep writes some of these, and must pay for its
+files.
+"""
 SEGMENT_BYTES = 32 << 20
 """A base of more than twice as many is divided."""
 ENDING = ".rows"
@@ -56,6 +58,8 @@ class TieredRecords:
     """Rows by id, at most `memory_bytes` of them in memory, the others in `folder`, which is this object's alone: files
     that a killed process left there are removed. The ids of one call are distinct; -1 stands for no row.
 
+    `ranges`: of hashes, a power of two; None: as the memory is.
+
     Positions index `records` (C, width + states) and `extra` (C, bytes). They hold until the next call of a method
     that takes ids. Who changes rows says so with `changed` before that.
 
@@ -69,7 +73,7 @@ class TieredRecords:
         form: RecordFormat,
         memory_bytes: int,
         depth: int = DEPTH,
-        ranges: int = RANGES,
+        ranges: int | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         dirty_share: float = DIRTY_SHARE,
     ) -> None:
@@ -77,6 +81,8 @@ class TieredRecords:
         filters = int(FILTER_SHARE * memory_bytes)
         self.cache = RowCache(form, memory_bytes - filters)
         self.records, self.extra = self.cache.records, self.cache.extra
+        if ranges is None:
+            ranges = max(RANGES[0], min(1 << (self.cache.capacity * form.size // RANGE_BYTES).bit_length(), RANGES[1]))
         self.run = PartitionedRun(form, [(LAST + 1) * index // ranges for index in range(ranges)])
         self.rows = self.dirty = 0
         self.hits = self.misses = self.pages_read = self.rows_swept = self.bytes_swept = 0
@@ -106,8 +112,10 @@ class TieredRecords:
         """
         self._step = step
         self._settle()
-        self._arrive()
         positions, missing = self.cache.find(ids)
+        if missing and self._prefetch is not None:
+            self._arrive()
+            positions, missing = self.cache.find(ids)
         self.hits, self.misses = self.hits + len(ids) - missing, self.misses + missing
         if missing:
             # with those of ids without a row: else `make` had to find room, and could move rows of this call
@@ -207,7 +215,7 @@ class TieredRecords:
             self._begin_sweep()
 
     def _arrive(self) -> None:
-        """Take the rows that were read ahead."""
+        """Wait for the rows that are read ahead, and take them."""
         if self._prefetch is not None:
             (reading, step), self._prefetch = self._prefetch, None
             forgotten, self._forgotten = self._forgotten, []
