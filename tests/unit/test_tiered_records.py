@@ -48,7 +48,7 @@ def ints(*values: int) -> np.ndarray:
 
 def made(folder: Path, rows: int = 40, form: RecordFormat = FORM, **options: Any) -> TieredRecords:
     """With room for so many rows in memory, of segments of few rows."""
-    row_bytes = form.stride * form.dtype.itemsize + form.extra + 30
+    row_bytes = form.stride * form.dtype.itemsize + form.extra + 26
     return TieredRecords(
         folder, form, -(-rows * row_bytes * 8 // 7), **{"depth": 2, "ranges": 2, "segment_bytes": 200, **options}
     )

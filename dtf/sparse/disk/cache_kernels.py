@@ -142,9 +142,9 @@ def await_use(positions, next_use, now, step):
 
 
 @njit(cache=True, nogil=True)
-def set_dirty(positions, flags, ids, lists, counts, next_dirty):
+def set_dirty(positions, flags, ids, lists, counts, next_at):
     """Put those that are not DIRTY into the list of their hash; returns how many. `lists` (2**k,): the first position
-    + 1 of each, 0: none; `next_dirty` (C,): the next one.
+    + 1 of each, 0: none; `next_at` (C,): the next one.
     """
     fresh, shift = 0, np.uint64(64)
     buckets = len(lists)
@@ -156,7 +156,7 @@ def set_dirty(positions, flags, ids, lists, counts, next_dirty):
         if at >= 0 and not flags[at] & DIRTY:
             flags[at] |= DIRTY
             bucket = np.int64(hash_of(ids[at]) >> shift)
-            next_dirty[at] = lists[bucket]
+            next_at[at] = lists[bucket]
             lists[bucket] = at + 1
             counts[bucket] += 1
             fresh += 1
@@ -164,18 +164,26 @@ def set_dirty(positions, flags, ids, lists, counts, next_dirty):
 
 
 @njit(cache=True, nogil=True)
-def walk(lists, next_dirty, out):
-    """The positions of all `lists`, which are used up. A step of each in turn, so that memory is asked for many at a
-    time.
+def set_free(positions, free, next_at):
+    """Put them into the only list of `free` (1,)."""
+    for i in range(len(positions)):
+        next_at[positions[i]] = free[0]
+        free[0] = positions[i] + 1
+
+
+@njit(cache=True, nogil=True)
+def walk(lists, next_at, out):
+    """As many positions of `lists` as there is room for, which are taken from them. One of each in turn, so that memory
+    is asked for many at a time. There must be enough.
     """
     count = 0
     while count < len(out):
         for i in range(len(lists)):
-            if lists[i]:
+            if lists[i] and count < len(out):
                 at = lists[i] - 1
                 out[count] = at
                 count += 1
-                lists[i] = next_dirty[at]
+                lists[i] = next_at[at]
 
 
 @njit(cache=True, nogil=True)

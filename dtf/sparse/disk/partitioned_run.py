@@ -186,47 +186,48 @@ class Sweeper(NamedTuple):
     filters: int  # bytes that filters of all files may take
     new_path: Callable[[], Path]
 
-    def write(self, part: Range, records: np.ndarray, removed: np.ndarray, filters: int) -> list[Range]:
-        """What is in the place of `part` after changes: `records` (n, size), distinct, of any order. `filters`: bytes
-        that filters take now. OSError: nothing new is left. Bounded memory.
-        """
-        hashed = np.empty(len(records), np.uint64)
-        kernels.hashes_of(records, hashed)
-        order = np.argsort(hashed)
-        records, removed = records[order], removed[order]
-        fresh = part.rows - part.files[0].rows + len(records) if part.files else 0  # rows of all deltas
-        made: list[Segment] = []
-        try:
-            if (
-                len(part.files) in range(1, MOST_DELTAS + 1)
-                and fresh <= part.files[0].rows
-                and filters + filter_bytes(len(records)) <= self.filters
-                and not removed.any()
-            ):
-                made.append(write_segment(self.new_path(), part.low, part.high, self.form, [records], True))
-                return [part._replace(files=(*part.files, *made))]
-            return self._base(part, records, removed, filters, made)
-        except BaseException:
-            for each in made:
-                with suppress(OSError):
-                    if each.rows:
-                        os.unlink(each.path)
-            raise
+    def fits(self, part: Range, rows: int, filters: int) -> bool:
+        """Whether so many changed rows may be one more delta. `filters`: bytes that all of them take now."""
+        return (
+            len(part.files) in range(1, MOST_DELTAS + 1)
+            and part.rows - part.files[0].rows + rows <= part.files[0].rows
+            and filters + filter_bytes(rows) <= self.filters
+        )
 
-    def _base(
-        self, part: Range, records: np.ndarray, removed: np.ndarray, filters: int, made: list[Segment]
-    ) -> list[Range]:
-        """One base, or several where it has become too large."""
+    def write_delta(self, part: Range, records: np.ndarray, removed: np.ndarray, filters: int) -> list[Range]:
+        """As `write_base`; none may be removed, and it must fit."""
+        records, _ = _sorted(records, removed)
+        made = write_segment(self.new_path(), part.low, part.high, self.form, [records], True)
+        return [part._replace(files=(*part.files, made))]
+
+    def write_base(self, part: Range, records: np.ndarray, removed: np.ndarray, filters: int) -> list[Range]:
+        """What is in the place of `part` after changes: `records` (n, size), distinct, of any order. One base, or
+        several where it would be too large. OSError: nothing new is left. Memory: that of `contents`.
+        """
+        records, removed = _sorted(records, removed)
         count, most, width = 1, part.rows + len(records), part.high - part.low + 1
         while most > 2 * self.target_rows * count and width > self.least * count:
             count *= 2
         # that of a base leaves room for those of deltas
         filtered = filters + filter_bytes(most) <= self.filters // 2
-        ranges = []
-        for low, high in split(part.low, part.high, count):
-            first = kernels.first_at_least(records, np.uint64(low))
-            last = first + len(within(records[first:], low, high))
-            batches = contents(part.files, low, high, records[first:last], removed[first:last])
-            made.append(write_segment(self.new_path(), low, high, self.form, batches, filtered))
-            ranges.append(Range(low, high, (made[-1],) if made[-1].rows else ()))
+        ranges: list[Range] = []
+        try:
+            for low, high in split(part.low, part.high, count):
+                first = kernels.first_at_least(records, np.uint64(low))
+                last = first + len(within(records[first:], low, high))
+                batches = contents(part.files, low, high, records[first:last], removed[first:last])
+                made = write_segment(self.new_path(), low, high, self.form, batches, filtered)
+                ranges.append(Range(low, high, (made,) if made.rows else ()))
+        except BaseException:
+            for file in [file for each in ranges for file in each.files]:
+                with suppress(OSError):
+                    os.unlink(file.path)
+            raise
         return ranges
+
+
+def _sorted(records: np.ndarray, removed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    hashed = np.empty(len(records), np.uint64)
+    kernels.hashes_of(records, hashed)
+    order = np.argsort(hashed)
+    return records[order], removed[order]

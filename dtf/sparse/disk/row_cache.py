@@ -12,7 +12,7 @@ from dtf.sparse.row_index import reserve
 
 LAST_STEP = 2**31 - 1
 _SLOTS = 2  # of the index, for each row
-_PER_ROW = 4 * _SLOTS + 8 + 4 + 4 + 4 + 1 + 1  # bytes beside a row: slots, id, next use, next dirty, free, flags, uses
+_PER_ROW = 4 * _SLOTS + 8 + 4 + 4 + 1 + 1  # bytes beside a row: slots, id, next use, next of its list, flags, uses
 _BUCKET_BITS = 12
 LEAST_RANGE = 1 << (64 - _BUCKET_BITS)
 """Hashes of a range of which the dirty rows are known."""
@@ -37,12 +37,13 @@ class RowCache:
             self.ids = reserve(capacity, 1, np.dtype(np.int64)).reshape(-1)
             self._next_use = reserve(capacity, 1, np.dtype(np.int32)).reshape(-1)
             self._slots = reserve(_SLOTS * capacity, 1, np.dtype(np.int32)).reshape(-1)
-            self._free = reserve(capacity, 1, np.dtype(np.int32)).reshape(-1)
-            self._next_dirty = reserve(capacity, 1, np.dtype(np.int32)).reshape(-1)
+            self._next = reserve(capacity, 1, np.dtype(np.int32)).reshape(-1)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"this host has no room for {memory_bytes} bytes of rows: {error}; give less") from error
         self.flags, self._uses = np.zeros(capacity, np.uint8), np.zeros(capacity, np.uint8)
-        # lists of dirty rows by the upper bits of their hash: position + 1 of the first, and how many there are
+        # lists of positions: free ones, and dirty rows by the upper bits of their hash; a position is in one at most.
+        # Position + 1 of the first, and how many there are
+        self._free = np.zeros(1, np.int32)
         self._dirty, self._counts = np.zeros(1 << _BUCKET_BITS, np.int32), np.zeros(1 << _BUCKET_BITS, np.int64)
         self._top = self._free_count = self._hand = 0  # positions from `top` on were never used
         self._bytes, self._words = self.records.view(np.uint8), self.records.view(np.uint32)
@@ -61,7 +62,7 @@ class RowCache:
         taken = np.empty(count, np.int64)
         reused = min(count, self._free_count)
         self._free_count -= reused
-        taken[:reused] = self._free[self._free_count : self._free_count + reused]
+        kernels.walk(self._free, self._next, taken[:reused])
         fresh = min(count - reused, self.capacity - self._top)
         taken[reused : reused + fresh] = np.arange(self._top, self._top + fresh)
         self.ids[self._top : self._top + fresh] = -1
@@ -77,7 +78,7 @@ class RowCache:
 
     def give_back(self, positions: np.ndarray) -> None:
         """Free positions that were taken and not used."""
-        self._free[self._free_count : self._free_count + len(positions)] = positions
+        kernels.set_free(positions, self._free, self._next)
         self._free_count += len(positions)
 
     def insert(
@@ -110,7 +111,7 @@ class RowCache:
         return self._list(positions)
 
     def _list(self, positions: np.ndarray) -> int:
-        return kernels.set_dirty(positions, self.flags, self.ids, self._dirty, self._counts, self._next_dirty)
+        return kernels.set_dirty(positions, self.flags, self.ids, self._dirty, self._counts, self._next)
 
     def dirty_from(self, lows: np.ndarray) -> np.ndarray:
         """How many rows are dirty in each of the ranges that begin at `lows` (n,) uint64, multiples of LEAST_RANGE."""
@@ -120,7 +121,7 @@ class RowCache:
         """Positions of the dirty rows of a range, in any order."""
         some = slice(low // LEAST_RANGE, high // LEAST_RANGE + 1)
         found = np.empty(self._counts[some].sum(), np.int64)
-        kernels.walk(self._dirty[some].copy(), self._next_dirty, found)
+        kernels.walk(self._dirty[some].copy(), self._next, found)
         return found
 
     def flagged(self, flags: int, low: int, high: int, most: int) -> np.ndarray:
@@ -130,13 +131,17 @@ class RowCache:
         return by_hash(self.ids, found[:count])
 
     def begin_writing(self, positions: np.ndarray, low: int, high: int) -> np.ndarray:
-        """The dirty rows of a range are clean as soon as what is encoded now is written. Returns which of them are
+        """Some dirty rows of a range are clean as soon as what is encoded now is written. Returns which of them are
         removed, bool (n,).
         """
-        removed = np.empty(len(positions), np.bool_)
+        removed, every = np.empty(len(positions), np.bool_), self.dirty_in(low, high)
         kernels.begin_writing(positions, self.flags, removed)
         some = slice(low // LEAST_RANGE, high // LEAST_RANGE + 1)
         self._dirty[some] = self._counts[some] = 0
+        if len(every) > len(positions):
+            others = every[self.flags[every] & kernels.DIRTY != 0]
+            self.flags[others] &= ~np.uint8(kernels.DIRTY)
+            self._list(others)
         return removed
 
     def end_writing(self, positions: np.ndarray, written: bool) -> int:

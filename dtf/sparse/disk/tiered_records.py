@@ -33,12 +33,16 @@ choice of what goes.
 """
 FILTER_SHARE = 1 / 8
 """Of the memory: what filters may take."""
-RANGES, RANGE_BYTES = (4, 256), 1 << 20
+RANGES, RANGE_BYTES = (4, 64), 1 << 20
 """Ranges of an empty table, of about so many bytes in memory each: a sweep writes some of these, and must pay for its
 files.
 """
-SEGMENT_BYTES = 32 << 20
-"""A base of more than twice as many is divided."""
+SEGMENT_BYTES = 128 << 20
+"""A base of more than twice as many is divided: each has up to nine open files, and one is written at a time."""
+MOST_REMOVED = 0.25
+"""Of the dirty rows of a range: a delta cannot say that rows are gone, so these wait for the next base, unless there
+are more.
+"""
 ENDING = ".rows"
 _STACK_BYTES = 1 << 19
 
@@ -289,11 +293,16 @@ class TieredRecords:
         if not self.dirty:
             return
         part = self.run.ranges[int(np.argmax(self.cache.dirty_from(self.run.lows)))]
-        positions = self.cache.dirty_in(part.low, part.high)
+        positions, filters = self.cache.dirty_in(part.low, part.high), self.run.filter_bytes
+        removed = self.cache.flags[positions] & ABSENT != 0
+        delta = self._sweeper.fits(part, len(positions), filters) and removed.mean() <= MOST_REMOVED
+        if delta:
+            positions = positions[~removed]
         records = self.cache.encode(positions)
         removed = self.cache.begin_writing(positions, part.low, part.high)
         self.dirty -= len(positions)
-        made = self._writer.submit(self._sweeper.write, part, records, removed, self.run.filter_bytes)
+        write = self._sweeper.write_delta if delta else self._sweeper.write_base
+        made = self._writer.submit(write, part, records, removed, filters)
         self._sweep = _Sweep(part, positions, made)
 
     def finish_sweep(self) -> None:
