@@ -58,9 +58,8 @@ class Tiered:
     def build(self, ids: np.ndarray, records: np.ndarray) -> None:
         self.table.records[self.table.make(ids)] = records
 
-    def ready(self) -> None:
-        while self.table._sweep_one():
-            pass
+    def ready(self) -> None:  # as many rows are dirty as in the midst of training
+        self.table.finish_sweep()
 
     def lookup(self, ids: np.ndarray, coming: np.ndarray, step: int) -> np.ndarray:
         self._step += 1
@@ -97,7 +96,7 @@ def floor_seconds(table: Any, pages: int) -> float:
     chosen = random.integers(0, len(segments), pages)
     files = np.array([s.file for s in segments])[chosen]
     counts = np.array([len(s.firsts) for s in segments])[chosen]
-    places = (random.random(pages) * counts).astype(np.int64) * form.page_bytes
+    places = form.head_bytes + (random.random(pages) * counts).astype(np.int64) * form.page_bytes
     buffers = reserve(table._depth, form.page_bytes // 8, np.dtype(np.uint64))
     read_blindly(files[:1], places[:1], 0, 1, buffers[0])  # compiled
     began = time.perf_counter()

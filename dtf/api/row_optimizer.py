@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dtf.api.registry import option
 from dtf.api.row_life import RowLife
+from dtf.api.row_storage import RowStorage
+from dtf.api.schema import KeyProblem
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +23,7 @@ DEFAULT = "adagrad"
 
 
 @dataclass(kw_only=True)
-class RowOptimizer(RowLife, ABC):
+class RowOptimizer(RowLife, RowStorage, ABC):
     """Updates rows of sparse tables. Fields are the config node `sparse`. Modules import numpy and numba only inside
     methods.
     """
@@ -38,6 +40,17 @@ class RowOptimizer(RowLife, ABC):
         """Raise ConfigError for values that contradict each other."""
         return
 
+    def check_rows(self) -> None:
+        """Raise KeyProblem for options of all row optimizers that contradict each other."""
+        self.check_life()
+        self.check_storage()
+        if self.lives and self.disk:
+            raise KeyProblem(
+                "sparse.disk",
+                f"sparse.disk={self.disk} keeps rows for ever, and {self.life_text()}; leave sparse.disk out, so that "
+                "rows that leave make room in memory, or let all rows stay",
+            )
+
     def rate(self, lr: float) -> float:
         """The learning rate of rows. `lr`: that of the schedule. Default: the same."""
         return lr
@@ -47,6 +60,10 @@ class RowOptimizer(RowLife, ABC):
         applies it to a row when it next reads that row. Default: 0.
         """
         return 0.0
+
+    def record_columns(self, width: int) -> int:
+        """How many numbers a row of `width` numbers has with its state."""
+        return width + sum(count for count, _ in self.states(width).values())
 
     @abstractmethod
     def states(self, width: int) -> dict[str, tuple[int, float]]:

@@ -314,6 +314,11 @@ def check_tables(task: Task, placement: Placement, processes: int) -> None:
         )
     if placement is not Placement.column_wise:
         return
+    if task.rows is not None and task.rows.disk:
+        raise ConfigError(
+            f"strategy.tables=column_wise divides rows, and sparse.disk={task.rows.disk} keeps whole ones; use "
+            "strategy.tables=row_wise"
+        )
     for name, width in widths.items():
         if bounds(width, processes, processes - 1)[0] == width:  # nothing is left for the last
             raise ConfigError(

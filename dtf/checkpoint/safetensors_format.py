@@ -26,8 +26,10 @@ class Slot(NamedTuple):
     stop: int
 
 
-def header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """First bytes of a file that holds tensors (key, dtype, shape) in this order, without gaps."""
+def header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], multiple: int = 8) -> bytes:
+    """First bytes of a file that holds tensors (key, dtype, shape) in this order, without gaps. There are a multiple of
+    `multiple` of them.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for key, dtype, shape in tensors:
@@ -35,7 +37,7 @@ def header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
         entries[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % multiple)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -13,6 +13,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from zlib_ng.zlib_ng import crc32
@@ -27,6 +28,7 @@ LATEST = "latest"
 _STEP = re.compile(r"step_(\d{6,18})")
 _LEFTOVER = re.compile(r"(?:step_\d{6,18}|latest)\.tmp-.+|\.trash-.+")
 _WINDOW = 1024  # blocks that are compared before their damage is told
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 _FaultOf = Callable[[Path], str | None]
 
 
@@ -54,24 +56,51 @@ def checkpoints(parent: Path) -> list[Path]:
 # ---------------------------------------------------------------- writing
 
 
-def write(path: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> StoredFile:
+def write(
+    path: Path,
+    pieces: Iterable[bytes | bytearray | memoryview],
+    head_of: tuple[int, Callable[[], bytes]] | None = None,
+) -> StoredFile:
     """Write a new file, durably, and return its size and digests. FileExistsError when the name is taken.
 
-    Pieces are taken one at a time; no more than one of them and a block are held in memory.
+    Pieces are taken one at a time; no more than one of them and a block are held in memory. `head_of`: how many bytes
+    come before them, no more than a block has, and what gives these once all pieces were taken; a block more is held.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        size, digests = 0, []
-        for block in _in_blocks(pieces):
+        size, digests, first = 0, [], bytearray()
+        for block in _in_blocks(chain([bytes(head_of[0])], pieces) if head_of else pieces):
+            if head_of and not digests:
+                first = bytearray(block)
             digests.append(crc32(block))
             size += len(block)
             rest = memoryview(block)
             while rest:
                 rest = rest[os.write(file, rest) :]
+        if head_of:
+            first[: head_of[0]] = head_of[1]()
+            digests[0] = crc32(first)
+            rest, at = memoryview(first)[: head_of[0]], 0
+            while at < len(rest):
+                at += os.pwrite(file, rest[at:], at)
         os.fsync(file)
     finally:
         os.close(file)
     return StoredFile(size, tuple(digests))
+
+
+def link(source: Path, target: Path, stored: StoredFile) -> None:
+    """Give a file that was written whole another name, or copy it where it cannot have one. DataError where the copy
+    is not `stored`. FileExistsError when the name is taken.
+    """
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        with open(source, "rb") as file:
+            if write(target, iter(lambda: file.read(BLOCK_BYTES), b"")) != stored:
+                raise DataError(f"{source}: is damaged") from None
 
 
 def _in_blocks(pieces: Iterable[bytes | bytearray | memoryview]) -> Iterator[bytearray | memoryview]:

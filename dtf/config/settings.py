@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dtf.api.lr import Schedule
 from dtf.api.options import BudgetOptions, RunOptions, StepOptions, SweepOptions, TrainOptions
+from dtf.api.precision import Format
 from dtf.api.recipe import Recipe
 from dtf.api.registry import groups, lookup, name_of, option, registered
 from dtf.api.row_optimizer import DEFAULT
+from dtf.api.row_storage import Values
 from dtf.api.sampler import Tail
 from dtf.api.schema import KeyProblem, build, build_option, coerce, coerce_option, option_node, show, unset
 from dtf.api.sparse_table import NO_NUMBA
@@ -149,7 +151,13 @@ class Settings(Root):
                 f"step.ema={self.step.ema:g} averages all weights, and the rows of a sparse table are too many for "
                 "that; use step.ema=0, or a dense table",
             )
-        self.sparse.check_life()
+        self.sparse.check_rows()
+        if self.sparse.values is Values.bf16 and self.precision.param is Format.fp64:
+            raise KeyProblem(
+                "sparse.values",
+                "sparse.values=bf16 rounds rows whose steps are float32, and precision.param=fp64 keeps float64; leave "
+                "one of them out",
+            )
         # schedules of other people may have none: then ranks find out
         self.sparse.shrinkage(self.sparse.rate(getattr(self.lr, "peak", 0.0)))
 

@@ -80,6 +80,8 @@ def hyperparameters(setup: TrainingSetup) -> dict[str, Any]:
     if setup.joined.rank.settings.recipe.tables():
         groups.append("sparse")
     values = {group: config[group] for group in groups} | {"train": {"steps": setup.plan.total}}
+    if "sparse" in values:  # where rows are kept changes no number
+        values["sparse"] = {key: value for key, value in values["sparse"].items() if key not in ("disk", "memory_gb")}
     # its keys say all, and earlier versions recorded the name of the class
     values["precision"] = values["precision"] | {"name": base_of("precision", config["precision"]["name"])}
     # the config's 0 is another number under another strategy
@@ -162,7 +164,7 @@ def _load(setup: TrainingSetup, path: Path) -> Resumed:
     _refuse_another_task(setup, path, source)
     now, before = dict(flat(hyperparameters(setup), "")), dict(flat(scalars["course"], ""))
     # earlier versions did not write them, and had none
-    life = {f"sparse.{key}": value for key, value in life_values(RowLife()).items()}
+    life = {f"sparse.{key}": value for key, value in life_values(RowLife()).items()} | {"sparse.values": "param"}
     before = {key: value for key, value in life.items() if key in now} | before
     changed = [
         f"{_said(key, now.get(key), setup)} (was {str(before.get(key))[:_SHOWN]})"

@@ -99,4 +99,6 @@ def _sparse(settings: Settings, config: dict[str, Any]) -> dict[str, str]:
             f"of {config['sparse']['name']}"
         )
     life = settings.sparse.life_text()
-    return {"sparse tables": "; ".join(texts)} | ({"row life": life} if life else {}) if texts else {}
+    kept = settings.sparse.storage_text()
+    more = ({"row life": life} if life else {}) | ({"rows": kept} if kept else {})
+    return {"sparse tables": "; ".join(texts)} | more if texts else {}

@@ -15,14 +15,15 @@ LOCK = "lock"
 
 
 @contextmanager
-def scratch_folder(prefix: str) -> Iterator[Path]:
-    """A temporary folder, removed at the end of the context. First those of this user are removed whose process
-    was killed: a lock on a file in the folder ends with its process.
+def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """A temporary folder in `parent` (None: that of the system), removed at the end of the context. First those of this
+    user are removed whose process was killed: a lock on a file in the folder ends with its process.
     """
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    parent = parent or Path(tempfile.gettempdir())
+    for path in parent.glob(f"{prefix}*"):
         with suppress(OSError):
             _remove_unlocked(path)
-    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name:
         made = Path(name, ".made")
         lock = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:

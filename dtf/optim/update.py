@@ -342,7 +342,8 @@ class LocalUpdate:
             scalars["table_steps"] = self.table_steps
         if self._scale is not None:
             scalars["loss_scale"] = [float(self._scale), int(self._growth)]
-        return State(boxes, scalars)
+        aside = self._tables.set_aside if self._tables is not None and self._tables.has_files else None
+        return State(boxes, scalars, aside if self._sharding.steps_tables else None)
 
     @torch.no_grad()
     def load(self, source: Source) -> None:

@@ -14,12 +14,11 @@ from torch import Tensor
 from dtf.api.task import Task
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
-from dtf.model.init import DTYPES
-from dtf.sparse.living_table import LivingTable, table_class
-from dtf.sparse.make_tables import table_specs
+from dtf.sparse.living_table import LivingTable
+from dtf.sparse.make_tables import memory_of, table_of, table_specs
 from dtf.sparse.sharded_tables import LIFE_COUNTS, Clicks, ShardedTables, boxes_of, full, seen_in
 from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
-from dtf.sparse.table_layouts import Gradients, RowWiseTable, owner_of
+from dtf.sparse.table_layouts import Gradients, RowWiseTable, owned_hashes, owner_of
 
 
 class RowGradients(NamedTuple):
@@ -152,10 +151,13 @@ def server_shards(task: Task, world: World) -> ServerShards | None:
     if not specs:
         return None
     assert task.rows is not None
-    kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
+    memory = memory_of(task, specs)
     shards = ServerShards(
         {
-            name: ServerShard(table_class(task.rows)(spec, task.rows, task.seed, name, kind), world)
+            name: ServerShard(
+                table_of(task, name, None, memory[name], owned_hashes(world.size, world.rank, task.rows.shards(spec))),
+                world,
+            )
             for name, spec in specs.items()
         },
         world,

@@ -21,6 +21,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
 _ONE = np.uint64(1)
+_NAN, _QUIET, _HALF, _ONE32 = np.uint32(0x7F800000), np.uint32(0x400000), np.uint32(0x7FFF), np.uint32(1)
+_SIGNLESS, _U16, _HIGH = np.uint32(0x7FFFFFFF), np.uint32(16), np.uint32(0xFFFF0000)
 _LN2 = 0.6931471805599453
 _SQRT2 = 1.4142135623730951
 _HALF_PI = 1.5707963267948966
@@ -285,3 +287,21 @@ def draw(key, ids, scale, out):
             out[i, 2 * j] = uniform[j]
             if 2 * j + 1 < width:
                 out[i, 2 * j + 1] = angle[j]
+
+
+@njit(cache=True, nogil=True)
+def nearest_bf16(bits):
+    """bfloat16 in the upper half of float32 `bits`, rounded to nearest, ties to even; NaN stays NaN."""
+    if bits & _SIGNLESS > _NAN:
+        return (bits | _QUIET) & _HIGH
+    return (bits + _HALF + ((bits >> _U16) & _ONE32)) & _HIGH
+
+
+@njit(cache=True, nogil=True)
+def round_rows(words, width, positions):
+    """Round the first `width` numbers of rows of float32 `words` to bfloat16."""
+    for i in range(len(positions)):
+        at = positions[i]
+        if at >= 0:
+            for j in range(width):
+                words[at, j] = nearest_bf16(words[at, j])

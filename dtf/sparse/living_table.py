@@ -63,12 +63,8 @@ class LivingTable(SparseTable):
         life.refused += asking - len(new)
         made = life.settle(ids[new], shards, scores, step)
         self._index.insert(ids[new], made)
-        self._records[made, : self.width] = self._draw(ids[new])
-        for name, columns in self._columns.items():
-            self._records[made, columns] = self._firsts[name]
-        if self._since is not None:
-            self._since[made] = self.decayed
-        self._changed(made)
+        self._records[made] = 0
+        self._begin(ids[new], made)
         if life.evicted > gone:  # others took their places
             positions = self._index.find(ids)[0]
         positions[new] = made

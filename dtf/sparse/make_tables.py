@@ -16,8 +16,15 @@ from dtf.distributed.world import World
 from dtf.model.init import DTYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from dtf.sparse.sharded_tables import ShardedTables
+    from dtf.sparse.store import SparseTable
     from dtf.sparse.table_layouts import ShardedTable
+
+
+_BESIDE = 64
+"""Bytes of memory for a row beside its numbers, no less than a cache needs."""
 
 
 def table_specs(task: Task) -> dict[str, Table]:
@@ -28,6 +35,37 @@ def table_specs(task: Task) -> dict[str, Table]:
             f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME"
         )
     return specs
+
+
+def memory_of(task: Task, here: Collection[str]) -> dict[str, int]:
+    """Bytes of memory for the rows of each table in a process that has those in `here`, where `sparse.disk` has the
+    others: tables that need less than an equal part get what they need, the rest have equal parts.
+    """
+    assert task.rows is not None
+    specs, rule, item = table_specs(task), task.rows, DTYPES[task.precision.param].itemsize
+    needs = {name: specs[name].most_rows * (item * rule.record_columns(specs[name].width) + _BESIDE) for name in here}
+    left, bounds_of = int(rule.memory_gb * 1e9), dict.fromkeys(specs, 0)
+    for number, name in enumerate(sorted(needs, key=lambda name: needs[name])):
+        bounds_of[name] = min(needs[name], left // (len(needs) - number))
+        left -= bounds_of[name]
+    return bounds_of
+
+
+def table_of(
+    task: Task, name: str, columns: tuple[int, int] | None, memory_bytes: int, hashes: tuple[int, int]
+) -> SparseTable:
+    """An empty table, or these `columns` of one, in one process, as the options of `sparse` say. `hashes`: the least
+    and the largest of the ids that come.
+    """
+    from dtf.sparse.living_table import table_class
+    from dtf.sparse.tiered_table import TieredTable
+
+    rule, spec = task.rows, task.recipe.tables()[name]
+    assert rule is not None
+    kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
+    if rule.disk and memory_bytes:
+        return TieredTable(spec, rule, task.seed, name, kind, memory_bytes, hashes)
+    return table_class(rule)(spec, rule, task.seed, name, kind, columns)
 
 
 def tables_of(
@@ -44,21 +82,22 @@ def tables_of(
         return None
     assert task.rows is not None
 
-    from dtf.sparse.living_table import table_class
     from dtf.sparse.sharded_tables import ShardedTables
-    from dtf.sparse.table_layouts import ColumnWiseTable, DataParallelTable, RowWiseTable, TableWiseTable
+    from dtf.sparse.table_layouts import ColumnWiseTable, DataParallelTable, RowWiseTable, TableWiseTable, owned_hashes
 
     flags = torch.zeros(world.size, dtype=torch.int64)
     flags[world.rank] = int(gives)
     givers = [bool(flag) for flag in world.reduce(flags).tolist()]
-    kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
     check_tables(task, placement, world.size)  # again: elastic launchers change the number of ranks
     placement = Placement.replicated if world.size == 1 else placement
     owners = greedy_balance({name: spec.width * spec.most_rows for name, spec in specs.items()}, world.size)
     spread: dict[str, ShardedTable] = {}
+    memory = memory_of(task, owners[world.rank] if placement is Placement.table_wise else specs)
     for name, spec in specs.items():
         columns = bounds(spec.width, world.size, world.rank) if placement is Placement.column_wise else (0, spec.width)
-        store = table_class(task.rows)(spec, task.rows, task.seed, name, kind, columns)
+        divided = (world.size, world.rank) if placement is Placement.row_wise else (1, 0)
+        hashes = owned_hashes(*divided, task.rows.shards(spec))
+        store = table_of(task, name, columns, memory[name], hashes)
         match placement:
             case Placement.replicated:
                 spread[name] = DataParallelTable(store, world, givers)

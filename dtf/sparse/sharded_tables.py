@@ -8,6 +8,7 @@ rows is `dtf.sparse.store`.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,16 @@ from dtf.api.task import Source, Weights
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
+from dtf.sparse.disk.saved_rows import Part, RowsSetAside, parts_in, rows_of
 from dtf.sparse.living_table import LivingTable
-from dtf.sparse.store import DECAYED, full, gather, segment_sum, unique
+from dtf.sparse.store import DECAYED, columns_of, full, gather, segment_sum, unique
 from dtf.sparse.table_layouts import ShardedTable
+from dtf.sparse.tiered_table import TieredTable
 
-COUNT, DECAY = "count", "decay"
-"""In a checkpoint: rows over all ranks; `SparseTable.decayed`."""
+COUNT, DECAY, COLUMNS = "count", "decay", "columns"
+"""In a checkpoint: rows over all ranks; `SparseTable.decayed`; of a table on disk, see `dtf.sparse.disk.saved_rows`."""
+
+_ROWS = "rows"
 
 LIFE_COUNTS = ("admitted", "refused", "evicted")
 """What is counted of rows that have a life, see `Life`."""
@@ -108,6 +113,30 @@ class ShardedTables:
         """This rank's part of the tables, for a checkpoint. Collective."""
         return [box for name, table in self._tables.items() for box in _boxes(name, table, self._world)]
 
+    @property
+    def has_files(self) -> bool:
+        """Whether tables lie on disk, so that `boxes` has not all of them."""
+        return any(isinstance(table.store, TieredTable) for table in self._tables.values())
+
+    def set_aside(self, number: int | None = None) -> Callable[[Path], list[dict[str, Any]]]:
+        """Keep the rows that lie on disk as they are now. What it returns puts them into a checkpoint's folder, see
+        `State.others`. `number`: of this process among those that write the checkpoint; None: its rank. OSError where
+        the disk is full or fails. Not collective.
+        """
+        rank, aside = self._world.rank if number is None else number, list[tuple[str, RowsSetAside]]()
+        for name, table in self._tables.items():
+            if isinstance(table.store, TieredTable) and (table.by_rows or not self._world.rank):
+                aside.append((name, table.store.set_aside()))
+
+        def write(folder: Path) -> list[dict[str, Any]]:
+            return [
+                written
+                for name, rows in aside
+                for written in rows.write(folder, f"rank_{rank}.{name}", f"table/{name}/disk_{rank}")
+            ]
+
+        return write
+
     def load(self, source: Source, resume: bool = True) -> None:
         """Take this rank's part from a checkpoint. `resume=False`: only the rows, as an evaluation sees them, for
         another run. DataError where the checkpoint has no such table.
@@ -115,7 +144,7 @@ class ShardedTables:
         for name, table in self._tables.items():
             prefix, store = f"table/{name}/", table.store
             count, names = int(source.read(f"{prefix}{COUNT}")), source.names()
-            decay = float(source.read(f"{prefix}{DECAY}")) if f"{prefix}{DECAYED}" in names else None
+            decay = float(source.read(f"{prefix}{DECAY}")) if f"{prefix}{DECAY}" in names else None
             parts = {"rows": True, **(table.wide if resume else {}), **({DECAYED: False} if decay is not None else {})}
             parts |= {key: False for key in store.statistics if resume and f"{prefix}{key}" in names}
             step = source.scalars.get("program", source.scalars).get("table_steps", 0) if resume else 0
@@ -123,6 +152,10 @@ class ShardedTables:
                 _load_shards(prefix, table, store, source, names)
             if resume and decay is not None:
                 store.decayed = decay
+            on_disk = parts_in(source.folder, names, prefix)
+            if on_disk:
+                self._load_files(name, table, on_disk, source, resume, decay)
+                continue
             all_ids = source.read(f"{prefix}ids").numpy() if count else np.empty(0, np.int64)
             if len(all_ids) != count:
                 raise DataError(
@@ -145,6 +178,34 @@ class ShardedTables:
                     store.put(ids[owned], rows, read if resume else None, step)
                 except DataError as error:
                     raise DataError(f"{source.place}: {error}") from error
+
+    def _load_files(
+        self, name: str, table: ShardedTable, parts: list[Part], source: Source, resume: bool, decay: float | None
+    ) -> None:
+        """Take this rank's part of a table that lay on disk."""
+        store, place = table.store, f"table/{name}/{COLUMNS}/"
+        kept = {key.removeprefix(place): source.read(key).tolist() for key in source.names() if key.startswith(place)}
+        wanted = _record_columns(table)
+        if kept != wanted if resume else kept.get(_ROWS) != wanted[_ROWS]:
+            raise DataError(
+                f"{source.place}: table {name} has the columns {kept} in its records, this run has {wanted}"
+            )
+        if resume and isinstance(store, TieredTable) and store.load(parts):
+            return
+        first, last = store.columns
+        columns = columns_of(store.rule, table.width) if resume else {}
+        for _, ids, records, extra in (batch for part in parts for batch in rows_of(part)):
+            owned = table.owns(ids)
+            rows, since = records[owned, first:last], extra[owned].view(np.float64).reshape(-1)
+            states = {
+                key: records[owned, each][:, slice(first, last) if table.wide[key] else slice(None)]
+                for key, each in columns.items()
+            }
+            if len(since) and resume:
+                states[DECAYED] = since
+            elif len(since) and decay is not None:
+                rows = rows * np.exp(decay - since)[:, None]
+            store.put(ids[owned], rows, states if resume else None)
 
     def start_from(self, weights: Weights, recipe: Recipe) -> None:
         """Begin with the rows of another run. ConfigError for weights of other programs, which have no tables."""
@@ -225,8 +286,15 @@ def boxes_of(name: str, table: ShardedTable, first: bool, before: int, total: in
 
     `first`: whether it also tells what all parts have alike.
     """
-    ids, rows, states = table.store.export()
     boxes = [Box(f"table/{name}/{COUNT}", torch.tensor(total), (), ())] if first else []
+    if isinstance(table.store, TieredTable):  # rows are files, see `ShardedTables.set_aside`
+        if first and table.store.decays:
+            decayed = torch.tensor(table.store.decayed, dtype=torch.float64)
+            boxes.append(Box(f"table/{name}/{DECAY}", decayed, (), ()))
+        for key, columns in _record_columns(table).items() if first else ():
+            boxes.append(Box(f"table/{name}/{COLUMNS}/{key}", torch.tensor(columns), (2,), (0,)))
+        return boxes
+    ids, rows, states = table.store.export()
     if first and DECAYED in states:
         boxes.append(Box(f"table/{name}/{DECAY}", torch.tensor(table.store.decayed, dtype=torch.float64), (), ()))
     for key, array in {"ids": ids, "rows": rows, **states}.items():
@@ -238,6 +306,12 @@ def boxes_of(name: str, table: ShardedTable, first: bool, before: int, total: in
     if isinstance(table.store, LivingTable) and (first or table.by_rows):
         boxes += _shard_boxes(name, table, table.store)
     return boxes
+
+
+def _record_columns(table: ShardedTable) -> dict[str, list[int]]:
+    """First column and the one after the last, of rows and states in records side by side."""
+    states = columns_of(table.store.rule, table.width).items()
+    return {_ROWS: [0, table.width]} | {key: [columns.start, columns.stop] for key, columns in states}
 
 
 def _shard_boxes(name: str, table: ShardedTable, store: LivingTable) -> list[Box]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from dtf.api.row_storage import Values
 from dtf.api.sparse_table import NO_NUMBA
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.seeding import seed_of
@@ -63,13 +64,10 @@ class SparseTable:
         self.width = self.columns[1] - self.columns[0]
         self.spec, self.rule, self.name, self.dtype = spec, rule, name, np.dtype(dtype)
         self._seed, self._key = seed, np.uint64(seed_of(seed, "table", name))
-        self._columns: dict[str, slice] = {}
-        self._firsts: dict[str, float] = {}
-        stride = self.width
-        for state, (count, first) in rule.states(self.width).items():
-            self._columns[state], self._firsts[state] = slice(stride, stride + count), first
-            stride += count
-        self.stride = stride
+        self._columns = columns_of(rule, self.width)
+        self._firsts = {state: first for state, (_, first) in rule.states(self.width).items()}
+        self.stride = max([self.width, *(columns.stop for columns in self._columns.values())])
+        self._rounds = rule.values is Values.bf16
         self._capacity = spec.most_rows
         self.clear()
 
@@ -101,7 +99,7 @@ class SparseTable:
         DataError for an id that the table cannot have, ConfigError when the table is full. The table is unchanged then.
         """
         ids = self._checked(ids)
-        positions = self._place(ids) if create else self._index.find(ids)[0]
+        positions = self._place(ids) if create else self._find(ids)
         rows = np.empty((len(ids), self.width), self.dtype)
         self._kernels.read(self._records, positions, rows)
         if self._since is not None:
@@ -142,7 +140,7 @@ class SparseTable:
 
     def has(self, ids: np.ndarray) -> np.ndarray:
         """Which of the ids (U,) have a row, bool (U,)."""
-        return self._index.find(self._checked(ids))[0] >= 0
+        return self._find(self._checked(ids)) >= 0
 
     def records(self, ids: np.ndarray) -> np.ndarray:
         """Rows with their state side by side (U, width + states), as copies. `ids` (U,) are distinct; rows that do not
@@ -222,8 +220,7 @@ class SparseTable:
                     f"for each of {len(ids)} ids"
                 )
         ids = self._checked(ids)
-        # those that are not there; -1 counts for one that is
-        if len(unique(ids)[0]) < len(ids) or self._index.find(ids)[1] < len(ids):
+        if len(unique(ids)[0]) < len(ids) or (self._find(ids) >= 0).any() or (ids == -1).any():
             raise DataError(f"table {self.name}: an id is there twice, or is -1")
         if DECAYED in states:
             self._remember_decay()
@@ -237,6 +234,8 @@ class SparseTable:
 
     def _changed(self, positions: np.ndarray) -> None:
         """Called when the rows or states at `positions` (U,) have other numbers, or are new; -1 is passed over."""
+        if self._rounds:
+            self._kernels.round_rows(self._records.view(np.uint32), self.width, positions)
 
     def _checked(self, ids: np.ndarray) -> np.ndarray:
         ids = np.ascontiguousarray(ids, np.int64)
@@ -246,6 +245,10 @@ class SparseTable:
                 wrong = least if least < -1 else most
                 raise DataError(f"table {self.name}: id {wrong} must be 0 to {self.spec.size - 1}, or -1 for none")
         return ids
+
+    def _find(self, ids: np.ndarray) -> np.ndarray:
+        """Positions (U,) of ids, -1 where there is no row."""
+        return self._index.find(ids)[0]
 
     def _place(self, ids: np.ndarray, draw: bool = True) -> np.ndarray:
         """Positions (U,) of ids. Rows that do not exist are made."""
@@ -259,16 +262,20 @@ class SparseTable:
         fresh = ids[new]
         positions[new] = np.arange(first, last)
         self._index.insert(fresh, positions[new])
+        self._count = last
+        self._begin(fresh, positions[new], draw)
+        return positions
+
+    def _begin(self, ids: np.ndarray, positions: np.ndarray, draw: bool = True) -> None:
+        """Give new rows, which are zeros, their first numbers; with `draw` off, those that are not the caller's."""
         if draw:
-            self._records[first:last, : self.width] = self._draw(fresh)
+            self._records[positions, : self.width] = self._draw(ids)
             for name, columns in self._columns.items():
                 if self._firsts[name]:
-                    self._records[first:last, columns] = self._firsts[name]
+                    self._records[positions, columns] = self._firsts[name]
         if self._since is not None:
-            self._since[first:last] = self.decayed
-        self._count = last
-        self._changed(positions[new])
-        return positions
+            self._since[positions] = self.decayed
+        self._changed(positions)
 
     # ------------------------------------------------------------ what tables do otherwise whose rows have a life
 
@@ -297,6 +304,8 @@ class SparseTable:
             self._kernels.draw(self._key, ids, self.spec.scale, rows)
             if self.decayed:
                 rows *= self.dtype.type(np.exp(self.decayed))
+            if self._rounds:
+                self._kernels.round_rows(rows.view(np.uint32), rows.shape[1], np.arange(len(rows)))
         return rows[:, slice(*self.columns)]
 
     def _remember_decay(self) -> None:
@@ -304,6 +313,15 @@ class SparseTable:
         if self._since is None:
             self._since = reserve(len(self._records), 1, np.dtype(np.float64)).reshape(-1)
             self._since[self._index.items()[1]] = self.decayed
+
+
+def columns_of(rule: RowOptimizer, width: int) -> dict[str, slice]:
+    """The columns of each state in records of rows of `width` numbers, which come first."""
+    columns, stop = {}, width
+    for state, (count, _) in rule.states(width).items():
+        columns[state] = slice(stop, stop + count)
+        stop += count
+    return columns
 
 
 def full(name: str, capacity: int, rows: int) -> ConfigError:

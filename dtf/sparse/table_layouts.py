@@ -251,6 +251,12 @@ def owner_of(ids: np.ndarray, count: int, shards: int = SHARDS) -> np.ndarray:
     return np.searchsorted(bounds_of_shards(shards, count)[1:], shard, side="right")
 
 
+def owned_hashes(count: int, owner: int, shards: int = SHARDS) -> tuple[int, int]:
+    """The least and the largest hash of the ids of an owner."""
+    ends, bits = bounds_of_shards(shards, count), shards.bit_length() - 1
+    return ends[owner] << 64 - bits, (ends[owner + 1] << 64 - bits) - 1
+
+
 def bounds_of_shards(shards: int, count: int) -> list[int]:
     """First shard of each of `count` owners, and how many there are."""
     return [shards * owner // count for owner in range(count + 1)]

@@ -218,7 +218,7 @@ class DataParallelProgram(Program):
         averages = [
             box for i, replica in enumerate(self._replicas) for box in own_averages(replica, Shard(i, self.shares))
         ]
-        return State(state.boxes + buffers(self._replicas[0]) + averages, state.scalars)
+        return state._replace(boxes=state.boxes + buffers(self._replicas[0]) + averages)
 
     @torch.no_grad()
     def load(self, source: Source) -> None:

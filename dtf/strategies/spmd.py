@@ -265,8 +265,8 @@ class Spmd(Program):
     def state(self) -> State:
         state = self._update.state()
         common = buffers(self._replica, self._reads) if self._share.index == 0 else []
-        return State(
-            state.boxes + common + own_averages(self._replica, self._share, self._reads), state.scalars, private=True
+        return state._replace(
+            boxes=state.boxes + common + own_averages(self._replica, self._share, self._reads), private=True
         )
 
     def load(self, source: Source) -> None:

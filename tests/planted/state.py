@@ -74,8 +74,8 @@ FAULTS = [
     Fault(
         "a file of a checkpoint is not synced",
         "dtf/checkpoint/storage.py",
-        "rest = rest[os.write(file, rest) :]\n        os.fsync(file)\n",
-        "rest = rest[os.write(file, rest) :]\n",
+        "rest[at:], at)\n        os.fsync(file)\n",
+        "rest[at:], at)\n",
         ("tests/laws/test_storage_kill.py::test_nothing_is_renamed_before_it_is_on_the_disk",),
     ),
     Fault(

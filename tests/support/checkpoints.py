@@ -11,14 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dtf.api.task import Task
 from dtf.checkpoint import storage
 from dtf.checkpoint.checkpointer import Checkpointer
+from dtf.checkpoint.manifest import StoredFile
 from dtf.checkpoint.options import Every
 from dtf.core.types import Box, State
+from dtf.sparse.disk.saved_rows import Part, tensors_of
+from dtf.sparse.store import DECAYED, columns_of
 
 GOAL = ("accuracy", "max")
 
@@ -150,18 +155,44 @@ def damage(folder: Path, draw: random.Random) -> str:
     return f"{kind} {file.name}"
 
 
-def boxes_of_others(state: State) -> list[Box]:
-    """What other processes write for this rank."""
+def boxes_of_others(state: State, task: Task) -> list[Box]:
+    """What is written for this rank beside its boxes. Of tables on disk: all rows of each writer, as
+    `table/NAME/KEY@WRITER`.
+    """
     found: list[Box] = []
-    if state.others:
-        with tempfile.TemporaryDirectory(prefix="dtf-others-") as folder:
-            for part in state.others()(Path(folder)):
-                tensors = load_file(Path(folder, part["file"]))
-                found += [
-                    Box(name, tensors[key], tuple(shape), tuple(offset))
-                    for name, _, shape, key, offset, _ in part["boxes"]
-                ]
+    parts: dict[str, dict[str, list[Any]]] = {}
+    with tempfile.TemporaryDirectory(prefix="dtf-others-") as folder:
+        for part in state.others()(Path(folder)) if state.others else ():
+            tensors = load_file(Path(folder, part["file"]))
+            for name, _, shape, key, offset, _ in part["boxes"]:
+                if "/disk_" not in name:
+                    found.append(Box(name, tensors[key], tuple(shape), tuple(offset)))
+                    continue
+                writer, kind = name.rsplit("/", 1)
+                stored = StoredFile(part["size"], tuple(part["crc32"]))
+                parts.setdefault(writer, {}).setdefault(kind, []).append((Path(folder, part["file"]), stored))
+        for writer, kinds in parts.items():
+            table, number = writer.split("/disk_")
+            assert task.rows is not None
+            width = task.recipe.tables()[table.removeprefix("table/")].width
+            columns = {key: (each.start, each.stop) for key, each in columns_of(task.rows, width).items()}
+            part = Part(*(kinds.get(kind, []) for kind in Part._fields))
+            rows = tensors_of([part], {"rows": (0, width)} | columns, DECAYED)
+            for key, array in rows.items():
+                tensor = torch.from_numpy(np.ascontiguousarray(array))
+                found.append(Box(f"{table}/{key}@{number}", tensor, array.shape, (0,) * array.ndim))
     return found
+
+
+def rows_of_writers(parts: dict[str, list[Any]]) -> dict[str, np.ndarray]:
+    """Takes the tensors `table/NAME/KEY@WRITER` out of `parts`, and puts those of all writers together."""
+    tensors: dict[str, np.ndarray] = {}
+    for name in [name for name in parts if "@" in name or "/columns/" in name]:
+        boxes, (whole, _, _) = parts.pop(name), name.partition("@")
+        if whole != name:
+            rows = np.array(boxes[0][2])
+            tensors[whole] = np.concatenate([tensors[whole], rows]) if whole in tensors else rows
+    return tensors
 
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], Any], files: dict[str, bytes] | None = None) -> None:

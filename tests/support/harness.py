@@ -44,7 +44,7 @@ from dtf.model.pretrained import match_weights, open_weights
 from dtf.runs.recorded_run import in_order
 from dtf.strategies.buffers import SHARE
 from dtf.strategies.pipeline import cost_model
-from tests.support.checkpoints import boxes_of_others
+from tests.support.checkpoints import boxes_of_others, rows_of_writers
 from tests.support.in_process_servers import HelperThreads, KillableTransport, ask_again_soon, connect
 from tests.support.known_checks import keep, known
 from tests.support.lossy_network import LossyTransport
@@ -123,7 +123,8 @@ class Case:
         if self.weights:
             weights = match_weights(open_weights(self.weights, "weights"), toy, construct(toy), "weights")[0]
         stepper = with_ema(lookup("optimizer", self.optimizer)(lr_factors=self.lr_factors), self.ema)
-        rows = lookup("sparse", self.sparse)(**self.sparse_options)
+        rule = lookup("sparse", self.sparse)
+        rows = rule(**_enums(rule, self.sparse_options))
         precision, last = PRECISIONS[self.precision], self.channels_last
         task = Task(toy, stepper, precision, step, 0, weights=weights, rows=rows, channels_last=last)
         return replace(task, compiled=parts_to_compile(step.compile, toy, construct(toy)))
@@ -284,10 +285,9 @@ class _Run:
         """What `train` returns. Collective."""
         self.program.sync()
         state = self.program.state()
-        for box in [*state.boxes, *boxes_of_others(state)]:
-            tensor = box.tensor if box.name.endswith("/ids") else box.tensor.double()
-            boxes = self.found["tensors"].setdefault(box.name, [])
-            boxes.append([list(box.shape), list(box.offset), tensor.tolist()])
+        for box in [*state.boxes, *boxes_of_others(state, self.task)]:
+            tensor = box.tensor if box.tensor.dtype is torch.int64 else box.tensor.double()
+            self.found["tensors"].setdefault(box.name, []).append([list(box.shape), list(box.offset), tensor.tolist()])
         self.program.leased.end()
         self.found |= {"start_check": self.task.start_check.found, "row_flops": self.program.row_flops}
         if self.helpers:
@@ -357,7 +357,7 @@ def _whole(results: list[dict[str, Any]]) -> dict[str, Any]:
     for result in results:
         for name, boxes in result["tensors"].items():
             parts.setdefault(name, []).extend(boxes)
-    tensors = {}
+    tensors = rows_of_writers(parts)
     for name, boxes in parts.items():
         whole, times = np.zeros(boxes[0][0], np.int64 if name.endswith("/ids") else np.float64), np.zeros(boxes[0][0])
         for _, offset, value in boxes:

@@ -22,8 +22,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from dtf.checkpoint.manifest import StoredFile
+from dtf.sparse.disk.page_kernels import hashes
 from dtf.sparse.disk.record_format import RecordFormat
-from dtf.sparse.disk.saved_rows import load, save
+from dtf.sparse.disk.saved_rows import Part, RowsSetAside, load, rows_of
+from dtf.sparse.disk.segment import LAST
 from dtf.sparse.disk.tiered_records import TieredRecords
 
 IDS = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 40), min_size=1, max_size=12, unique=True)
@@ -52,6 +55,23 @@ def made(folder: Path, rows: int = 40, form: RecordFormat = FORM, **options: Any
     return TieredRecords(
         folder, form, -(-rows * row_bytes * 8 // 7), **{"depth": 2, "ranges": 2, "segment_bytes": 200, **options}
     )
+
+
+def save(table: TieredRecords, folder: Path) -> Part:
+    """What a checkpoint in this new folder holds of the table."""
+    folder.mkdir()
+    part = Part([], [], [])
+    for told in RowsSetAside(table).write(folder, "rank_0", "disk_0"):
+        [[name, *_]] = told["boxes"]
+        stored = StoredFile(told["size"], tuple(told["crc32"]))
+        getattr(part, name.removeprefix("disk_0/")).append((folder / told["file"], stored))
+    return part
+
+
+def is_in(keys: list[int], low: int, high: int) -> np.ndarray:
+    hashed = np.empty(len(keys), np.uint64)
+    hashes(ints(*keys), hashed)
+    return (hashed >= np.uint64(low)) & (hashed <= np.uint64(high))
 
 
 def row_of(form: RecordFormat, value: int) -> tuple[np.ndarray, np.ndarray]:
@@ -144,19 +164,35 @@ class Life(RuleBasedStateMachine):
     def save(self, wait: bool) -> None:
         if not wait:
             self.table._begin_sweep() if self.table._sweep is None else None
-        folder = self.home / f"save{len(self.saves)}"
-        save(self.table, folder)
-        self.saves.append((folder, dict(self.kept)))
+        self.saves.append((save(self.table, self.home / f"save{len(self.saves)}"), dict(self.kept)))
 
     @precondition(lambda self: self.saves)
     @rule(data=st.data(), rows=st.integers(14, 60))
     def load(self, data: st.DataObject, rows: int) -> None:
-        folder, kept = data.draw(st.sampled_from(self.saves))
+        """Two tables have a part of the range each, as if by two owners; one goes on once it has all rows."""
+        part, kept = data.draw(st.sampled_from(self.saves))
+        self.check(part, kept)
         self.table.close()
+        cut = data.draw(st.integers(1, LAST))
+        for low, high in ((0, cut - 1), (cut, LAST)):
+            self.files += 1
+            share = made(self.home / str(self.files), rows, self.form, low=low, high=high)
+            load(share, [part])
+            there = [key for key, mine in zip(kept, is_in(list(kept), low, high), strict=True) if mine]
+            assert content(share) == {key: kept[key] for key in there} and len(share) == len(there)
+            share.close()
         self.files += 1
         self.table = made(self.home / str(self.files), rows, self.form)
-        load(self.table, folder)
+        load(self.table, [part])
         self.kept, self.step = dict(kept), 0
+
+    def check(self, part: Part, kept: dict[int, bytes]) -> None:
+        found: dict[int, bytes] = {}
+        for _, ids, rows, extra in rows_of(part):
+            for key, row, more in zip(ids.tolist(), rows, extra, strict=True):
+                assert key not in found
+                found[key] = row.tobytes() + more.tobytes()
+        assert found == kept
 
     @rule()
     def all_rows(self) -> None:

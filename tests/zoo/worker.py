@@ -39,7 +39,7 @@ def train(rank: int, size: int, folder: str, which: str, **case: Any) -> dict[st
     run.fit()
     run.program.sync()
     state = run.program.state()
-    boxes = [*state.boxes, *boxes_of_others(state)]
+    boxes = [*state.boxes, *boxes_of_others(state, run.task)]
     tensors = {str(i): box.tensor.detach().contiguous().clone() for i, box in enumerate(boxes)}
     save_file(tensors, Path(folder, f"{rank}.safetensors"))
     run.program.leased.end()

@@ -26,6 +26,8 @@ from dtf.pserver.server.handlers import LONGEST_WAIT_S, seen_with
 from dtf.pserver.server.program import WAIT_S
 
 Write = Callable[[Path, list[Box]], dict[str, Any]]
+Others = Callable[[Path], list[dict[str, Any]]]
+"""See `State.others`."""
 
 
 class RowServer:
@@ -55,6 +57,7 @@ class RowServer:
         self._turn = self._version = self._steps = self._pushes = self._dropped = 0
         self._squares = 0.0  # of the gradient of the turn before
         self._copied: list[Box] = []  # what the next save writes
+        self._aside: Others | None = None  # and what it puts beside
         self._orders, self._worker = threading.Lock(), ThreadPoolExecutor(1, "order")
         self._number, self._work = 0, Future[dict[str, np.ndarray]]()  # of the order under way, or the last one
         self._over, self._failure, self._stopping = threading.Event(), list[BaseException](), False
@@ -188,11 +191,15 @@ class RowServer:
             counts = zip(arrays["before"].tolist(), arrays["total"].tolist(), strict=True)
             with self._change:
                 self._update(message)
-                self._copied = []
+                self._copied, self._aside = [], None
                 try:
                     self._copied = self._shards.parts(dict(zip(self._widths, counts, strict=True)))
+                    if self._shards.has_files:
+                        self._aside = self._shards.set_aside(self._rank)
                 except MemoryError:
                     return {"error": _bytes("out of memory")}
+                except OSError as error:
+                    return {"error": _bytes(str(error))}
             return {"error": _bytes("")}
 
         return self._order(message, COPY, work)
@@ -205,11 +212,13 @@ class RowServer:
             raise Refused("this is no place in the run folder")
 
         def work() -> dict[str, np.ndarray]:
-            boxes, self._copied = self._copied, []
-            error, written = "", None
+            (boxes, aside), self._copied, self._aside = (self._copied, self._aside), [], None
+            error, written = "", list[dict[str, Any]]()
             try:
                 if boxes:
-                    written = self._write(path / f"rank_{self._rank}.safetensors", boxes)
+                    written.append(self._write(path / f"rank_{self._rank}.safetensors", boxes))
+                if aside is not None:
+                    written += aside(path)
             except (OSError, MemoryError) as trouble:
                 error = str(trouble) or "out of memory"
             return {"error": _bytes(error), "told": _bytes(json.dumps(written))}

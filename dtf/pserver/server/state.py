@@ -341,9 +341,9 @@ class ServerState:
     def state(self) -> State:
         """See `strategy.Program`."""
         state = self._update.state()
-        return State(
-            state.boxes + (buffers(self._part) if self._world.rank == 0 else []),
-            state.scalars | {"skipped": self.skipped()},
+        return state._replace(
+            boxes=state.boxes + (buffers(self._part) if self._world.rank == 0 else []),
+            scalars=state.scalars | {"skipped": self.skipped()},
         )
 
     def load(self, source: Source) -> None:

@@ -137,7 +137,7 @@ class RemoteTables(ShardedTables):
     def _write(self, folder: Path) -> list[dict[str, Any]]:
         answers = self._order(SAVE, [{"path": _bytes(str(folder))}] * len(self._servers))
         self._refuse(answers)
-        return [part for answer in answers if (part := json.loads(_text(answer.arrays["told"])))]
+        return [part for answer in answers for part in json.loads(_text(answer.arrays["told"]))]
 
     @staticmethod
     def _refuse(answers: Sequence[Message]) -> None:

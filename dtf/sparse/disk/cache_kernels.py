@@ -12,10 +12,12 @@ import numpy as np
 from numba import njit
 
 from dtf.sparse.disk.page_kernels import copy, hash_of, word
-from dtf.sparse.id_kernels import AHEAD, prefetch
+from dtf.sparse.id_kernels import AHEAD, nearest_bf16, prefetch
 
-DIRTY, WRITING, ABSENT = 1, 2, 4
-"""Flags: differs from what is on disk; a sweep writes it now; stands for an id that has no row."""
+DIRTY, WRITING, ABSENT, STORED = 1, 2, 4, 8
+"""Flags: differs from what is on disk; a sweep writes it now; stands for an id that has no row; is in a file, as it is
+or as it was.
+"""
 
 NOT_CACHED, NO_ROW = -1, -2
 NEVER, HELD = -1, -2
@@ -23,8 +25,7 @@ NEVER, HELD = -1, -2
 MOST_USES = 3
 
 _S32, _LOWER = np.uint64(32), np.uint64(0xFFFFFFFF)
-_NAN, _QUIET, _HALF, _ONE = np.uint32(0x7F800000), np.uint32(0x400000), np.uint32(0x7FFF), np.uint32(1)
-_SIGNLESS, _U16, _HIGH = np.uint32(0x7FFFFFFF), np.uint32(16), np.uint32(0xFFFF0000)
+_U16 = np.uint32(16)
 
 
 @njit(cache=True, nogil=True)
@@ -142,20 +143,16 @@ def await_use(positions, next_use, now, step):
 
 
 @njit(cache=True, nogil=True)
-def set_dirty(positions, flags, ids, lists, counts, next_at):
-    """Put those that are not DIRTY into the list of their hash; returns how many. `lists` (2**k,): the first position
-    + 1 of each, 0: none; `next_at` (C,): the next one.
+def set_dirty(positions, flags, ids, low, shift, lists, counts, next_at):
+    """Put those that are not DIRTY into the list of their hash; returns how many. `lists` (n,): the first position + 1
+    of each, 0: none; `next_at` (C,): the next one. List k has hashes from low + (k << shift) on.
     """
-    fresh, shift = 0, np.uint64(64)
-    buckets = len(lists)
-    while buckets > 1:
-        buckets >>= 1
-        shift -= np.uint64(1)
+    fresh = 0
     for i in range(len(positions)):
         at = positions[i]
         if at >= 0 and not flags[at] & DIRTY:
             flags[at] |= DIRTY
-            bucket = np.int64(hash_of(ids[at]) >> shift)
+            bucket = np.int64((hash_of(ids[at]) - low) >> shift)
             next_at[at] = lists[bucket]
             lists[bucket] = at + 1
             counts[bucket] += 1
@@ -211,28 +208,13 @@ def begin_writing(positions, flags, removed):
 
 
 @njit(cache=True, nogil=True)
-def end_writing(positions, flags):
-    """The sweep is over."""
-    for i in range(len(positions)):
-        flags[positions[i]] &= ~np.uint8(WRITING)
-
-
-@njit(cache=True, nogil=True)
-def _nearest(bits):
-    """bfloat16 in the upper half of float32 `bits`, rounded to nearest, ties to even; NaN stays NaN."""
-    if bits & _SIGNLESS > _NAN:
-        return (bits | _QUIET) & _HIGH
-    return (bits + _HALF + ((bits >> _U16) & _ONE)) & _HIGH
-
-
-@njit(cache=True, nogil=True)
-def round_rows(words, width, positions):
-    """Round the first `width` numbers of rows of float32 `words` to bfloat16."""
+def end_writing(positions, flags, removed, written):
+    """The sweep is over; `written`: its rows are in files now, but for those that were `removed`."""
     for i in range(len(positions)):
         at = positions[i]
-        if at >= 0:
-            for j in range(width):
-                words[at, j] = _nearest(words[at, j])
+        flags[at] &= ~np.uint8(WRITING)
+        if written:
+            flags[at] = flags[at] & ~np.uint8(STORED) if removed[i] else flags[at] | np.uint8(STORED)
 
 
 @njit(cache=True, nogil=True)
@@ -250,7 +232,7 @@ def encode(ids, rows, words, extra, positions, narrow, out):
         copy(flat, place, key_bytes, 0, 8)
         place += 8
         for j in range(narrow):
-            half = _nearest(words[at, j]) >> _U16
+            half = nearest_bf16(words[at, j]) >> _U16
             flat[place] = half & np.uint32(255)
             flat[place + 1] = half >> np.uint32(8)
             place += 2

@@ -196,9 +196,10 @@ def fill(file, address, count, offset):
 
 
 @njit(cache=True, nogil=True)
-def read_jobs(jobs, first, step, table, ids, hashed, owner, order, size, buffer, out, found):
-    """Read the pages of jobs first, first + step, ... (see `plan`), and copy records of `ids` (sorted as `hashed`) to
-    `out[order]` (n, size), with `found[order]` 1. Returns how it ended, and the job.
+def read_jobs(jobs, first, step, table, start, ids, hashed, owner, order, size, buffer, out, found):
+    """Read the pages of jobs first, first + step, ... (see `plan`) of files whose pages begin at `start`, and copy
+    records of `ids` (sorted as `hashed`) to `out[order]` (n, size), with `found[order]` 1. Returns how it ended, and
+    the job.
 
     `buffer` uint64: room for one page, aligned as the device needs it.
     """
@@ -208,7 +209,7 @@ def read_jobs(jobs, first, step, table, ids, hashed, owner, order, size, buffer,
     per_page = (page_bytes - 8) // size
     for job in range(first, len(jobs), step):
         number, page = jobs[job, 0], jobs[job, 1]
-        if fill(table[number, 0], buffer.ctypes.data, page_bytes, page * page_bytes) < page_bytes:
+        if fill(table[number, 0], buffer.ctypes.data, page_bytes, start + page * page_bytes) < page_bytes:
             return UNREADABLE, job
         seed = np.uint64(table[number, 1]) + np.uint64(page)
         if checksum(buffer, 0, page_words - 1, seed) != buffer[page_words - 1]:

@@ -9,18 +9,19 @@ about one page is read for each.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from dtf.core.errors import DataError
 from dtf.sparse.disk import page_kernels as kernels
 from dtf.sparse.disk.record_format import RecordFormat
-from dtf.sparse.disk.segment import LAST, Segment, filter_bytes, within, write_segment
+from dtf.sparse.disk.segment import Segment, filter_bytes, within, write_segment
 from dtf.sparse.row_index import reserve
 
 MOST_DELTAS = 8
@@ -42,18 +43,30 @@ class Range(NamedTuple):
 
 
 class PartitionedRun:
-    """All records on disk. `ranges`: by ascending hash, without gaps. Its methods are for one thread; what they read
-    and write goes on in others. Memory: 8 bytes a page, and the filters.
+    """All records on disk with hashes in [low, high]. `ranges`: by ascending hash, without gaps. Its methods are for
+    one thread; what they read and write goes on in others. Memory: 8 bytes a page, and the filters.
     """
 
-    def __init__(self, form: RecordFormat, bounds: list[int]) -> None:
-        """Without records. `bounds`: the lowest hash of each range, from 0 on."""
-        self.form = form
-        self.ranges = [Range(low, after - 1, ()) for low, after in pairwise([*bounds, LAST + 1])]
-        self.settle()
+    def __init__(self, form: RecordFormat, low: int, high: int, ranges: int = 1, files: Sequence[Segment] = ()) -> None:
+        """With `files` that lie in it; with none, so many empty `ranges`. DataError where two are the same, or one is
+        missing.
+        """
+        self.form, self.low, self.high = form, low, high
+        self.ranges, at = list[Range](), low
+        for (first, last), found in groupby(sorted(files, key=_place), key=lambda file: (file.low, file.high)):
+            some = tuple(found)
+            if first < at or [file.place for file in some] != list(range(len(some))):
+                raise DataError(f"{some[0].path}: a file of hashes {first} to {last} is missing, or is there twice")
+            if first > at:
+                self.ranges.append(Range(at, first - 1, ()))
+            self.ranges.append(Range(first, last, some))
+            at = last + 1
+        if at <= high:
+            ends = split(at, high, 1 if files else min(ranges, high - at + 1))
+            self.ranges += [Range(first, last, ()) for first, last in ends]
+        self._settle()
 
-    def settle(self) -> None:
-        """To be called after each change of `ranges`."""
+    def _settle(self) -> None:
         self.files = [file for each in self.ranges for file in each.files[::-1]]
         self.lows = np.array([each.low for each in self.ranges], np.uint64)
         self.starts = np.cumsum([0, *(len(each.files) for each in self.ranges)])
@@ -74,7 +87,7 @@ class PartitionedRun:
         """
         place = self.ranges.index(old)
         self.ranges[place : place + 1] = new
-        self.settle()
+        self._settle()
         kept = {id(file) for each in new for file in each.files}
         for file in old.files:
             if id(file) not in kept:
@@ -113,8 +126,8 @@ class Reading:
         depth = min(len(self._buffers), count)
         self._parts: list[Future] = [
             self._threads.submit(
-                kernels.read_jobs, self._jobs, first, depth, self._where[0], self._by_hash, self._hashed, owner,
-                self._order, self._form.size, self._buffers[first], self.records, self.found,
+                kernels.read_jobs, self._jobs, first, depth, self._where[0], self._form.head_bytes, self._by_hash,
+                self._hashed, owner, self._order, self._form.size, self._buffers[first], self.records, self.found,
             )
             for first in range(depth)
         ]  # fmt: skip
@@ -133,6 +146,10 @@ class Reading:
         for file in self._files:
             if not file.direct:
                 file.drop_cache()
+
+
+def _place(file: Segment) -> tuple[int, int, int]:
+    return file.low, file.high, file.place
 
 
 def split(low: int, high: int, count: int) -> list[tuple[int, int]]:
@@ -182,7 +199,6 @@ class Sweeper(NamedTuple):
 
     form: RecordFormat
     target_rows: int  # of a base; one of more than twice as many is divided
-    least: int  # hashes of a range; it and all ranges are powers of two
     filters: int  # bytes that filters of all files may take
     new_path: Callable[[], Path]
 
@@ -194,20 +210,21 @@ class Sweeper(NamedTuple):
             and filters + filter_bytes(rows) <= self.filters
         )
 
-    def write_delta(self, part: Range, records: np.ndarray, removed: np.ndarray, filters: int) -> list[Range]:
-        """As `write_base`; none may be removed, and it must fit."""
+    def write_delta(self, part: Range, records: np.ndarray, removed: np.ndarray, filters: int, new: int) -> list[Range]:
+        """As `write_base`; none may be removed, and it must fit. `new`: records that are in no file yet."""
         records, _ = _sorted(records, removed)
-        made = write_segment(self.new_path(), part.low, part.high, self.form, [records], True)
+        place, ends = len(part.files), (part.low, part.high)
+        made = write_segment(self.new_path(), *ends, self.form, [records], filtered=True, place=place, new=new)
         return [part._replace(files=(*part.files, made))]
 
-    def write_base(self, part: Range, records: np.ndarray, removed: np.ndarray, filters: int) -> list[Range]:
+    def write_base(self, part: Range, records: np.ndarray, removed: np.ndarray, filters: int, new: int) -> list[Range]:
         """What is in the place of `part` after changes: `records` (n, size), distinct, of any order. One base, or
-        several where it would be too large. OSError: nothing new is left. Memory: that of `contents`.
+        several where it would be too large; `new` does not matter. OSError: nothing new is left. Memory: that of
+        `contents`.
         """
         records, removed = _sorted(records, removed)
-        count, most, width = 1, part.rows + len(records), part.high - part.low + 1
-        while most > 2 * self.target_rows * count and width > self.least * count:
-            count *= 2
+        most = part.rows + len(records)
+        count = 1 if most <= 2 * self.target_rows else min(-(-most // self.target_rows), part.high - part.low + 1)
         # that of a base leaves room for those of deltas
         filtered = filters + filter_bytes(most) <= self.filters // 2
         ranges: list[Range] = []
@@ -216,7 +233,7 @@ class Sweeper(NamedTuple):
                 first = kernels.first_at_least(records, np.uint64(low))
                 last = first + len(within(records[first:], low, high))
                 batches = contents(part.files, low, high, records[first:last], removed[first:last])
-                made = write_segment(self.new_path(), low, high, self.form, batches, filtered)
+                made = write_segment(self.new_path(), low, high, self.form, batches, filtered=filtered)
                 ranges.append(Range(low, high, (made,) if made.rows else ()))
         except BaseException:
             for file in [file for each in ranges for file in each.files]:

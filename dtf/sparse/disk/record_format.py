@@ -12,6 +12,7 @@ from dtf.core.errors import ConfigError
 PAGE_BYTES = 4096
 _KINDS = ("float32", "float64", "bfloat16")
 _LAYOUT = struct.Struct("<5I")
+_HEAD = 512  # more than a header with the largest numbers has
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,25 @@ class RecordFormat:
         """Records of a full page; its last 8 bytes are a checksum."""
         return (self.page_bytes - 8) // self.size
 
+    @property
+    def head_bytes(self) -> int:
+        """Of the header of a file, before its pages, which lie at multiples of their size."""
+        return -(-_HEAD // self.page_bytes) * self.page_bytes
+
     def pages(self, rows: int) -> int:
         return -(-rows // self.per_page)
 
     def layout(self) -> bytes:
         """The same for all that read each other's files."""
         return _LAYOUT.pack(self.width, self.states, _KINDS.index(self.values), self.extra, self.page_bytes)
+
+    @staticmethod
+    def of_layout(layout: bytes) -> RecordFormat:
+        """Inverse of `layout`. ValueError for what it cannot have given."""
+        width, states, kind, extra, page_bytes = _LAYOUT.unpack(layout)
+        if kind >= len(_KINDS) or page_bytes < 8:
+            raise ValueError("no layout of rows")
+        return RecordFormat(width, states, _KINDS[kind], extra, page_bytes)
 
 
 LAYOUT_BYTES = _LAYOUT.size

@@ -8,14 +8,13 @@ from dtf.core.errors import ConfigError
 from dtf.sparse.disk import cache_kernels as kernels
 from dtf.sparse.disk import page_kernels
 from dtf.sparse.disk.record_format import RecordFormat
+from dtf.sparse.id_kernels import round_rows
 from dtf.sparse.row_index import reserve
 
 LAST_STEP = 2**31 - 1
 _SLOTS = 2  # of the index, for each row
 _PER_ROW = 4 * _SLOTS + 8 + 4 + 4 + 1 + 1  # bytes beside a row: slots, id, next use, next of its list, flags, uses
 _BUCKET_BITS = 12
-LEAST_RANGE = 1 << (64 - _BUCKET_BITS)
-"""Hashes of a range of which the dirty rows are known."""
 
 
 class RowCache:
@@ -24,7 +23,8 @@ class RowCache:
     `records` (C, width + states): a row and its state side by side. `extra` (C, bytes).
     """
 
-    def __init__(self, form: RecordFormat, memory_bytes: int) -> None:
+    def __init__(self, form: RecordFormat, memory_bytes: int, low: int, high: int) -> None:
+        """For ids with hashes in [low, high]."""
         self.form = form
         self.capacity = capacity = min(
             memory_bytes // (form.stride * form.dtype.itemsize + form.extra + _PER_ROW), 2**31 // _SLOTS - 1
@@ -43,10 +43,18 @@ class RowCache:
         self.flags, self._uses = np.zeros(capacity, np.uint8), np.zeros(capacity, np.uint8)
         # lists of positions: free ones, and dirty rows by the upper bits of their hash; a position is in one at most.
         # Position + 1 of the first, and how many there are
-        self._free = np.zeros(1, np.int32)
-        self._dirty, self._counts = np.zeros(1 << _BUCKET_BITS, np.int32), np.zeros(1 << _BUCKET_BITS, np.int64)
+        self._low, self._shift = low, max(0, (high - low).bit_length() - _BUCKET_BITS)
+        buckets = ((high - low) >> self._shift) + 1
+        self._free, self._dirty = np.zeros(1, np.int32), np.zeros(buckets, np.int32)
+        self._counts = np.zeros(buckets, np.int64)
         self._top = self._free_count = self._hand = 0  # positions from `top` on were never used
         self._bytes, self._words = self.records.view(np.uint8), self.records.view(np.uint32)
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of the rows that are here, and of their index."""
+        each = self.form.stride * self.form.dtype.itemsize + self.form.extra + _PER_ROW
+        return (self._top - self._free_count) * each
 
     def find(self, ids: np.ndarray, with_absent: bool = False) -> tuple[np.ndarray, int]:
         """Positions (n,) of ids: NOT_CACHED, or NO_ROW for one that is known to have none (`with_absent`: where it is
@@ -107,22 +115,31 @@ class RowCache:
         dirty.
         """
         if self.form.narrow:
-            kernels.round_rows(self._words, self.form.narrow, positions)
+            round_rows(self._words, self.form.narrow, positions)
         return self._list(positions)
 
     def _list(self, positions: np.ndarray) -> int:
-        return kernels.set_dirty(positions, self.flags, self.ids, self._dirty, self._counts, self._next)
+        low, shift = np.uint64(self._low), np.uint64(self._shift)
+        return kernels.set_dirty(positions, self.flags, self.ids, low, shift, self._dirty, self._counts, self._next)
 
-    def dirty_from(self, lows: np.ndarray) -> np.ndarray:
-        """How many rows are dirty in each of the ranges that begin at `lows` (n,) uint64, multiples of LEAST_RANGE."""
-        return np.add.reduceat(self._counts, (lows >> np.uint64(64 - _BUCKET_BITS)).astype(np.int64))
+    def _buckets(self, low: int, high: int) -> slice:
+        return slice((low - self._low) >> self._shift, ((high - self._low) >> self._shift) + 1)
 
-    def dirty_in(self, low: int, high: int) -> np.ndarray:
-        """Positions of the dirty rows of a range, in any order."""
-        some = slice(low // LEAST_RANGE, high // LEAST_RANGE + 1)
+    def _walk(self, some: slice) -> np.ndarray:
         found = np.empty(self._counts[some].sum(), np.int64)
         kernels.walk(self._dirty[some].copy(), self._next, found)
         return found
+
+    def dirty_from(self, lows: np.ndarray) -> np.ndarray:
+        """About how many rows are dirty in each of the ranges that begin at `lows` (n,) uint64."""
+        return np.add.reduceat(self._counts, ((lows - np.uint64(self._low)) >> np.uint64(self._shift)).astype(np.int64))
+
+    def dirty_in(self, low: int, high: int) -> np.ndarray:
+        """Positions of the dirty rows of a range, in any order."""
+        found = self._walk(self._buckets(low, high))
+        hashed = np.empty(len(found), np.uint64)
+        page_kernels.hashes(self.ids[found], hashed)
+        return found[(hashed >= np.uint64(low)) & (hashed <= np.uint64(high))]
 
     def flagged(self, flags: int, low: int, high: int, most: int) -> np.ndarray:
         """At most `most` positions with any of these flags and hashes in [low, high], by ascending hash."""
@@ -134,19 +151,18 @@ class RowCache:
         """Some dirty rows of a range are clean as soon as what is encoded now is written. Returns which of them are
         removed, bool (n,).
         """
-        removed, every = np.empty(len(positions), np.bool_), self.dirty_in(low, high)
+        removed, some = np.empty(len(positions), np.bool_), self._buckets(low, high)
+        every = self._walk(some) if len(positions) < self._counts[some].sum() else positions
         kernels.begin_writing(positions, self.flags, removed)
-        some = slice(low // LEAST_RANGE, high // LEAST_RANGE + 1)
         self._dirty[some] = self._counts[some] = 0
-        if len(every) > len(positions):
-            others = every[self.flags[every] & kernels.DIRTY != 0]
-            self.flags[others] &= ~np.uint8(kernels.DIRTY)
-            self._list(others)
+        others = every[self.flags[every] & kernels.DIRTY != 0]
+        self.flags[others] &= ~np.uint8(kernels.DIRTY)
+        self._list(others)
         return removed
 
-    def end_writing(self, positions: np.ndarray, written: bool) -> int:
+    def end_writing(self, positions: np.ndarray, removed: np.ndarray, written: bool) -> int:
         """Returns how many rows are dirty again."""
-        kernels.end_writing(positions, self.flags)
+        kernels.end_writing(positions, self.flags, removed, written)
         return 0 if written else self._list(positions)
 
     def encode(self, positions: np.ndarray) -> np.ndarray:

@@ -1,84 +1,121 @@
-"""Saves and loads of tables on disk. A save links the segments as they are, and writes the rows that no segment holds
-yet; what it holds never changes afterwards.
+"""Tables on disk in checkpoints. A save links the segments as they are, and writes the rows that no segment holds yet.
 
-Committed by one rename, so that a kill at any moment leaves a whole save or none.
+A checkpoint holds a table in parts, one of each process that wrote it: `table/NAME/disk_K/segments`, and
+`changed` and `removed`, which are newer. Each is the pages of segment files, see `dtf.sparse.disk.segment`; `removed`
+holds ids alone. `table/NAME/columns/KEY` are the first column of a state, or of the `rows`, in a record, and the one
+after the last.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dtf.checkpoint import storage
-from dtf.checkpoint.blocks import Blocks
-from dtf.checkpoint.durable_renames import sync_folder
-from dtf.checkpoint.manifest import BLOCK_BYTES, MAX_BYTES, StoredFile, exact_json, parse_json
+from dtf.checkpoint.manifest import BLOCK_BYTES, StoredFile
 from dtf.core.errors import DataError, io_failure
 from dtf.sparse.disk.cache_kernels import ABSENT, DIRTY, WRITING
-from dtf.sparse.disk.partitioned_run import PartitionedRun
+from dtf.sparse.disk.page_kernels import hashes
+from dtf.sparse.disk.partitioned_run import PartitionedRun, Range, contents
 from dtf.sparse.disk.record_format import RecordFormat
 from dtf.sparse.disk.row_cache import decoded
-from dtf.sparse.disk.segment import LAST, Segment, write_segment
+from dtf.sparse.disk.segment import LAST, PAGES, Segment, layout_of, write_segment
 from dtf.sparse.disk.tiered_records import ENDING, TieredRecords
 
-MANIFEST = "rows.json"
-CHANGED, REMOVED = f"changed{ENDING}", f"removed{ENDING}"
-_FORMAT = 1
-_IDS = RecordFormat(0, 0)  # of REMOVED: ids alone
+SEGMENTS, CHANGED, REMOVED = "segments", "changed", "removed"
+"""The tensors of a part."""
+
+_IDS = RecordFormat(0, 0)  # of REMOVED
 _SLICE = 1 << 20  # dirty rows that are sorted at a time, about
-_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+_PART = re.compile(rf"disk_\d+/({SEGMENTS}|{CHANGED}|{REMOVED})")
+
+Files = list[tuple[Path, StoredFile]]
 
 
-def save(table: TieredRecords, folder: Path) -> None:
-    """Save all rows to a new folder. The table is as before. SaveError where the disk is full or fails: nothing of the
-    folder is there.
+class Part(NamedTuple):
+    """The files of one part, by the name of their tensor."""
+
+    segments: Files
+    changed: Files
+    removed: Files
+
+
+def parts_in(folder: Path, names: set[str], prefix: str) -> list[Part]:
+    """The parts of a table in a checkpoint with tensors of such `names`, of which those of the table begin with
+    `prefix`. Empty: its rows are not kept so. DataError where the checkpoint is not complete.
     """
-    draft = folder.with_name(f"{folder.name}.tmp")
-    try:
-        if os.path.lexists(draft):
-            shutil.rmtree(draft)
-        draft.mkdir(mode=0o700)
-        segments = [segment for part in table.run.ranges for segment in part.files]
-        for segment in segments:
-            _link(segment.path, draft / segment.path.name, segment.stored)
-        extra = [
-            write_segment(draft / CHANGED, 0, LAST, table.form, _dirty(table, False)),
-            write_segment(draft / REMOVED, 0, LAST, _IDS, _dirty(table, True)),
-        ]
-        body = exact_json(
-            {
-                "format": _FORMAT,
-                "layout": table.form.layout().hex(),
-                "rows": table.rows,
-                "bounds": [part.low for part in table.run.ranges],
-                "segments": [_entry(segment) for segment in segments],
-                "changes": [_entry(segment) if segment.rows else None for segment in extra],
-            }
-        )
-        storage.write(draft / MANIFEST, [body, _seal(body)])
-        sync_folder(draft)
-        os.rename(draft, folder)
-        sync_folder(folder.parent)
-    except BaseException as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise io_failure(error, folder) or error from error
-        raise
+    found = [name for name in names if name.startswith(prefix) and _PART.fullmatch(name.removeprefix(prefix))]
+    if not found:
+        return []
+    manifest, parts = storage.read_manifest(folder), dict[str, dict[str, Files]]()
+    for name in found:
+        part, kind = name.removeprefix(prefix).split("/")
+        boxes = sorted(manifest.tensors[name].boxes, key=lambda box: box.offset)
+        parts.setdefault(part, {})[kind] = [(folder / box.file, manifest.files[box.file]) for box in boxes]
+    return [Part(*(parts[part].get(kind, []) for kind in Part._fields)) for part in sorted(parts)]
+
+
+# ---------------------------------------------------------------- saving
+
+
+class RowsSetAside:
+    """All rows of a table as they were, in files of a folder of its own, until `write` has put them elsewhere."""
+
+    def __init__(self, table: TieredRecords) -> None:
+        """Links the segments, writes what is newer. The table is as before. OSError where the disk is full or fails:
+        nothing of the folder is there.
+        """
+        self._folder, self._form = table.folder / "set_aside", table.form
+        try:
+            self.forget()
+            self._folder.mkdir(mode=0o700)
+            self._kinds: dict[str, list[Segment]] = {SEGMENTS: list(table.run.files)}
+            for segment in self._kinds[SEGMENTS]:
+                storage.link(segment.path, self._folder / segment.path.name, segment.stored)
+            for kind, form in ((CHANGED, table.form), (REMOVED, _IDS)):
+                batches = _dirty(table, kind == REMOVED)
+                made = write_segment(self._folder / f"{kind}{ENDING}", 0, LAST, form, batches)
+                self._kinds[kind] = [made] if made.rows else []
+        except BaseException:
+            self.forget()
+            raise
+
+    def write(self, folder: Path, prefix: str, part: str) -> list[dict[str, Any]]:
+        """Put the files into the folder of a checkpoint under names that begin with `prefix`, as tensors whose names
+        begin with `part`. Returns what was written, as `boxes.write_boxes` does. OSError where that fails.
+        """
+        told = []
+        for kind, segments in self._kinds.items():
+            pages = sum(segment.form.pages(segment.rows) for segment in segments)
+            before = 0
+            for segment in segments:
+                name, form = f"{prefix}.{segment.path.name}", segment.form
+                count = form.pages(segment.rows)
+                storage.link(self._folder / segment.path.name, folder / name, segment.stored)
+                shapes = (pages, form.page_bytes), PAGES, (before, 0), (count, form.page_bytes)
+                stored = {"size": segment.stored.size, "crc32": list(segment.stored.crc32)}
+                told.append({"file": name, **stored, "boxes": [[f"{part}/{kind}", "U8", *shapes]]})
+                before += count
+        self.forget()
+        return told
+
+    def forget(self) -> None:
+        """Remove the files."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _dirty(table: TieredRecords, removed: bool) -> Iterator[np.ndarray]:
     """Records of the rows that differ from those in segments, by ascending hash; of removed ones the ids alone."""
+    low, high = table.run.low, table.run.high
     slices = -(-table.cache.capacity // _SLICE)
     for index in range(slices):
-        low, high = (LAST + 1) * index // slices, (LAST + 1) * (index + 1) // slices - 1
-        positions = table.cache.flagged(DIRTY | WRITING, low, high, table.cache.capacity)
+        first, after = (low + (high + 1 - low) * at // slices for at in (index, index + 1))
+        positions = table.cache.flagged(DIRTY | WRITING, first, after - 1, table.cache.capacity)
         positions = positions[(table.cache.flags[positions] & ABSENT != 0) == removed]
         for at in range(0, len(positions), BLOCK_BYTES // table.form.size):
             some = positions[at : at + BLOCK_BYTES // table.form.size]
@@ -88,85 +125,118 @@ def _dirty(table: TieredRecords, removed: bool) -> Iterator[np.ndarray]:
                 yield table.cache.encode(some)
 
 
-def _entry(segment: Segment) -> list[Any]:
-    return [segment.path.name, segment.low, segment.stored.size, list(segment.stored.crc32)]
+# ---------------------------------------------------------------- loading
 
 
-def _seal(body: bytes) -> bytes:
-    return b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
+def same_layout(parts: list[Part], form: RecordFormat) -> bool:
+    """Whether records are kept as `form` says. DataError for a file that holds none."""
+    return all(layout_of(*file) == form for part in parts for file in (*part.segments, *part.changed))
 
 
-def _link(source: Path, target: Path, stored: StoredFile) -> None:
-    """The file under another name, copied where it cannot be linked. DataError where a copy is not what was written."""
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        with open(source, "rb") as file:
-            if storage.write(target, iter(lambda: file.read(BLOCK_BYTES), b"")) != stored:
-                raise DataError(f"{source}: is damaged") from None
+def load(table: TieredRecords, parts: list[Part]) -> None:
+    """Fill an empty table with its range of what was saved, in the same format. The files were compared with their
+    digests before, or a damaged page is found when it is read.
 
-
-def load(table: TieredRecords, folder: Path, verify: bool = True) -> None:
-    """Fill an empty table with what was saved. `verify`: compare the digests of all files first; else a damaged page is
-    found when it is read.
-
-    DataError that names what is damaged or of another format. Errors of TieredRecords; the table is not whole then.
+    DataError that names what is damaged. Errors of TieredRecords; the table is not whole then.
     """
-    data = _manifest(folder)
-    if data["layout"] != table.form.layout().hex():
-        raise DataError(f"{folder}: rows of another width, state or number format than those of the table")
-    entries = {name: (low, StoredFile(size, tuple(crc))) for name, low, size, crc in data["segments"]}
-    changes = [entry and (entry[0], StoredFile(entry[2], tuple(entry[3]))) for entry in data["changes"]]
-    files = {name: stored for name, (_, stored) in entries.items()} | dict(each for each in changes if each)
-    for name, stored in files.items() if verify else ():
-        blocks = Blocks(folder, name, stored)
-        for number in sorted(blocks.damaged(range(len(stored.crc32)))):
-            raise DataError(f"{folder}/{blocks.damage(number, number + 1)}")
+    low, high = table.run.low, table.run.high
     try:
+        there = [opened(table.form, *file) for part in parts for file in part.segments]
+        ranges = [each for each in PartitionedRun(table.form, 0, LAST, files=there).ranges if each.files]
+        mine = [file for each in ranges if each.low <= high and each.high >= low for file in _linked(table, each)]
+        table.run = PartitionedRun(table.form, low, high, files=mine)
+        table.rows = sum(file.new for file in mine)
         most = max(1, table.cache.capacity // 4)  # the memory may be smaller than it was
-        table.run = _linked_run(table, folder, data["bounds"], entries)
-        for each, form, whole in zip(changes, (table.form, _IDS), (True, False), strict=True):
-            if each:
-                for batch in Segment(0, LAST, form).open(folder / each[0], each[1]).chunks(0, LAST):
-                    ids = decoded(batch, form)[0]
-                    for at in range(0, len(ids), most):
-                        table.put_dirty(ids[at : at + most], batch[at : at + most] if whole else None)
+        for part in parts:
+            for file in part.changed:
+                for batch in opened(table.form, *file).chunks(low, high):
+                    for some in (batch[at : at + most] for at in range(0, len(batch), most)):
+                        table.replace(ids_of(some), some)
+            for file in part.removed:
+                for batch in opened(_IDS, *file).chunks(low, high):
+                    for some in (batch[at : at + most] for at in range(0, len(batch), most)):
+                        table.remove(ids_of(some), 0)
     except FileNotFoundError as error:
         raise DataError(f"{error.filename} is missing") from None
     except OSError as error:
-        raise io_failure(error, folder) or error from error
-    table.rows = data["rows"]
+        raise io_failure(error, table.folder) or error from error
 
 
-def _linked_run(
-    table: TieredRecords, folder: Path, bounds: list[int], entries: dict[str, tuple[int, StoredFile]]
-) -> PartitionedRun:
-    run = PartitionedRun(table.form, bounds)
-    files: dict[int, list[Segment]] = {}  # of each range, oldest first
-    highs = {part.low: part.high for part in run.ranges}
-    for name, (low, stored) in entries.items():
-        path = table.new_path()
-        _link(folder / name, path, stored)
-        files.setdefault(low, []).append(Segment(low, highs[low], table.form).open(path, stored))
-    run.ranges = [part._replace(files=tuple(files.get(part.low, ()))) for part in run.ranges]
-    run.settle()
-    return run
+def _linked(table: TieredRecords, part: Range) -> list[Segment]:
+    """What stored files hold of the range of a table, in files of the table's own."""
+    low, high, form = table.run.low, table.run.high, table.form
+    if low <= part.low and part.high <= high:
+        own = []
+        for file in part.files:
+            path = table.new_path()
+            storage.link(file.path, path, file.stored)
+            own.append(opened(form, path, file.stored))
+        return own
+    low, high = max(low, part.low), min(high, part.high)
+    batches = contents(part.files, low, high, np.empty((0, form.size), np.uint8), np.empty(0, np.bool_))
+    made = write_segment(table.new_path(), low, high, form, batches)
+    return [made] if made.rows else []
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    """DataError where it is missing or a byte of it differs."""
-    path = folder / MANIFEST
-    try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise DataError(f"{path} is missing; the rows were not saved whole") from None
-    body = content[: -len(_seal(b""))]
-    if content[len(body) :] != _seal(body):
-        raise DataError(f"{path} is damaged: its bytes do not have the SHA-256 at its end")
-    data = parse_json(body)
-    if data["format"] != _FORMAT:
-        raise DataError(f"{path} has format {data['format']}, this version of dtf reads format {_FORMAT}")
-    return data
+def opened(form: RecordFormat, path: Path, stored: StoredFile) -> Segment:
+    """A stored segment."""
+    return Segment(0, LAST, form).open(path, stored)
+
+
+def rows_of(part: Part) -> Iterator[tuple[RecordFormat, np.ndarray, np.ndarray, np.ndarray]]:
+    """All rows of a part, some at a time, as copies: how they are kept, ids (n,), rows with their states, extra.
+
+    DataError for a damaged file.
+    """
+    files = part.segments or part.changed
+    if not files:
+        return
+    form = layout_of(*files[0])
+    segments = [opened(form, *file) for file in part.segments]
+    changed = [opened(form, *file) for file in part.changed]
+    removed = [opened(_IDS, *file) for file in part.removed]
+    for low, high, held in PartitionedRun(form, 0, LAST, files=segments).ranges:
+        for batch in contents(held, low, high, *_newer(form, changed, removed, low, high)):
+            yield (form, *decoded(batch, form))
+
+
+def tensors_of(parts: list[Part], columns: Mapping[str, tuple[int, int]], since: str) -> dict[str, np.ndarray]:
+    """All rows by ascending id, as a checkpoint of a table in memory has them: `ids` (n,), `rows` (n, width), states,
+    and what `extra` keeps under the name `since`.
+    """
+    batches = [batch[1:] for part in parts for batch in rows_of(part)]
+    if not batches:
+        return {}
+    ids, records, extra = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
+    order = np.argsort(ids)
+    found = {"ids": ids[order]} | ({since: extra[order].view(np.float64).reshape(-1)} if extra.shape[1] else {})
+    for key, (first, last) in columns.items():
+        found[key] = records[order, first:last] if key == "rows" or last - first > 1 else records[order, first]
+    return found
+
+
+def _newer(
+    form: RecordFormat, changed: list[Segment], removed: list[Segment], low: int, high: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Records (n, size) that are newer than those of a range, by ascending hash, and which of them are removed."""
+    parts = [batch.copy() for segment in changed for batch in segment.chunks(low, high)]
+    kept = sum(map(len, parts))
+    for ids in (ids for segment in removed for ids in segment.chunks(low, high)):
+        batch = np.zeros((len(ids), form.size), np.uint8)
+        batch[:, :8] = ids
+        parts.append(batch)
+    records = np.concatenate([np.empty((0, form.size), np.uint8), *parts])
+    gone = np.arange(len(records)) >= kept
+    order = _by_hash(records)
+    return records[order], gone[order]
+
+
+def _by_hash(records: np.ndarray) -> np.ndarray:
+    hashed = np.empty(len(records), np.uint64)
+    hashes(ids_of(records), hashed)
+    return np.argsort(hashed)
+
+
+def ids_of(records: np.ndarray) -> np.ndarray:
+    """Ids (n,) of records (n, size)."""
+    return records[:, :8].copy().view(np.int64).reshape(-1)

@@ -1,8 +1,8 @@
 """An immutable file of records of one range of hash(id), by ascending hash.
 
-Pages of records with a checksum each; the first hash of each page; perhaps a filter of the hashes; then a tail that
-says what the file holds. Written under a temporary name, made durable, renamed. In memory a segment takes 8 bytes a
-page, and its filter.
+A safetensors file of two tensors. `pages`: pages of records with a checksum each, at multiples of their size. `end`:
+the first hash of each page, perhaps a filter of the hashes, and a tail that says what the file holds. Written under a
+temporary name, made durable, renamed. In memory a segment takes 8 bytes a page, and its filter.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
 from dtf.checkpoint import storage
 from dtf.checkpoint.manifest import StoredFile
-from dtf.core.errors import DataError
+from dtf.checkpoint.safetensors_format import header
+from dtf.core.errors import ConfigError, DataError
 from dtf.sparse.disk import page_kernels as kernels
 from dtf.sparse.disk.record_format import LAYOUT_BYTES, PAGE_BYTES, RecordFormat
 from dtf.sparse.row_index import reserve
@@ -32,9 +34,12 @@ LAST = 2**64 - 1
 BATCH_BYTES = 1 << 20
 """Bytes that are read, merged or written at a time."""
 
+PAGES, _END = "pages", "end"
 _MAGIC = b"dtfrows1"
-_TAIL = struct.Struct(f"<8s{LAYOUT_BYTES}s5QI")
-"""Format, layout; rows, low, high, seed of checksums, words of the filter; crc32 of all that follows pages."""
+_TAIL = struct.Struct(f"<8s{LAYOUT_BYTES}s7QI")
+"""Format, layout; rows, low, high, seed of checksums, words of the filter, place, new rows; crc32 of all that follows
+pages.
+"""
 
 
 class Segment:
@@ -46,12 +51,13 @@ class Segment:
         self.path, self.stored = Path(), StoredFile(0, ())
         self.firsts = np.empty(0, np.uint64)  # (pages,) the first hash of each
         self.filter = np.empty(0, np.uint64)  # empty: there is none
+        self.place = self.new = 0  # among the files of its range, from the oldest on; rows that are not in older ones
         self.direct = False  # whether reads pass by the page cache
         self.about = (0,) * 7  # a row of the table of `page_kernels.plan`; its addresses hold as long as this object
 
     def open(self, path: Path, stored: StoredFile) -> Segment:
-        """Take what the file says of itself. DataError that names it where it is not what it should be, or its end is
-        damaged; a damaged page is found when it is read.
+        """Take what the file says of itself, its range too. DataError that names it where it is not what it should be,
+        or its end is damaged; a damaged page is found when it is read.
         """
         self.path, self.stored = path, stored
         self.direct, self.file = True, -1
@@ -69,15 +75,11 @@ class Segment:
         return self
 
     def _read_tail(self) -> None:
-        size = os.fstat(self.file).st_size
-        if size != self.stored.size or size < _TAIL.size:
-            raise DataError(f"{self.path}: has {size} bytes instead of {self.stored.size}")
         plain = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            magic, layout, rows, low, high, seed, words, digest = _TAIL.unpack(
-                os.pread(plain, _TAIL.size, size - _TAIL.size).ljust(_TAIL.size, b"\0")
-            )
-            start = self.form.pages(rows) * self.form.page_bytes
+            magic, layout, rows, low, high, seed, words, place, new, digest = _tail(self.path, plain, self.stored)
+            size = self.stored.size
+            start = self.form.head_bytes + self.form.pages(rows) * self.form.page_bytes
             end = os.pread(plain, size - start, start) if start < size else b""
         finally:
             os.close(plain)
@@ -86,12 +88,9 @@ class Segment:
         pages = self.form.pages(rows)
         if len(end) != 8 * (pages + words) + _TAIL.size or crc32(end[:-4]) != digest:
             raise DataError(f"{self.path}: its end is damaged")
-        if (low, high) != (self.low, self.high):
-            raise DataError(f"{self.path}: holds hashes {low} to {high} instead of {self.low} to {self.high}")
-        self.rows, self.seed = rows, seed
+        self.low, self.high, self.rows, self.seed, self.place, self.new = low, high, rows, seed, place, new
         self.firsts = np.frombuffer(end, np.uint64, pages).copy()
         self.filter = np.frombuffer(end, np.uint64, words, 8 * pages).copy()
-
         seed, firsts, some = int(np.uint64(seed).view(np.int64)), self.firsts, self.filter
         self.about = (self.file, seed, rows, firsts.ctypes.data, len(firsts), some.ctypes.data, len(some))
 
@@ -104,7 +103,7 @@ class Segment:
         if outcome == kernels.UNREADABLE:
             plain = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                os.pread(plain, self.form.page_bytes, page * self.form.page_bytes)
+                os.pread(plain, self.form.page_bytes, self.form.head_bytes + page * self.form.page_bytes)
             except OSError as error:
                 return OSError(error.errno, error.strerror, str(self.path))
             finally:
@@ -122,7 +121,7 @@ class Segment:
         records = np.empty((most * form.per_page, form.size), np.uint8)
         for page in range(first, last, most):
             some = pages[: min(most, last - page)]
-            got = kernels.fill(self.file, some.ctypes.data, some.nbytes, page * form.page_bytes)
+            got = kernels.fill(self.file, some.ctypes.data, some.nbytes, form.head_bytes + page * form.page_bytes)
             if got < some.nbytes:
                 raise self.damage(page + got // form.page_bytes, kernels.UNREADABLE)
             damaged = kernels.unseal(some, page, self.rows, form.size, np.uint64(self.seed), records)
@@ -132,6 +131,27 @@ class Segment:
             yield within(here, low, high)
         if not self.direct and last > first:
             self.drop_cache()
+
+
+def _tail(path: Path, file: int, stored: StoredFile) -> tuple[Any, ...]:
+    size = os.fstat(file).st_size
+    if size != stored.size or size < _TAIL.size:
+        raise DataError(f"{path}: has {size} bytes instead of {stored.size}")
+    return _TAIL.unpack(os.pread(file, _TAIL.size, size - _TAIL.size).ljust(_TAIL.size, b"\0"))
+
+
+def layout_of(path: Path, stored: StoredFile) -> RecordFormat:
+    """How the records of a segment are kept. DataError where it is none."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        magic, layout, *_ = _tail(path, file, stored)
+        if magic != _MAGIC:
+            raise ValueError("no rows")
+        return RecordFormat.of_layout(layout)
+    except (ValueError, ConfigError) as error:
+        raise DataError(f"{path}: holds no rows of a table: {error}") from None
+    finally:
+        os.close(file)
 
 
 def within(records: np.ndarray, low: int, high: int) -> np.ndarray:
@@ -146,15 +166,23 @@ def filter_bytes(rows: int) -> int:
 
 
 def write_segment(
-    path: Path, low: int, high: int, form: RecordFormat, batches: Iterable[np.ndarray], filtered: bool = False
+    path: Path,
+    low: int,
+    high: int,
+    form: RecordFormat,
+    batches: Iterable[np.ndarray],
+    filtered: bool = False,
+    place: int = 0,
+    new: int = 0,
 ) -> Segment:
     """Write records (n, size) by ascending hash, batch by batch, durably. OSError: nothing of it is left. `filtered`:
-    with a filter of `filter_bytes`.
+    with a filter. `place`, `new`: see `Segment`; the oldest has all rows new.
     """
     made = Segment(low, high, form)
+    made.place, made.new = place, new
     draft = path.with_name(f"{path.name}.tmp")
     try:
-        stored = storage.write(draft, _pieces(made, batches, filtered))
+        stored = storage.write(draft, _pieces(made, batches, filtered), (form.head_bytes, lambda: _head(made)))
         if not made.rows:
             os.unlink(draft)
             return made
@@ -164,6 +192,13 @@ def write_segment(
             os.unlink(draft)
         raise
     return made.open(path, stored)
+
+
+def _head(made: Segment) -> bytes:
+    form, pages = made.form, made.form.pages(made.rows)
+    end = 8 * pages + made.filter.nbytes + _TAIL.size
+    tensors = ((PAGES, "U8", (pages, form.page_bytes)), (_END, "U8", (end,)))
+    return header(tensors, form.head_bytes)
 
 
 def _pieces(made: Segment, batches: Iterable[np.ndarray], filtered: bool) -> Iterator[memoryview]:
@@ -183,11 +218,20 @@ def _pieces(made: Segment, batches: Iterable[np.ndarray], filtered: bool) -> Ite
         made.rows += len(batch)
     if len(rest):
         yield _sealed(rest, page, made, firsts)
-    words = np.zeros(filter_bytes(made.rows) // 8 if filtered else 0, np.uint64)
+    made.filter = np.zeros(filter_bytes(made.rows) // 8 if filtered else 0, np.uint64)
     for each in hashed:
-        kernels.fill_filter(each, words)
-    end = b"".join(each.tobytes() for each in [*firsts, words])
-    end += _TAIL.pack(_MAGIC, form.layout(), made.rows, made.low, made.high, made.seed, len(words), 0)[:-4]
+        kernels.fill_filter(each, made.filter)
+    end = b"".join(each.tobytes() for each in [*firsts, made.filter])
+    what = (
+        made.rows,
+        made.low,
+        made.high,
+        made.seed,
+        len(made.filter),
+        made.place,
+        made.new if made.place else made.rows,
+    )
+    end += _TAIL.pack(_MAGIC, form.layout(), *what, 0)[:-4]
     yield memoryview(end + struct.pack("<I", crc32(end)))
 
 

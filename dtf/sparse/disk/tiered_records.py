@@ -19,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dtf.core.errors import ConfigError, SaveError, io_failure
-from dtf.sparse.disk.cache_kernels import ABSENT, DIRTY, NOT_CACHED, WRITING
+from dtf.sparse.disk.cache_kernels import ABSENT, DIRTY, NOT_CACHED, STORED, WRITING
 from dtf.sparse.disk.partitioned_run import PartitionedRun, Range, Reading, Sweeper, contents
 from dtf.sparse.disk.record_format import RecordFormat
-from dtf.sparse.disk.row_cache import LAST_STEP, LEAST_RANGE, RowCache, by_hash, decoded
+from dtf.sparse.disk.row_cache import LAST_STEP, RowCache, by_hash, decoded
 from dtf.sparse.disk.segment import LAST
 
 DEPTH = 32
@@ -50,6 +50,7 @@ _STACK_BYTES = 1 << 19
 class _Sweep(NamedTuple):
     part: Range
     positions: np.ndarray
+    removed: np.ndarray
     made: Future[list[Range]]
 
 
@@ -60,9 +61,8 @@ class _Prefetch(NamedTuple):
 
 class TieredRecords:
     """Rows by id, at most `memory_bytes` of them in memory, the others in `folder`, which is this object's alone: files
-    that a killed process left there are removed. The ids of one call are distinct; -1 stands for no row.
-
-    `ranges`: of hashes, a power of two; None: as the memory is.
+    that a killed process left there are removed. The hashes of ids are in [low, high]. The ids of one call are
+    distinct; -1 stands for no row. `ranges`: into which hashes are divided at first; None: as the memory is.
 
     Positions index `records` (C, width + states) and `extra` (C, bytes). They hold until the next call of a method
     that takes ids. Who changes rows says so with `changed` before that.
@@ -76,6 +76,8 @@ class TieredRecords:
         folder: Path,
         form: RecordFormat,
         memory_bytes: int,
+        low: int = 0,
+        high: int = LAST,
         depth: int = DEPTH,
         ranges: int | None = None,
         segment_bytes: int = SEGMENT_BYTES,
@@ -83,15 +85,15 @@ class TieredRecords:
     ) -> None:
         self.folder, self.form = folder, form
         filters = int(FILTER_SHARE * memory_bytes)
-        self.cache = RowCache(form, memory_bytes - filters)
+        self.cache = RowCache(form, memory_bytes - filters, low, high)
         self.records, self.extra = self.cache.records, self.cache.extra
         if ranges is None:
             ranges = max(RANGES[0], min(1 << (self.cache.capacity * form.size // RANGE_BYTES).bit_length(), RANGES[1]))
-        self.run = PartitionedRun(form, [(LAST + 1) * index // ranges for index in range(ranges)])
+        self.run = PartitionedRun(form, low, high, ranges)
         self.rows = self.dirty = 0
         self.hits = self.misses = self.pages_read = self.rows_swept = self.bytes_swept = 0
         self._depth = depth
-        self._sweeper = Sweeper(form, max(1, segment_bytes // form.size), LEAST_RANGE, filters, self.new_path)
+        self._sweeper = Sweeper(form, max(1, segment_bytes // form.size), filters, self.new_path)
         self._most_dirty = int(dirty_share * self.cache.capacity)
         self._readers = _small_threads(depth)
         self._writer = ThreadPoolExecutor(1, "sweep")
@@ -107,6 +109,10 @@ class TieredRecords:
 
     def __len__(self) -> int:
         return self.rows
+
+    def byte_count(self) -> int:
+        """Bytes of the rows that are in memory, and of what finds rows."""
+        return self.cache.byte_count + self.run.filter_bytes + sum(file.firsts.nbytes for file in self.run.files)
 
     # ------------------------------------------------------------ rows
 
@@ -152,7 +158,7 @@ class TieredRecords:
         own = positions[there]
         if (self.cache.flags[own] & ABSENT == 0).any():
             raise ValueError("an id has a row already")
-        self.cache.flags[own] &= np.uint8(WRITING | DIRTY)
+        self.cache.flags[own] &= np.uint8(WRITING | DIRTY | STORED)
         self.records[own] = 0
         self.extra[own] = 0
         self.rows += len(own)
@@ -206,7 +212,7 @@ class TieredRecords:
         for threads in (self._writer, self._readers):
             threads.shutdown(cancel_futures=True)
         self._sweep = self._prefetch = None
-        self.run = PartitionedRun(self.form, [0])
+        self.run = PartitionedRun(self.form, self.run.low, self.run.high)
         self._remove_files()
 
     # ------------------------------------------------------------ what comes from other threads
@@ -238,18 +244,16 @@ class TieredRecords:
         chosen = np.flatnonzero(fresh)
         positions = self._allocate(len(chosen))
         found = reading.found[chosen] != 0
-        self.cache.insert(reading.ids[chosen], positions, np.where(found, np.uint8(0), np.uint8(ABSENT)), step)
+        self.cache.insert(reading.ids[chosen], positions, np.where(found, np.uint8(STORED), np.uint8(ABSENT)), step)
         self.cache.decode(reading.records, chosen[found], positions[found])
 
-    def put_dirty(self, ids: np.ndarray, records: np.ndarray | None) -> None:
-        """Rows that are not on disk as they should be: as `records` (n, size) say, or None: removed. Of a table that is
-        loaded; `rows` is the caller's to set.
-        """
-        positions = self._allocate(len(ids))
-        self.cache.insert(ids, positions, ABSENT if records is None else 0)
-        if records is not None:
-            self.cache.decode(records, np.arange(len(ids)), positions)
-        self.dirty += self.cache.set_dirty(positions)
+    def replace(self, ids: np.ndarray, records: np.ndarray) -> None:
+        """Put `records` (n, size) in place of the rows of ids (n,), whether they are there or not."""
+        positions = self.place(ids, self._step)
+        absent = np.flatnonzero(positions < 0)
+        positions[absent] = self.make(ids[absent])
+        self.cache.decode(records, np.arange(len(ids)), positions)
+        self.changed(positions)
 
     def _allocate(self, count: int) -> np.ndarray:
         """Free positions (count,). Rows that no known step needs go first, by recency, then those of far steps; where
@@ -264,7 +268,8 @@ class TieredRecords:
                 taken = np.concatenate([taken, self._take(count - len(taken), 1, 0)])
             if len(taken) < count:
                 raise ConfigError(
-                    f"{self.cache.capacity} rows of a table fit into its memory, and one step needs more; give it more"
+                    f"{self.cache.capacity} rows of a table fit into its memory, and one step needs more; set a larger "
+                    "sparse.memory_gb"
                 )
         except BaseException:
             self.cache.give_back(taken)
@@ -290,34 +295,37 @@ class TieredRecords:
 
     def _begin_sweep(self) -> None:
         """Write the dirty rows of the range that has most of them, in another thread."""
-        if not self.dirty:
+        for index in np.argsort(-self.cache.dirty_from(self.run.lows)) if self.dirty else ():
+            part = self.run.ranges[index]
+            positions, filters = self.cache.dirty_in(part.low, part.high), self.run.filter_bytes
+            if not len(positions):
+                continue
+            removed = self.cache.flags[positions] & ABSENT != 0
+            delta = self._sweeper.fits(part, len(positions), filters) and removed.mean() <= MOST_REMOVED
+            if delta:
+                positions = positions[~removed]
+            new = int((self.cache.flags[positions] & STORED == 0).sum())
+            records = self.cache.encode(positions)
+            removed = self.cache.begin_writing(positions, part.low, part.high)
+            self.dirty -= len(positions)
+            write = self._sweeper.write_delta if delta else self._sweeper.write_base
+            made = self._writer.submit(write, part, records, removed, filters, new)
+            self._sweep = _Sweep(part, positions, removed, made)
             return
-        part = self.run.ranges[int(np.argmax(self.cache.dirty_from(self.run.lows)))]
-        positions, filters = self.cache.dirty_in(part.low, part.high), self.run.filter_bytes
-        removed = self.cache.flags[positions] & ABSENT != 0
-        delta = self._sweeper.fits(part, len(positions), filters) and removed.mean() <= MOST_REMOVED
-        if delta:
-            positions = positions[~removed]
-        records = self.cache.encode(positions)
-        removed = self.cache.begin_writing(positions, part.low, part.high)
-        self.dirty -= len(positions)
-        write = self._sweeper.write_delta if delta else self._sweeper.write_base
-        made = self._writer.submit(write, part, records, removed, filters)
-        self._sweep = _Sweep(part, positions, made)
 
     def finish_sweep(self) -> None:
         """Wait for the sweep that goes on, if one does. After an error its rows are dirty as before."""
         if self._sweep is None:
             return
-        (part, positions, made), self._sweep = self._sweep, None
+        (part, positions, removed, made), self._sweep = self._sweep, None
         try:
             new = made.result()
         except BaseException as error:
-            self.dirty += self.cache.end_writing(positions, False)
+            self.dirty += self.cache.end_writing(positions, removed, False)
             if isinstance(error, OSError):
                 raise io_failure(error, self.folder) or error from error
             raise
-        self.cache.end_writing(positions, True)
+        self.cache.end_writing(positions, removed, True)
         self.run.replace(part, new)
         self.rows_swept += len(positions)
         self.bytes_swept += sum(file.stored.size for each in new for file in each.files if file not in part.files)

@@ -370,7 +370,7 @@ class PipelineProgram(Program):
         for stage in self._stages.values() if share.index == 0 else ():
             common += self._shared.once(stage.index, buffers(stage), seen)
         averages = [box for stage in self._stages.values() for box in own_averages(stage, share)]
-        return State(state.boxes + common + averages, state.scalars, private=True)
+        return state._replace(boxes=state.boxes + common + averages, private=True)
 
     def load(self, source: Source) -> None:
         self._update.load(source)

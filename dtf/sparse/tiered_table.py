@@ -1,0 +1,177 @@
+"""A sparse table larger than memory: rows that find no room lie on disk (`sparse.disk`). Its numbers are those of a
+table in memory, bit for bit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from dtf.api.row_optimizer import RowOptimizer
+from dtf.api.sparse_table import Table
+from dtf.core.errors import ConfigError
+from dtf.host.scratch import scratch_folder
+from dtf.sparse.disk import saved_rows
+from dtf.sparse.disk.record_format import RecordFormat
+from dtf.sparse.disk.saved_rows import Part, RowsSetAside
+from dtf.sparse.disk.tiered_records import TieredRecords
+from dtf.sparse.store import DECAYED, Rows, SparseTable, full
+
+_PREFIX = "dtf-rows-"
+_SINCE = 8  # bytes of `extra`, where steps shrink rows: see `SparseTable.decayed`
+_SHARE = 4  # of the rows that memory holds, what is put at a time
+
+
+class TieredTable(SparseTable):
+    """See `SparseTable`. `memory_bytes`: of rows and their index. `hashes`: the least and the largest hash of the ids
+    that come, see `owned_hashes`. Positions hold until the next call.
+
+    Also raises SaveError where the disk is full or fails, DataError where a page is damaged.
+    """
+
+    def __init__(
+        self,
+        spec: Table,
+        rule: RowOptimizer,
+        seed: int,
+        name: str,
+        dtype: np.dtype | type,
+        memory_bytes: int,
+        hashes: tuple[int, int],
+    ) -> None:
+        self._memory_bytes, self._hashes, self._step = memory_bytes, hashes, 0
+        self._folders = ExitStack()
+        # here, as the base class makes the rows
+        parent = Path(rule.disk).expanduser()
+        try:
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder = self._folders.enter_context(scratch_folder(_PREFIX, parent)) / "rows"
+        except OSError as error:
+            raise ConfigError(f"sparse.disk={rule.disk} cannot be used: {error}") from error
+        self._tiers: TieredRecords | None = None
+        super().__init__(spec, rule, seed, name, dtype)
+        weakref.finalize(self, self._folders.close)
+
+    def clear(self) -> None:
+        """Remove all rows."""
+        if self._tiers is not None:
+            self._tiers.close()
+        states = self.stride - self.width
+        values = "float64" if self.dtype == np.float64 else "bfloat16" if self._rounds else "float32"
+        form = RecordFormat(self.width, states, values, _SINCE * self.decays)
+        tiers = self._tiers = TieredRecords(self._folder, form, self._memory_bytes, *self._hashes)
+        self._records = tiers.records
+        self._since = tiers.extra.view(np.float64).reshape(-1) if self.decays else None
+        self.decayed = 0.0
+
+    @property
+    def decays(self) -> bool:
+        """Whether steps shrink all rows."""
+        return bool(self.rule.shrinkage(self.rule.rate(1e-9)))
+
+    @property
+    def tiers(self) -> TieredRecords:
+        """What holds the rows."""
+        assert self._tiers is not None
+        return self._tiers
+
+    def __len__(self) -> int:
+        return len(self.tiers)
+
+    def byte_count(self) -> int:
+        """Memory of the rows that are in memory, their state and the index."""
+        return self.tiers.byte_count()
+
+    def lookup(self, ids: np.ndarray, create: bool) -> np.ndarray:
+        lookup, most = super().lookup, max(1, self.tiers.cache.capacity // _SHARE)
+        if create or len(ids) <= most:
+            return lookup(ids, create)
+        return np.concatenate([lookup(ids[at : at + most], create) for at in range(0, len(ids), most)])
+
+    def update(
+        self,
+        ids: np.ndarray,
+        gradients: np.ndarray,
+        lr: float,
+        factor: float,
+        step: int,
+        seen: np.ndarray | None = None,
+    ) -> None:
+        super().update(ids, gradients, lr, factor, step, seen)
+        self._step += 1  # not `step`, which stands still where a step is skipped
+
+    def read_ahead(self, ids: np.ndarray) -> None:
+        """Begin to read the rows of ids that the next step needs."""
+        self.tiers.prefetch(ids[ids != -1], self._step + 1)
+
+    def scan(self) -> Iterator[tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]]:
+        """All rows, some at a time, as copies: ids (n,), rows (n, width), states as of `Rows`. No other method may be
+        called meanwhile.
+        """
+        for ids, records, extra in self.tiers.scan():
+            yield self.parts_of(ids, records, extra)
+
+    def parts_of(
+        self, ids: np.ndarray, records: np.ndarray, extra: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """Of records side by side (n, width + states) rows and states."""
+        states = {name: records[:, columns] for name, columns in self._columns.items()}
+        states = {name: values.reshape(-1) if values.shape[1] == 1 else values for name, values in states.items()}
+        if extra.shape[1]:
+            states[DECAYED] = extra.copy().view(np.float64).reshape(-1)
+        return ids, records[:, : self.width], states
+
+    def export(self) -> Rows:
+        """All rows by ascending id, as copies, in memory."""
+        parts = list(self.scan()) or [self.parts_of(*_nothing(self.tiers.form))]
+        ids = np.concatenate([part[0] for part in parts])
+        order = np.argsort(ids)
+        states = {name: np.concatenate([part[2][name] for part in parts])[order] for name in parts[0][2]}
+        return Rows(ids[order], np.concatenate([part[1] for part in parts])[order], states)
+
+    def put(self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray] | None, step: int = 0) -> None:
+        most = max(1, self.tiers.cache.capacity // _SHARE)
+        for at in range(0, max(1, len(ids)), most):
+            some = slice(at, at + most)
+            super().put(ids[some], rows[some], states and {name: values[some] for name, values in states.items()}, step)
+
+    def set_aside(self) -> RowsSetAside:
+        """All rows as they are now, in files. OSError where the disk is full or fails."""
+        return RowsSetAside(self.tiers)
+
+    def load(self, parts: list[Part]) -> bool:
+        """Fill an empty table with its range of what `set_aside` wrote, as it lies. False where other records were
+        kept: nothing is loaded. DataError for what is damaged.
+        """
+        if not saved_rows.same_layout(parts, self.tiers.form):
+            return False
+        saved_rows.load(self.tiers, parts)
+        return True
+
+    def _find(self, ids: np.ndarray) -> np.ndarray:
+        return self.tiers.place(ids, self._step)
+
+    def _place(self, ids: np.ndarray, draw: bool = True) -> np.ndarray:
+        positions = self.tiers.place(ids, self._step)
+        new = np.flatnonzero((positions < 0) & (ids != -1))
+        if not len(new):
+            return positions
+        if len(self) + len(new) > self._capacity:
+            raise full(self.name, self._capacity, len(self) + len(new))
+        positions[new] = self.tiers.make(ids[new])
+        self._begin(ids[new], positions[new], draw)
+        return positions
+
+    def _remember_decay(self) -> None:
+        """It is remembered from the first step on."""
+
+    def _changed(self, positions: np.ndarray) -> None:
+        self.tiers.changed(positions)
+
+
+def _nothing(form: RecordFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return np.empty(0, np.int64), np.empty((0, form.stride), form.dtype), np.empty((0, form.extra), np.uint8)

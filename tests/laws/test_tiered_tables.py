@@ -1,0 +1,72 @@
+"""Laws, for tables of which a part lies on disk: the numbers of tables in memory, under every strategy, and one
+checkpoint for both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.laws.test_sharded_tables import ANY, WAYS
+from tests.support.harness import difference, reference, spread
+
+slow = pytest.mark.slow
+RECIPE = ANY | {"values": 4000, "capacity": 5000}
+MEMORY_GB = 42e-6
+"""Of both tables in a process: of two hundred rows, and a step meets about half as many."""
+
+DISKS = {name: way for name, way in WAYS.items() if name != "columns"}
+
+
+def tiered(folder: Path, **options: Any) -> dict[str, Any]:
+    """A case whose rows lie on disk, but for a few."""
+    return {"sparse_options": {"disk": str(folder / "rows"), "memory_gb": MEMORY_GB, **options}, "recipe": RECIPE}
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in ("rows", "two servers") else slow) for way in DISKS]
+)
+def test_every_strategy_gives_the_numbers_of_tables_in_memory(way: str, tmp_path: Path) -> None:
+    strategy, processes, options = DISKS[way]
+    found = spread(strategy, processes, options=options, steps=8, **tiered(tmp_path))
+    assert difference(reference(steps=8, recipe=RECIPE), found) <= 1e-10
+
+
+@pytest.mark.parametrize("rule", ["sgd", pytest.param("rowwise_adagrad", marks=slow)])
+@pytest.mark.parametrize(("precision", "values"), [("fp64", "param"), ("fp32", "bf16")])
+def test_bits_are_those_of_a_table_in_memory(precision: str, values: str, rule: str, tmp_path: Path) -> None:
+    more = {"weight_decay": 0.1, "values": values}
+    case: dict[str, Any] = {"sparse": rule, "precision": precision, "steps": 8}
+    on_disk = spread("ddp", 1, **case, **tiered(tmp_path, **more))
+    assert difference(spread("ddp", 1, recipe=RECIPE, sparse_options=more, **case), on_disk) == 0
+
+
+PAIRS = [
+    ("rows", True, "two servers", True),
+    ("two servers of rows", True, "columns", False),
+    ("columns", False, "rows", True),
+    ("replicated", True, "server", False),
+    ("server", False, "one process", True),
+    ("one process", True, "rows", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("first", "is_tiered", "second", "goes_on_tiered"),
+    [pytest.param(*pair, marks=slow if i % 3 else ()) for i, pair in enumerate(PAIRS)],
+)
+def test_a_checkpoint_goes_on_on_disk_and_in_memory(
+    first: str, is_tiered: bool, second: str, goes_on_tiered: bool, tmp_path: Path
+) -> None:
+    """With weight decay that acts on rows nobody touches, some of which are on disk."""
+    decay = {"weight_decay": 0.1}
+    plain: dict[str, Any] = {"recipe": RECIPE, "sparse_options": decay}
+    case: dict[str, Any] = {"sparse": "sgd", "steps": 9}
+    cases = [tiered(tmp_path, **decay) if on_disk else plain for on_disk in (is_tiered, goes_on_tiered)]
+    (one, processes, options), (other, more, others) = WAYS[first], WAYS[second]
+    a = spread(one, processes, options=options, folder=str(tmp_path), save_every=4, halt=True, **case, **cases[0])
+    b = spread(other, more, options=others, start=str(tmp_path / "step_000004"), **case, **cases[1])
+    whole = b | {key: a[key] | b[key] for key in ("train", "eval", "ids")}
+    assert difference(reference(**case, **plain), whole) <= 1e-10
