@@ -61,6 +61,11 @@ class RowOptimizer(RowLife, RowStorage, ABC):
         """
         return 0.0
 
+    @property
+    def decays(self) -> bool:
+        """Whether steps shrink all rows, see `shrinkage`."""
+        return bool(self.shrinkage(self.rate(1e-9)))
+
     def record_columns(self, width: int) -> int:
         """How many numbers a row of `width` numbers has with its state."""
         return width + sum(count for count, _ in self.states(width).values())

@@ -88,6 +88,19 @@ class Program(ABC):
         """
         return batch
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `expect` is of use."""
+        return False
+
+    def expect(self, batch: Batch | None) -> None:
+        """The next `step` comes before one with this prepared batch, whose rows of sparse tables may be read meanwhile.
+        May be collective.
+
+        Default: nothing.
+        """
+        return
+
     def warmup(self, batch: Batch | None) -> None:
         """Run a trial step on some prepared rows. Called once, before `load`. May be collective.
 

@@ -128,8 +128,8 @@ class _TicketHandler:
         self.width = 1 + len(loop.recipe.train_metrics)
         self.window, self.stopwatch = Window(loop.carried), Stopwatch()
         self.updated = loop.updated  # whether an update was ever made
-        # prepared one batch ahead, by (epoch, index), and how many of its rows this rank could not read
-        self.ready: tuple[tuple[int, int], Batch | None, int] | None = None
+        # batches prepared ahead, by (epoch, index), and how many of their rows this rank could not read
+        self.ready: dict[tuple[int, int], tuple[Batch | None, int]] = {}
         self.skipped = loop.skipped  # rows of closed windows that could not be read, over all ranks
         self.leased_skipped: dict[int, int] = {}  # epoch -> rows that other processes could not read, as counted so far
         self.evaluated = next((measured.values for measured in reversed(loop.recent) if measured.split == "eval"), {})
@@ -147,10 +147,14 @@ class _TicketHandler:
         """One step, without waiting for the device; then the next batch is prepared while the device computes."""
         loop, program, train = self.loop, self.program, self.loop.train
         key = (ticket.epoch, ticket.index)
-        if self.ready is None or self.ready[0] != key:
-            loop.beat("fetch", ticket.step)
-            self.ready = self._prepared(key)
-        _, batch, skipped = self.ready
+        coming = [(t.epoch, t.index) for t in self.clock.ahead(2)][1:] if program.reads_ahead else []
+        for wanted in (key, *coming):
+            if wanted not in self.ready:
+                loop.beat("fetch", ticket.step)
+                self.ready[wanted] = self._prepared(wanted)
+        batch, skipped = self.ready.pop(key)
+        for wanted in coming:
+            program.expect(self.ready[wanted][0])
         loop.beat("step", ticket.step)
         guarded = loop.guard is not None and loop.guard.due(ticket.step)
         self.window.add(loop.guard.step(ticket, batch) if loop.guard and guarded else program.step(ticket, batch))
@@ -166,16 +170,16 @@ class _TicketHandler:
         coming = [(t.epoch, t.index) for t in self.clock.ahead(1 + train.prefetch)]
         if train.prefetch:
             train.ahead(coming)
-        self.ready = None
-        if coming:
+        self.ready = {key: self.ready[key] for key in coming[:1] if key in self.ready}
+        if coming and not self.ready:
             loop.beat("fetch", ticket.step + 1)
-            self.ready = self._prepared(coming[0])
+            self.ready[coming[0]] = self._prepared(coming[0])
 
-    def _prepared(self, key: tuple[int, int]) -> tuple[tuple[int, int], Batch | None, int]:
+    def _prepared(self, key: tuple[int, int]) -> tuple[Batch | None, int]:
         batch, skipped = self.loop.train.get(*key), 0
         if self.loop.train.allowed and batch is not None:
             skipped = int(((batch.weight == 0).numpy() & (batch.ids >= 0)).sum())
-        return key, self.program.prepare(batch), skipped
+        return self.program.prepare(batch), skipped
 
     def skipped_values(self, name: str, rows: float) -> dict[str, float]:
         """What a measurement says of rows that could not be read: nothing where none may be so."""

@@ -56,6 +56,7 @@ class ShardedTables:
         self._tables, self._world, self._share, self._clicks = tables, world, share, clicks
         # ids that are there, and which of them each position had, -1 for none
         self._asked: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._coming: dict[str, np.ndarray] = {}  # distinct ids of the step after the next lookup, see `expect`
         self._seen: dict[str, np.ndarray] = {}  # of tables whose rows have a life, for ids of `_asked`
         self._told = dict.fromkeys(LIFE_COUNTS, 0)
         self.norm = torch.zeros((), dtype=torch.float64)
@@ -65,13 +66,26 @@ class ShardedTables:
         Collective.
         """
         inputs = dict(batch.inputs)
+        coming, self._coming = self._coming if train else {}, {} if train else self._coming
         for name, table in self._tables.items():
             inputs[name] = self._rows(name, table, batch.inputs[name], train)
             if train and table.lives:
                 ids, inverse = self._asked[name]
                 seen = seen_in(batch, name, self._clicks) if len(inverse) else np.empty((0, 2))
                 self._seen[name] = segment_sum(seen.astype(table.store.dtype), inverse, len(ids))
+        for name, ids in coming.items():
+            self._tables[name].read_ahead(ids)
         return batch._replace(inputs=inputs)
+
+    def expect(self, batch: Batch | None) -> None:
+        """The step after the next `lookup` for training has this batch: rows on disk are read while that one computes.
+        Not collective, but all ranks call it. None: this rank has nothing of that batch.
+        """
+        self._coming = {
+            name: unique(np.empty(0, np.int64) if batch is None else _flat(batch.inputs[name]))[0]
+            for name, table in self._tables.items()
+            if table.on_disk
+        }
 
     def backward(self, gradients: Mapping[str, Tensor]) -> None:
         """Take the gradients (B, F, width) of the rows that the last `lookup` for training returned. Inputs that are
@@ -116,7 +130,7 @@ class ShardedTables:
     @property
     def has_files(self) -> bool:
         """Whether tables lie on disk, so that `boxes` has not all of them."""
-        return any(isinstance(table.store, TieredTable) for table in self._tables.values())
+        return any(table.on_disk for table in self._tables.values())
 
     def set_aside(self, number: int | None = None) -> Callable[[Path], list[dict[str, Any]]]:
         """Keep the rows that lie on disk as they are now. What it returns puts them into a checkpoint's folder, see
@@ -252,10 +266,7 @@ class ShardedTables:
         return sum(table.store.byte_count() for table in self._tables.values())
 
     def _rows(self, name: str, table: ShardedTable, ids: Tensor, train: bool) -> Tensor:
-        if ids.is_meta:  # of a rank that computes none of the first layers
-            distinct, inverse = np.empty(0, np.int64), np.empty(0, np.int32)
-        else:
-            distinct, inverse = unique(ids.cpu().numpy().reshape(-1))
+        distinct, inverse = unique(_flat(ids))
         rows = table.lookup(distinct, train)
         if train:
             self._asked[name] = distinct, inverse
@@ -265,6 +276,11 @@ class ShardedTables:
         out = np.empty((len(inverse), table.width), table.store.dtype)
         gather(rows, inverse, out)
         return torch.from_numpy(out).view(*ids.shape, table.width).to(ids.device)
+
+
+def _flat(ids: Tensor) -> np.ndarray:
+    """None of a rank that computes none of the first layers."""
+    return np.empty(0, np.int64) if ids.is_meta else ids.cpu().numpy().reshape(-1)
 
 
 def _boxes(name: str, table: ShardedTable, world: World) -> list[Box]:
@@ -287,8 +303,8 @@ def boxes_of(name: str, table: ShardedTable, first: bool, before: int, total: in
     `first`: whether it also tells what all parts have alike.
     """
     boxes = [Box(f"table/{name}/{COUNT}", torch.tensor(total), (), ())] if first else []
-    if isinstance(table.store, TieredTable):  # rows are files, see `ShardedTables.set_aside`
-        if first and table.store.decays:
+    if table.on_disk:  # rows are files, see `ShardedTables.set_aside`
+        if first and table.store.rule.decays:
             decayed = torch.tensor(table.store.decayed, dtype=torch.float64)
             boxes.append(Box(f"table/{name}/{DECAY}", decayed, (), ()))
         for key, columns in _record_columns(table).items() if first else ():

@@ -19,6 +19,7 @@ from dtf.core.seeding import mix
 from dtf.distributed.sharding import bounds
 from dtf.distributed.world import World
 from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
+from dtf.sparse.tiered_table import TieredTable
 
 
 class Gradients(NamedTuple):
@@ -40,6 +41,7 @@ class ShardedTable(ABC):
         self.store, self.width, self._world, self._givers = store, store.spec.width, world, givers
         # states that have as many columns as rows
         self.wide = {key: count > 1 for key, (count, _) in store.rule.states(self.width).items()}
+        self.on_disk = bool(store.rule.disk)
         self.lives, self.shards = store.rule.lives, store.rule.shards(store.spec)
         self.columns = self.width + 2 * self.lives
         """How many numbers ranks exchange for an id after a step: its gradient and, where rows have a life, how often
@@ -58,6 +60,11 @@ class ShardedTable(ABC):
         """Take this rank's gradients (U, columns) of the ids of the last `lookup` for training. Returns the sum of
         squares of the gradients that this rank will apply. Collective.
         """
+
+    def read_ahead(self, ids: np.ndarray) -> None:
+        """Begin to read the rows of this rank's distinct ids (U,) of the next step, if on disk. Collective."""
+        if isinstance(self.store, TieredTable):
+            self.store.read_ahead(ids)
 
     @property
     def owned_shards(self) -> tuple[int, int]:
@@ -141,13 +148,23 @@ class RowWiseTable(ShardedTable):
 
     by_rows = True
 
-    def lookup(self, ids: np.ndarray, train: bool) -> np.ndarray:
+    def read_ahead(self, ids: np.ndarray) -> None:
+        asked, *_ = self._asked(ids)
+        super().read_ahead(unique(asked)[0])
+
+    def _asked(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The ids that all ranks ask this one for, in which order this rank's ids are sent, and how many are sent to
+        each rank and received from it. Collective.
+        """
         owner = self._owner(ids)
         order = np.argsort(owner, kind="stable")
         send = np.bincount(owner, minlength=self._world.size)
         receive = np.empty_like(send)
         dist.all_to_all_single(torch.from_numpy(receive), torch.from_numpy(send))
-        asked = _exchange(ids[order], send, receive)
+        return _exchange(ids[order], send, receive), order, send, receive
+
+    def lookup(self, ids: np.ndarray, train: bool) -> np.ndarray:
+        asked, order, send, receive = self._asked(ids)
         distinct, at = unique(asked)
         stored_rows = self.store.lookup(distinct, train)
         reply = np.empty((len(asked), self.width), stored_rows.dtype)

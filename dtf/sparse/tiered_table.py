@@ -62,16 +62,11 @@ class TieredTable(SparseTable):
             self._tiers.close()
         states = self.stride - self.width
         values = "float64" if self.dtype == np.float64 else "bfloat16" if self._rounds else "float32"
-        form = RecordFormat(self.width, states, values, _SINCE * self.decays)
+        form = RecordFormat(self.width, states, values, _SINCE * self.rule.decays)
         tiers = self._tiers = TieredRecords(self._folder, form, self._memory_bytes, *self._hashes)
         self._records = tiers.records
-        self._since = tiers.extra.view(np.float64).reshape(-1) if self.decays else None
+        self._since = tiers.extra.view(np.float64).reshape(-1) if self.rule.decays else None
         self.decayed = 0.0
-
-    @property
-    def decays(self) -> bool:
-        """Whether steps shrink all rows."""
-        return bool(self.rule.shrinkage(self.rule.rate(1e-9)))
 
     @property
     def tiers(self) -> TieredRecords:
@@ -105,7 +100,7 @@ class TieredTable(SparseTable):
         self._step += 1  # not `step`, which stands still where a step is skipped
 
     def read_ahead(self, ids: np.ndarray) -> None:
-        """Begin to read the rows of ids that the next step needs."""
+        """Begin to read the rows of distinct ids that the next step needs."""
         self.tiers.prefetch(ids[ids != -1], self._step + 1)
 
     def scan(self) -> Iterator[tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]]:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from dtf.api.guard import Guard
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
@@ -32,6 +31,7 @@ from dtf.optim.update import LocalUpdate
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.guard.thread_guard import thread_guard
+from dtf.strategies.reading_ahead import ReadsAhead
 from dtf.strategies.replica import Replica
 from dtf.strategies.replica_digests import compare_replicas, part_of
 from dtf.strategies.spmd import microbatch_load
@@ -39,7 +39,7 @@ from dtf.strategies.start_check import ALONE, check_evaluation, differing_module
 from dtf.strategies.trial_numbers import trial
 
 
-class DataParallelProgram(Program):
+class DataParallelProgram(ReadsAhead):
     """Replica i computes the i-th share of the micro-batches on `devices[i]`; the first one owns the state.
 
     `every`: each replica updates itself from the summed gradient; otherwise the first updates and the others copy its

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dtf.api.guard import Guard
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
@@ -38,6 +37,7 @@ from dtf.optim.update import LocalUpdate
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.guard.spmd_guard import spmd_guard
+from dtf.strategies.reading_ahead import ReadsAhead
 from dtf.strategies.replica import Replica
 from dtf.strategies.replica_digests import compare_replicas, exchange_of, part_of, shared_parts, whole_and_slices
 from dtf.strategies.sharding_check import check_sharding
@@ -47,7 +47,7 @@ from dtf.strategies.trial_numbers import trial
 from dtf.strategies.unsaved import Unsaved
 
 
-class Spmd(Program):
+class Spmd(ReadsAhead):
     """A replica on every rank, and an update that makes them agree, as `sharding` says.
 
     `dims`: given where several ranks compute one replica. Then gradients arrive summed over replicas, otherwise
@@ -286,7 +286,7 @@ class Spmd(Program):
         return self._update.first_skipped()
 
 
-def single_process(task: Task, world: World) -> Program:
+def single_process(task: Task, world: World) -> Spmd:
     """The program of a run with one rank: the bare model, the same under every strategy."""
     model = whole_model(task)
     masters = cast(model, task.precision, world.device)

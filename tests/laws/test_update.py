@@ -129,6 +129,8 @@ def overflow(rank: int, size: int) -> dict[str, float]:
 class Counted:
     """Tables that note which step they are told to take."""
 
+    has_files = False
+
     def __init__(self) -> None:
         self.norm, self.told = torch.zeros(()), []
 

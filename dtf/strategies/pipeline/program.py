@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from dtf.api.guard import Guard
-from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
@@ -46,6 +45,7 @@ from dtf.strategies.pipeline.shared_tensors import CopiedBuffers, RenamedSource,
 from dtf.strategies.pipeline.stage import Held, Stage
 from dtf.strategies.pipeline.stage_guard import stage_guard
 from dtf.strategies.pipeline.trials import INSTEAD, StartTrials
+from dtf.strategies.reading_ahead import ReadsAhead
 from dtf.strategies.replica_digests import compare_replicas, part_of, shared_parts
 from dtf.strategies.spmd import microbatch_load
 from dtf.strategies.start_check import check_evaluation, differing_module
@@ -63,7 +63,7 @@ def _nothing(stage: Stage, micro_batch: int) -> None:
     pass
 
 
-class PipelineProgram(Program):
+class PipelineProgram(ReadsAhead):
     """One or more stages on every rank, and an update for the parameters of these.
 
     `table`: the stages as text, for the start-up table. `tables`: the sparse tables that the update holds.
