@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -62,8 +63,8 @@ class Child:
                 self.cgroup.rmdir()
 
 
-def measure(quick: bool, exponent: float | None = None, rows: int = 10_000_000, rounds: int = 5) -> list[Row]:
-    batch, steps, warm = 2048, 20, 100
+def measure(quick: bool, exponent: float | None = None, rows: int = 6_000_000, rounds: int = 5) -> list[Row]:
+    batch, steps, warm = 512, 8, 30
     if quick:
         rows, batch, rounds, steps, warm = 260_000, 128, 1, 4, 40
     found = []
@@ -76,15 +77,21 @@ def _measure(exponent: float, rows: int, batch: int, rounds: int, steps: int, wa
     work = f"a table of {rows:,} rows in a tenth of its memory, popularity rank ** -{exponent}"
     folder = Path(tempfile.mkdtemp(prefix="dtf-tiers-", dir=os.environ.get("DTF_BENCH_DISK")))
     children: list[Child] = []
-    absent = []
+    absent, began = [], time.monotonic()
     try:
         for who in SIDES:
-            print(f"  {who} starts", file=sys.stderr, flush=True)
+            print(f"  {who} starts ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
             try:
                 children.append(Child(who, folder, rows, exponent, batch, warm + rounds * steps))
-                children[-1].turn(warm)
             except Absent as error:
                 absent.append(Row(work, who, not_run=str(error)))
+        for child in list(children):
+            try:
+                child.turn(warm)
+            except Absent as error:
+                absent.append(Row(work, child.who, not_run=str(error)))
+                children.remove(child)
+                child.end()
         for number in range(rounds):
             for child in list(children if number % 2 else children[::-1]):
                 try:
@@ -108,7 +115,9 @@ def _rows(work: str, children: list[Child], steps: int, batch: int) -> list[Row]
     for child in children:
         limit = child.facts["limit_mb"]
         bound = f"memory bounded by a cgroup, {limit:.0f} MB, {child.facts['over_mb']:.0f} over the bound"
-        settings = bound if limit else "memory not bounded" if child.who == "in memory" else "bounded by itself alone"
+        grown = f"takes {max(turn['grown_mb'] for turn in child.turns):.0f} MB"
+        own = "memory not bounded" if child.who == "in memory" else "memory bounded by its own options"
+        settings = bound if limit else f"{own}, {grown}"
         cpu = [1e3 * turn["cpu"] / steps for turn in child.turns]
         if child.who == "dtf":
             hits = median(turn["hits"] for turn in child.turns)
@@ -130,7 +139,7 @@ def _rows(work: str, children: list[Child], steps: int, batch: int) -> list[Row]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--exponent", type=float, help="by default 1.05 and 1.2")
-    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--rows", type=int, default=6_000_000)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     print(table(measure(False, given.exponent, given.rows, given.rounds)))

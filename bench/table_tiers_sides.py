@@ -58,9 +58,8 @@ class Tiered:
     def build(self, ids: np.ndarray, records: np.ndarray) -> None:
         self.table.records[self.table.make(ids)] = records
 
-    def ready(self) -> None:
-        while self.table._sweep_one():
-            pass
+    def ready(self) -> None:  # as many rows are dirty as in the midst of training
+        self.table.finish_sweep()
 
     def lookup(self, ids: np.ndarray, coming: np.ndarray, step: int) -> np.ndarray:
         self._step += 1
@@ -93,11 +92,11 @@ def floor_seconds(table: Any, pages: int) -> float:
     from dtf.sparse.row_index import reserve
 
     table.finish_sweep()
-    form, random, segments = table.form, np.random.default_rng(pages), [s for s in table.run.segments if s.rows]
+    form, random, segments = table.form, np.random.default_rng(pages), table.run.files
     chosen = random.integers(0, len(segments), pages)
     files = np.array([s.file for s in segments])[chosen]
     counts = np.array([len(s.firsts) for s in segments])[chosen]
-    places = (random.random(pages) * counts).astype(np.int64) * form.page_bytes
+    places = form.head_bytes + (random.random(pages) * counts).astype(np.int64) * form.page_bytes
     buffers = reserve(table._depth, form.page_bytes // 8, np.dtype(np.uint64))
     read_blindly(files[:1], places[:1], 0, 1, buffers[0])  # compiled
     began = time.perf_counter()
@@ -156,8 +155,8 @@ class Mapped:
 
 
 class Rocks:
-    """rocksdict: keys and values of bytes, no log, no compression, Bloom filters, direct reads, its memory for blocks
-    and writes as large as the bound.
+    """rocksdict: keys and values of bytes, no log, no compression, Bloom filters, direct reads, its memory for blocks,
+    filters and writes as large as the bound. A cgroup of that size ends it: it takes more than it is told to.
     """
 
     def __init__(self, folder: Path, rows: int, memory: int) -> None:
@@ -166,6 +165,7 @@ class Rocks:
         options, blocks = r.Options(raw_mode=True), r.BlockBasedOptions()
         blocks.set_block_cache(r.Cache(memory * 3 // 4))
         blocks.set_block_size(4096)
+        blocks.set_cache_index_and_filter_blocks(True)
         blocks.set_bloom_filter(10.0, False)
         options.set_block_based_table_factory(blocks)
         options.set_compression_type(r.DBCompressionType.none())
@@ -210,6 +210,10 @@ class Rocks:
 SIDES: dict[str, Callable[[Path, int, int], Side]] = {
     "dtf": Tiered, "in memory": InMemory, "mapped file": Mapped, "rocksdict": Rocks,
 }  # fmt: skip
+
+
+BOUNDED = ("dtf", "mapped file")
+"""By a cgroup. The others are in memory, or bound themselves."""
 
 
 class Bound:
@@ -271,7 +275,7 @@ def main(turns: Turns) -> None:
     rehearsed.facts()
     base = bound.anonymous()
     side = build(who, Path(folder), count, int(memory))
-    limit = 0.0 if who == "in memory" else bound.close(base + int(memory) + SLACK)
+    limit = bound.close(base + int(memory) + SLACK) if who in BOUNDED else 0.0
     turns.ready(limit_mb=limit, over_mb=limit - (base + int(memory)) / 1e6 if limit else 0.0)
     done, out = 0, np.empty((int(batch) * FIELDS, WIDTH), _REAL)
     told = [unique(batches[0].reshape(-1).astype(np.int64))]
@@ -285,7 +289,7 @@ def main(turns: Turns) -> None:
             side.update(distinct, segment_sum(gradients, inverse, len(distinct)), number)
         seconds = time.perf_counter() - turns._began
         done += wanted
-        facts = side.facts()
+        facts = side.facts() | {"grown_mb": (bound.anonymous() - base) / 1e6}
         digest = hashlib.sha256(out.tobytes()).hexdigest()[:16]
         turns._say({"seconds": seconds, "cpu": time.process_time() - turns._cpu, "digest": digest, **facts})
 

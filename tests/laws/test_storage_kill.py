@@ -19,7 +19,7 @@ import pytest
 from dtf.checkpoint import storage
 from tests.unit.test_storage import good, save
 
-CALLS = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
+CALLS = ("open", "write", "fsync", "mkdir", "rename", "replace", "link", "unlink", "rmdir")
 
 
 @pytest.fixture(autouse=True)

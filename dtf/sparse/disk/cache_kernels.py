@@ -14,8 +14,10 @@ from numba import njit
 from dtf.sparse.disk.page_kernels import copy, hash_of, word
 from dtf.sparse.id_kernels import AHEAD, nearest_bf16, prefetch
 
-DIRTY, WRITING, ABSENT = 1, 2, 4
-"""Flags: differs from what is on disk; a sweep writes it now; stands for an id that has no row."""
+DIRTY, WRITING, ABSENT, STORED = 1, 2, 4, 8
+"""Flags: differs from what is on disk; a sweep writes it now; stands for an id that has no row; is in a file, as it is
+or as it was.
+"""
 
 NOT_CACHED, NO_ROW = -1, -2
 NEVER, HELD = -1, -2
@@ -96,26 +98,28 @@ def forget(slots, ids, position):
 @njit(cache=True, nogil=True)
 def evict(slots, ids, flags, uses, next_use, first, last, top, hand, freed, forgotten):
     """Free clean positions below `top` as a clock does, into `freed`, and their ids into `forgotten`, until it is full
-    or nothing more is found; returns how many, and the hand. Rows that are HELD, or whose next
-    use is in [first, last], stay.
+    or a whole turn finds none that may go; returns how many, and the hand. Rows that are HELD, or whose next use is in
+    [first, last], stay.
     """
-    count, seen, most = 0, 0, (MOST_USES + 2) * top
-    while count < len(freed) and seen < most:
+    count = idle = 0
+    while count < len(freed) and idle < top:
         if hand >= top:
             hand = 0
         at = hand
         hand += 1
-        seen += 1
+        idle += 1
         if ids[at] == -1 or next_use[at] == HELD or first <= next_use[at] <= last:
             continue
+        clean = not flags[at] & (DIRTY | WRITING)
         if uses[at]:
             uses[at] -= 1
-        elif not flags[at] & (DIRTY | WRITING):
+        elif clean:
             forgotten[count], freed[count] = ids[at], at
             forget(slots, ids, at)
             flags[at] = 0
             count += 1
-            seen = 0
+        if clean:
+            idle = 0
     return count, hand
 
 
@@ -139,15 +143,44 @@ def await_use(positions, next_use, now, step):
 
 
 @njit(cache=True, nogil=True)
-def set_dirty(positions, flags):
-    """Returns how many were not DIRTY before."""
+def set_dirty(positions, flags, ids, low, shift, lists, counts, next_at):
+    """Put those that are not DIRTY into the list of their hash; returns how many. `lists` (n,): the first position + 1
+    of each, 0: none; `next_at` (C,): the next one. List k has hashes from low + (k << shift) on.
+    """
     fresh = 0
     for i in range(len(positions)):
         at = positions[i]
-        if at >= 0:
-            fresh += not flags[at] & DIRTY
+        if at >= 0 and not flags[at] & DIRTY:
             flags[at] |= DIRTY
+            bucket = np.int64((hash_of(ids[at]) - low) >> shift)
+            next_at[at] = lists[bucket]
+            lists[bucket] = at + 1
+            counts[bucket] += 1
+            fresh += 1
     return fresh
+
+
+@njit(cache=True, nogil=True)
+def set_free(positions, free, next_at):
+    """Put them into the only list of `free` (1,)."""
+    for i in range(len(positions)):
+        next_at[positions[i]] = free[0]
+        free[0] = positions[i] + 1
+
+
+@njit(cache=True, nogil=True)
+def walk(lists, next_at, out):
+    """As many positions of `lists` as there is room for, which are taken from them. One of each in turn, so that memory
+    is asked for many at a time. There must be enough.
+    """
+    count = 0
+    while count < len(out):
+        for i in range(len(lists)):
+            if lists[i] and count < len(out):
+                at = lists[i] - 1
+                out[count] = at
+                count += 1
+                lists[i] = next_at[at]
 
 
 @njit(cache=True, nogil=True)
@@ -175,16 +208,13 @@ def begin_writing(positions, flags, removed):
 
 
 @njit(cache=True, nogil=True)
-def end_writing(positions, flags, written):
-    """The sweep is over. Not `written`: its rows are DIRTY again; returns how many of them were not."""
-    back = 0
+def end_writing(positions, flags, removed, written):
+    """The sweep is over; `written`: its rows are in files now, but for those that were `removed`."""
     for i in range(len(positions)):
         at = positions[i]
         flags[at] &= ~np.uint8(WRITING)
-        if not written:
-            back += not flags[at] & DIRTY
-            flags[at] |= DIRTY
-    return back
+        if written:
+            flags[at] = flags[at] & ~np.uint8(STORED) if removed[i] else flags[at] | np.uint8(STORED)
 
 
 @njit(cache=True, nogil=True)

@@ -21,8 +21,11 @@ from dtf.sparse.id_kernels import mix
 _pread = types.ExternalFunction("pread", types.int64(types.int32, types.uint64, types.uint64, types.int64))
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _PRIME = np.uint64(0xD6E8FEB86659FD93)
-_S32 = np.uint64(32)
+_S32, _ONE = np.uint64(32), np.uint64(1)
 _LANES = 8
+_FILTER_TAPS = 4
+FILTER_BITS = 12
+"""Of a filter, for each hash: about 1 % of the others pass."""
 WHOLE, DAMAGED, UNREADABLE = 0, 1, 2
 """How reading a page ends."""
 
@@ -54,8 +57,19 @@ def _copy(typingctx, target, to, source, start, count):
     return types.none(target, types.int64, source, types.int64, types.int64), codegen
 
 
+@intrinsic
+def _peek(typingctx, address):
+    """The uint64 at an address, which its caller keeps alive."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.load(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()))
+
+    return types.uint64(types.int64), codegen
+
+
 word: Any = _word  # called without the context
 copy: Any = _copy
+peek: Any = _peek
 
 
 @njit(cache=True, nogil=True)
@@ -91,28 +105,81 @@ def checksum(words, first, count, seed):
 
 
 @njit(cache=True, nogil=True)
-def plan(firsts, hashed, begin, end, segment, jobs, count):
-    """Name the pages that may hold the records of ascending `hashed[begin:end]`: rows (segment, page, begin, end) of
-    `jobs` from `count` on; returns their new count. `firsts`: first hash of each page of the segment.
+def _in_filter(hashed, words):
+    """Where a hash is in a filter of so many words: which word, and its bits there."""
+    mixed, mask = hashed * _PRIME, np.uint64(0)
+    for shift in range(0, 6 * _FILTER_TAPS, 6):
+        mask |= _ONE << ((mixed >> np.uint64(shift)) & np.uint64(63))
+    return np.int64(((mixed >> _S32) * np.uint64(words)) >> _S32), mask
+
+
+@njit(cache=True, nogil=True)
+def fill_filter(hashed, words):
+    """Put hashes into a filter, zeros (n,) uint64, that says of most others that it has not got them: a Bloom filter in
+    which all bits of a hash are in one word (Putze, Sanders & Singler 2007, doi:10.1145/1498698.1594230).
     """
-    i = begin
-    while i < end and hashed[i] < firsts[0]:
-        i += 1
-    low = 0
-    while i < end:
-        high = len(firsts)  # the page is in [low, high)
+    for i in range(len(hashed)):
+        place, mask = _in_filter(hashed[i], len(words))
+        words[place] |= mask
+
+
+@njit(cache=True, nogil=True)
+def _may_hold(table, number, hashed):
+    words = table[number, 6]
+    if words == 0:
+        return table[number, 2] > 0
+    place, mask = _in_filter(hashed, words)
+    return peek(table[number, 5] + 8 * place) & mask == mask
+
+
+@njit(cache=True, nogil=True)
+def plan(table, lows, starts, hashed, tried, owner, jobs):
+    """Choose for each of ascending `hashed` (n,) the newest file that may hold it and is older than the one it `tried`:
+    its number into `owner` (-1 before, and where there is none), and pages to read into `jobs`: rows (file, page,
+    begin, end), to look there for the hashes of this owner in [begin, end). Returns how many.
+
+    `table` (files, 7) int64: descriptor, seed of checksums, records; address of the first hash of each page, their
+    number; address of the filter, its words (0: it may hold any). Range k has hashes from lows[k] on, and files
+    starts[k] to starts[k + 1], newest first.
+    """
+    count = begin = part = 0
+    while begin < len(hashed):
+        while part + 1 < len(lows) and lows[part + 1] <= hashed[begin]:
+            part += 1
+        end = begin + 1
+        while end < len(hashed) and (part + 1 == len(lows) or hashed[end] < lows[part + 1]):
+            end += 1
+        for number in range(starts[part], starts[part + 1]):
+            claimed = 0
+            for i in range(begin, end):
+                if owner[i] < 0 and number > tried[i] and _may_hold(table, number, hashed[i]):
+                    owner[i] = number
+                    claimed += 1
+            if claimed:
+                count = _pages(table[number, 3], table[number, 4], hashed, begin, end, number, owner, jobs, count)
+        begin = end
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _pages(firsts, pages, hashed, begin, end, number, owner, jobs, count):
+    """The jobs of one file; see `plan`."""
+    low, last = 0, np.int64(-1)
+    for i in range(begin, end):
+        if owner[i] != number:
+            continue
+        high = pages  # the page is in [low, high)
         while high - low > 1:
             middle = (low + high) >> 1
-            if firsts[middle] <= hashed[i]:
+            if peek(firsts + 8 * middle) <= hashed[i]:
                 low = middle
             else:
                 high = middle
-        stop = i + 1
-        while stop < end and (low + 1 == len(firsts) or hashed[stop] < firsts[low + 1]):
-            stop += 1
-        jobs[count, 0], jobs[count, 1], jobs[count, 2], jobs[count, 3] = segment, low, i, stop
-        count += 1
-        i = stop
+        if low != last:
+            jobs[count, 0], jobs[count, 1], jobs[count, 2] = number, low, i
+            last = low
+            count += 1
+        jobs[count - 1, 3] = i + 1
     return count
 
 
@@ -129,28 +196,29 @@ def fill(file, address, count, offset):
 
 
 @njit(cache=True, nogil=True)
-def read_jobs(jobs, first, step, segments, start, ids, hashed, order, size, buffer, out, found):
+def read_jobs(jobs, first, step, table, start, ids, hashed, owner, order, size, buffer, out, found):
     """Read the pages of jobs first, first + step, ... (see `plan`) of files whose pages begin at `start`, and copy
     records of `ids` (sorted as `hashed`) to `out[order]` (n, size), with `found[order]` 1. Returns how it ended, and
     the job.
 
-    `segments` (n, 3) int64: file, seed of checksums, records. `buffer` uint64: room for one page, aligned as the device
-    needs it.
+    `buffer` uint64: room for one page, aligned as the device needs it.
     """
     page_words = len(buffer)
     page_bytes = page_words * 8
     held, flat = buffer.view(np.uint8), out.reshape(-1)
     per_page = (page_bytes - 8) // size
     for job in range(first, len(jobs), step):
-        segment, page = jobs[job, 0], jobs[job, 1]
-        if fill(segments[segment, 0], buffer.ctypes.data, page_bytes, start + page * page_bytes) < page_bytes:
+        number, page = jobs[job, 0], jobs[job, 1]
+        if fill(table[number, 0], buffer.ctypes.data, page_bytes, start + page * page_bytes) < page_bytes:
             return UNREADABLE, job
-        seed = np.uint64(segments[segment, 1]) + np.uint64(page)
+        seed = np.uint64(table[number, 1]) + np.uint64(page)
         if checksum(buffer, 0, page_words - 1, seed) != buffer[page_words - 1]:
             return DAMAGED, job
-        count = min(per_page, segments[segment, 2] - page * per_page)
+        count = min(per_page, table[number, 2] - page * per_page)
         low = 0
         for i in range(jobs[job, 2], jobs[job, 3]):
+            if owner[i] != number:
+                continue
             high = count
             while high > low:  # the first record whose hash is no less
                 middle = (low + high) >> 1
@@ -162,6 +230,14 @@ def read_jobs(jobs, first, step, segments, start, ids, hashed, order, size, buff
                 copy(flat, order[i] * size, held, low * size, size)
                 found[order[i]] = 1
     return WHOLE, -1
+
+
+@njit(cache=True, nogil=True)
+def hashes_of(records, out):
+    """The hash of each record (n, size), uint64."""
+    flat, size = records.reshape(-1), records.shape[1]
+    for i in range(len(records)):
+        out[i] = hash_of(word(flat, i * size))
 
 
 @njit(cache=True, nogil=True)

@@ -13,7 +13,8 @@ from dtf.sparse.row_index import reserve
 
 LAST_STEP = 2**31 - 1
 _SLOTS = 2  # of the index, for each row
-_PER_ROW = 4 * _SLOTS + 8 + 4 + 4 + 1 + 1  # bytes beside a row: slots, id, next use, free positions, flags, uses
+_PER_ROW = 4 * _SLOTS + 8 + 4 + 4 + 1 + 1  # bytes beside a row: slots, id, next use, next of its list, flags, uses
+_BUCKET_BITS = 12
 
 
 class RowCache:
@@ -22,7 +23,8 @@ class RowCache:
     `records` (C, width + states): a row and its state side by side. `extra` (C, bytes).
     """
 
-    def __init__(self, form: RecordFormat, memory_bytes: int) -> None:
+    def __init__(self, form: RecordFormat, memory_bytes: int, low: int, high: int) -> None:
+        """For ids with hashes in [low, high]."""
         self.form = form
         self.capacity = capacity = min(
             memory_bytes // (form.stride * form.dtype.itemsize + form.extra + _PER_ROW), 2**31 // _SLOTS - 1
@@ -35,10 +37,16 @@ class RowCache:
             self.ids = reserve(capacity, 1, np.dtype(np.int64)).reshape(-1)
             self._next_use = reserve(capacity, 1, np.dtype(np.int32)).reshape(-1)
             self._slots = reserve(_SLOTS * capacity, 1, np.dtype(np.int32)).reshape(-1)
-            self._free = reserve(capacity, 1, np.dtype(np.int32)).reshape(-1)
+            self._next = reserve(capacity, 1, np.dtype(np.int32)).reshape(-1)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"this host has no room for {memory_bytes} bytes of rows: {error}; give less") from error
         self.flags, self._uses = np.zeros(capacity, np.uint8), np.zeros(capacity, np.uint8)
+        # lists of positions: free ones, and dirty rows by the upper bits of their hash; a position is in one at most.
+        # Position + 1 of the first, and how many there are
+        self._low, self._shift = low, max(0, (high - low).bit_length() - _BUCKET_BITS)
+        buckets = ((high - low) >> self._shift) + 1
+        self._free, self._dirty = np.zeros(1, np.int32), np.zeros(buckets, np.int32)
+        self._counts = np.zeros(buckets, np.int64)
         self._top = self._free_count = self._hand = 0  # positions from `top` on were never used
         self._bytes, self._words = self.records.view(np.uint8), self.records.view(np.uint32)
 
@@ -62,7 +70,7 @@ class RowCache:
         taken = np.empty(count, np.int64)
         reused = min(count, self._free_count)
         self._free_count -= reused
-        taken[:reused] = self._free[self._free_count : self._free_count + reused]
+        kernels.walk(self._free, self._next, taken[:reused])
         fresh = min(count - reused, self.capacity - self._top)
         taken[reused : reused + fresh] = np.arange(self._top, self._top + fresh)
         self.ids[self._top : self._top + fresh] = -1
@@ -78,7 +86,7 @@ class RowCache:
 
     def give_back(self, positions: np.ndarray) -> None:
         """Free positions that were taken and not used."""
-        self._free[self._free_count : self._free_count + len(positions)] = positions
+        kernels.set_free(positions, self._free, self._next)
         self._free_count += len(positions)
 
     def insert(
@@ -108,26 +116,54 @@ class RowCache:
         """
         if self.form.narrow:
             round_rows(self._words, self.form.narrow, positions)
-        return kernels.set_dirty(positions, self.flags)
+        return self._list(positions)
+
+    def _list(self, positions: np.ndarray) -> int:
+        low, shift = np.uint64(self._low), np.uint64(self._shift)
+        return kernels.set_dirty(positions, self.flags, self.ids, low, shift, self._dirty, self._counts, self._next)
+
+    def _buckets(self, low: int, high: int) -> slice:
+        return slice((low - self._low) >> self._shift, ((high - self._low) >> self._shift) + 1)
+
+    def _walk(self, some: slice) -> np.ndarray:
+        found = np.empty(self._counts[some].sum(), np.int64)
+        kernels.walk(self._dirty[some].copy(), self._next, found)
+        return found
+
+    def dirty_from(self, lows: np.ndarray) -> np.ndarray:
+        """About how many rows are dirty in each of the ranges that begin at `lows` (n,) uint64."""
+        return np.add.reduceat(self._counts, ((lows - np.uint64(self._low)) >> np.uint64(self._shift)).astype(np.int64))
+
+    def dirty_in(self, low: int, high: int) -> np.ndarray:
+        """Positions of the dirty rows of a range, in any order."""
+        found = self._walk(self._buckets(low, high))
+        hashed = np.empty(len(found), np.uint64)
+        page_kernels.hashes(self.ids[found], hashed)
+        return found[(hashed >= np.uint64(low)) & (hashed <= np.uint64(high))]
 
     def flagged(self, flags: int, low: int, high: int, most: int) -> np.ndarray:
         """At most `most` positions with any of these flags and hashes in [low, high], by ascending hash."""
         found = np.empty(most, np.int64)
         count = kernels.flagged(self.ids, self.flags, flags, self._top, np.uint64(low), np.uint64(high), found)
-        positions = found[:count]
-        hashed = np.empty(count, np.uint64)
-        page_kernels.hashes(self.ids[positions], hashed)
-        return positions[np.argsort(hashed)]
+        return by_hash(self.ids, found[:count])
 
-    def begin_writing(self, positions: np.ndarray) -> np.ndarray:
-        """Rows are clean as soon as what is encoded now is written. Returns which of them are removed, bool (n,)."""
-        removed = np.empty(len(positions), np.bool_)
+    def begin_writing(self, positions: np.ndarray, low: int, high: int) -> np.ndarray:
+        """Some dirty rows of a range are clean as soon as what is encoded now is written. Returns which of them are
+        removed, bool (n,).
+        """
+        removed, some = np.empty(len(positions), np.bool_), self._buckets(low, high)
+        every = self._walk(some) if len(positions) < self._counts[some].sum() else positions
         kernels.begin_writing(positions, self.flags, removed)
+        self._dirty[some] = self._counts[some] = 0
+        others = every[self.flags[every] & kernels.DIRTY != 0]
+        self.flags[others] &= ~np.uint8(kernels.DIRTY)
+        self._list(others)
         return removed
 
-    def end_writing(self, positions: np.ndarray, written: bool) -> int:
+    def end_writing(self, positions: np.ndarray, removed: np.ndarray, written: bool) -> int:
         """Returns how many rows are dirty again."""
-        return kernels.end_writing(positions, self.flags, written)
+        kernels.end_writing(positions, self.flags, removed, written)
+        return 0 if written else self._list(positions)
 
     def encode(self, positions: np.ndarray) -> np.ndarray:
         """Records (n, size) of rows."""
@@ -138,6 +174,13 @@ class RowCache:
     def decode(self, records: np.ndarray, chosen: np.ndarray, positions: np.ndarray) -> None:
         """Rows at `positions` (n,) become what `records[chosen]` hold."""
         kernels.decode(records, chosen, positions, self._bytes, self._words, self.extra, self.form.narrow)
+
+
+def by_hash(ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Positions by ascending hash of their ids."""
+    hashed = np.empty(len(positions), np.uint64)
+    page_kernels.hashes(ids[positions], hashed)
+    return positions[np.argsort(hashed)]
 
 
 def decoded(records: np.ndarray, form: RecordFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ from dtf.checkpoint.manifest import BLOCK_BYTES, StoredFile
 from dtf.core.errors import DataError, io_failure
 from dtf.sparse.disk.cache_kernels import ABSENT, DIRTY, WRITING
 from dtf.sparse.disk.page_kernels import hashes
-from dtf.sparse.disk.partitioned_run import PartitionedRun, merged
+from dtf.sparse.disk.partitioned_run import PartitionedRun, Range, contents
 from dtf.sparse.disk.record_format import RecordFormat
 from dtf.sparse.disk.row_cache import decoded
 from dtf.sparse.disk.segment import LAST, PAGES, Segment, layout_of, write_segment
@@ -74,7 +74,7 @@ class RowsSetAside:
         try:
             self.forget()
             self._folder.mkdir(mode=0o700)
-            self._kinds: dict[str, list[Segment]] = {SEGMENTS: [each for each in table.run.segments if each.rows]}
+            self._kinds: dict[str, list[Segment]] = {SEGMENTS: list(table.run.files)}
             for segment in self._kinds[SEGMENTS]:
                 storage.link(segment.path, self._folder / segment.path.name, segment.stored)
             for kind, form in ((CHANGED, table.form), (REMOVED, _IDS)):
@@ -141,9 +141,11 @@ def load(table: TieredRecords, parts: list[Part]) -> None:
     """
     low, high = table.run.low, table.run.high
     try:
-        mine = [_linked(table, *file) for part in parts for file in part.segments]
-        table.run = PartitionedRun(table.form, low, high, segments=[each for each in mine if each is not None])
-        table.rows = sum(segment.rows for segment in table.run.segments)
+        there = [opened(table.form, *file) for part in parts for file in part.segments]
+        ranges = [each for each in PartitionedRun(table.form, 0, LAST, files=there).ranges if each.files]
+        mine = [file for each in ranges if each.low <= high and each.high >= low for file in _linked(table, each)]
+        table.run = PartitionedRun(table.form, low, high, files=mine)
+        table.rows = sum(file.new for file in mine)
         most = max(1, table.cache.capacity // 4)  # the memory may be smaller than it was
         for part in parts:
             for file in part.changed:
@@ -160,18 +162,20 @@ def load(table: TieredRecords, parts: list[Part]) -> None:
         raise io_failure(error, table.folder) or error from error
 
 
-def _linked(table: TieredRecords, path: Path, stored: StoredFile) -> Segment | None:
-    """What a stored segment holds of the range of a table, in a file of the table's own."""
-    low, high = table.run.low, table.run.high
-    there = opened(table.form, path, stored)
-    if there.high < low or there.low > high:
-        return None
-    own = table.new_path()
-    if low <= there.low and there.high <= high:
-        storage.link(path, own, stored)
-        return opened(table.form, own, stored)
-    low, high = max(low, there.low), min(high, there.high)
-    return write_segment(own, low, high, table.form, there.chunks(low, high))
+def _linked(table: TieredRecords, part: Range) -> list[Segment]:
+    """What stored files hold of the range of a table, in files of the table's own."""
+    low, high, form = table.run.low, table.run.high, table.form
+    if low <= part.low and part.high <= high:
+        own = []
+        for file in part.files:
+            path = table.new_path()
+            storage.link(file.path, path, file.stored)
+            own.append(opened(form, path, file.stored))
+        return own
+    low, high = max(low, part.low), min(high, part.high)
+    batches = contents(part.files, low, high, np.empty((0, form.size), np.uint8), np.empty(0, np.bool_))
+    made = write_segment(table.new_path(), low, high, form, batches)
+    return [made] if made.rows else []
 
 
 def opened(form: RecordFormat, path: Path, stored: StoredFile) -> Segment:
@@ -188,12 +192,11 @@ def rows_of(part: Part) -> Iterator[tuple[RecordFormat, np.ndarray, np.ndarray, 
     if not files:
         return
     form = layout_of(*files[0])
-    segments = sorted((opened(form, *file) for file in part.segments), key=lambda segment: segment.low)
+    segments = [opened(form, *file) for file in part.segments]
     changed = [opened(form, *file) for file in part.changed]
     removed = [opened(_IDS, *file) for file in part.removed]
-    for segment in PartitionedRun(form, 0, LAST, segments=segments).segments:
-        records, gone = _newer(form, changed, removed, segment.low, segment.high)
-        for batch in merged(segment, segment.low, segment.high, records, gone):
+    for low, high, held in PartitionedRun(form, 0, LAST, files=segments).ranges:
+        for batch in contents(held, low, high, *_newer(form, changed, removed, low, high)):
             yield (form, *decoded(batch, form))
 
 

@@ -1,8 +1,8 @@
 """An immutable file of records of one range of hash(id), by ascending hash.
 
 A safetensors file of two tensors. `pages`: pages of records with a checksum each, at multiples of their size. `end`:
-the first hash of each page, and a tail that says what the file holds. Written under a temporary name, made durable,
-renamed. In memory a segment takes 8 bytes a page.
+the first hash of each page, perhaps a filter of the hashes, and a tail that says what the file holds. Written under a
+temporary name, made durable, renamed. In memory a segment takes 8 bytes a page, and its filter.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from zlib_ng.zlib_ng import crc32
@@ -35,7 +36,10 @@ BATCH_BYTES = 1 << 20
 
 PAGES, _END = "pages", "end"
 _MAGIC = b"dtfrows1"
-_TAIL = struct.Struct(f"<8s{LAYOUT_BYTES}s4QI")  # rows, low, high, seed of checksums; crc32 of all that follows pages
+_TAIL = struct.Struct(f"<8s{LAYOUT_BYTES}s7QI")
+"""Format, layout; rows, low, high, seed of checksums, words of the filter, place, new rows; crc32 of all that follows
+pages.
+"""
 
 
 class Segment:
@@ -46,7 +50,10 @@ class Segment:
         self.rows, self.seed, self.file = 0, 0, -1
         self.path, self.stored = Path(), StoredFile(0, ())
         self.firsts = np.empty(0, np.uint64)  # (pages,) the first hash of each
+        self.filter = np.empty(0, np.uint64)  # empty: there is none
+        self.place = self.new = 0  # among the files of its range, from the oldest on; rows that are not in older ones
         self.direct = False  # whether reads pass by the page cache
+        self.about = (0,) * 7  # a row of the table of `page_kernels.plan`; its addresses hold as long as this object
 
     def open(self, path: Path, stored: StoredFile) -> Segment:
         """Take what the file says of itself, its range too. DataError that names it where it is not what it should be,
@@ -70,7 +77,7 @@ class Segment:
     def _read_tail(self) -> None:
         plain = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            magic, layout, rows, low, high, seed, digest = _tail(self.path, plain, self.stored)
+            magic, layout, rows, low, high, seed, words, place, new, digest = _tail(self.path, plain, self.stored)
             size = self.stored.size
             start = self.form.head_bytes + self.form.pages(rows) * self.form.page_bytes
             end = os.pread(plain, size - start, start) if start < size else b""
@@ -78,10 +85,14 @@ class Segment:
             os.close(plain)
         if magic != _MAGIC or layout != self.form.layout():
             raise DataError(f"{self.path}: holds no rows of this table's format")
-        if len(end) != 8 * self.form.pages(rows) + _TAIL.size or crc32(end[:-4]) != digest:
+        pages = self.form.pages(rows)
+        if len(end) != 8 * (pages + words) + _TAIL.size or crc32(end[:-4]) != digest:
             raise DataError(f"{self.path}: its end is damaged")
-        self.low, self.high, self.rows, self.seed = low, high, rows, seed
-        self.firsts = np.frombuffer(end, np.uint64, self.form.pages(rows)).copy()
+        self.low, self.high, self.rows, self.seed, self.place, self.new = low, high, rows, seed, place, new
+        self.firsts = np.frombuffer(end, np.uint64, pages).copy()
+        self.filter = np.frombuffer(end, np.uint64, words, 8 * pages).copy()
+        seed, firsts, some = int(np.uint64(seed).view(np.int64)), self.firsts, self.filter
+        self.about = (self.file, seed, rows, firsts.ctypes.data, len(firsts), some.ctypes.data, len(some))
 
     def drop_cache(self) -> None:
         """Leave nothing of the file in the page cache."""
@@ -122,7 +133,7 @@ class Segment:
             self.drop_cache()
 
 
-def _tail(path: Path, file: int, stored: StoredFile) -> tuple[bytes, bytes, int, int, int, int, int]:
+def _tail(path: Path, file: int, stored: StoredFile) -> tuple[Any, ...]:
     size = os.fstat(file).st_size
     if size != stored.size or size < _TAIL.size:
         raise DataError(f"{path}: has {size} bytes instead of {stored.size}")
@@ -149,12 +160,29 @@ def within(records: np.ndarray, low: int, high: int) -> np.ndarray:
     return records[kernels.first_at_least(records, np.uint64(low)) : stop]
 
 
-def write_segment(path: Path, low: int, high: int, form: RecordFormat, batches: Iterable[np.ndarray]) -> Segment:
-    """Write records (n, size) by ascending hash, batch by batch, durably. OSError: nothing of it is left."""
+def filter_bytes(rows: int) -> int:
+    """Of the filter of so many rows."""
+    return 8 * -(-rows * kernels.FILTER_BITS // 64)
+
+
+def write_segment(
+    path: Path,
+    low: int,
+    high: int,
+    form: RecordFormat,
+    batches: Iterable[np.ndarray],
+    filtered: bool = False,
+    place: int = 0,
+    new: int = 0,
+) -> Segment:
+    """Write records (n, size) by ascending hash, batch by batch, durably. OSError: nothing of it is left. `filtered`:
+    with a filter. `place`, `new`: see `Segment`; the oldest has all rows new.
+    """
     made = Segment(low, high, form)
+    made.place, made.new = place, new
     draft = path.with_name(f"{path.name}.tmp")
     try:
-        stored = storage.write(draft, _pieces(made, batches), (form.head_bytes, lambda: _head(made)))
+        stored = storage.write(draft, _pieces(made, batches, filtered), (form.head_bytes, lambda: _head(made)))
         if not made.rows:
             os.unlink(draft)
             return made
@@ -168,15 +196,19 @@ def write_segment(path: Path, low: int, high: int, form: RecordFormat, batches: 
 
 def _head(made: Segment) -> bytes:
     form, pages = made.form, made.form.pages(made.rows)
-    tensors = ((PAGES, "U8", (pages, form.page_bytes)), (_END, "U8", (8 * pages + _TAIL.size,)))
+    end = 8 * pages + made.filter.nbytes + _TAIL.size
+    tensors = ((PAGES, "U8", (pages, form.page_bytes)), (_END, "U8", (end,)))
     return header(tensors, form.head_bytes)
 
 
-def _pieces(made: Segment, batches: Iterable[np.ndarray]) -> Iterator[memoryview]:
+def _pieces(made: Segment, batches: Iterable[np.ndarray], filtered: bool) -> Iterator[memoryview]:
     form, made.seed = made.form, secrets.randbits(64)
-    firsts: list[np.ndarray] = []
+    firsts, hashed = list[np.ndarray](), list[np.ndarray]()
     page, rest = 0, np.empty((0, form.size), np.uint8)
     for batch in batches:
+        if filtered:
+            hashed.append(np.empty(len(batch), np.uint64))
+            kernels.hashes_of(batch, hashed[-1])
         records = np.concatenate([rest, batch]) if len(rest) else batch
         whole = len(records) // form.per_page
         if whole:
@@ -186,8 +218,20 @@ def _pieces(made: Segment, batches: Iterable[np.ndarray]) -> Iterator[memoryview
         made.rows += len(batch)
     if len(rest):
         yield _sealed(rest, page, made, firsts)
-    end = b"".join(each.tobytes() for each in firsts)
-    end += _TAIL.pack(_MAGIC, form.layout(), made.rows, made.low, made.high, made.seed, 0)[:-4]
+    made.filter = np.zeros(filter_bytes(made.rows) // 8 if filtered else 0, np.uint64)
+    for each in hashed:
+        kernels.fill_filter(each, made.filter)
+    end = b"".join(each.tobytes() for each in [*firsts, made.filter])
+    what = (
+        made.rows,
+        made.low,
+        made.high,
+        made.seed,
+        len(made.filter),
+        made.place,
+        made.new if made.place else made.rows,
+    )
+    end += _TAIL.pack(_MAGIC, form.layout(), *what, 0)[:-4]
     yield memoryview(end + struct.pack("<I", crc32(end)))
 
 

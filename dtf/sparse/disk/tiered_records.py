@@ -12,34 +12,46 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from dtf.core.errors import ConfigError, io_failure
-from dtf.sparse.disk.cache_kernels import ABSENT, DIRTY, NOT_CACHED, WRITING
-from dtf.sparse.disk.partitioned_run import PartitionedRun, Reading, merged, rewrite
+from dtf.core.errors import ConfigError, SaveError, io_failure
+from dtf.sparse.disk.cache_kernels import ABSENT, DIRTY, NOT_CACHED, STORED, WRITING
+from dtf.sparse.disk.partitioned_run import PartitionedRun, Range, Reading, Sweeper, contents
 from dtf.sparse.disk.record_format import RecordFormat
-from dtf.sparse.disk.row_cache import LAST_STEP, RowCache, decoded
-from dtf.sparse.disk.segment import LAST, Segment
+from dtf.sparse.disk.row_cache import LAST_STEP, RowCache, by_hash, decoded
+from dtf.sparse.disk.segment import LAST
 
 DEPTH = 32
 """Reads at a time."""
-DIRTY_SHARE = 0.5
-"""Of the cache: sweeps go on while more rows than that are dirty."""
-RANGES = 64
-"""Segments of an empty table."""
-SEGMENT_BYTES = 32 << 20
-"""A segment of more than twice as many is divided."""
+DIRTY_SHARE = 0.7
+"""Of the cache: sweeps go on while more rows than that are dirty. More of them make sweeps cheaper, fewer leave more
+choice of what goes.
+"""
+FILTER_SHARE = 1 / 8
+"""Of the memory: what filters may take."""
+RANGES, RANGE_BYTES = (4, 64), 1 << 20
+"""Ranges of an empty table, of about so many bytes in memory each: a sweep writes some of these, and must pay for its
+files.
+"""
+SEGMENT_BYTES = 128 << 20
+"""A base of more than twice as many is divided: each has up to nine open files, and one is written at a time."""
+MOST_REMOVED = 0.25
+"""Of the dirty rows of a range: a delta cannot say that rows are gone, so these wait for the next base, unless there
+are more.
+"""
 ENDING = ".rows"
 _STACK_BYTES = 1 << 19
 
 
 class _Sweep(NamedTuple):
-    segment: Segment
+    part: Range
     positions: np.ndarray
-    made: Future[list[Segment]]
+    removed: np.ndarray
+    made: Future[list[Range]]
 
 
 class _Prefetch(NamedTuple):
@@ -50,7 +62,7 @@ class _Prefetch(NamedTuple):
 class TieredRecords:
     """Rows by id, at most `memory_bytes` of them in memory, the others in `folder`, which is this object's alone: files
     that a killed process left there are removed. The hashes of ids are in [low, high]. The ids of one call are
-    distinct; -1 stands for no row.
+    distinct; -1 stands for no row. `ranges`: into which hashes are divided at first; None: as the memory is.
 
     Positions index `records` (C, width + states) and `extra` (C, bytes). They hold until the next call of a method
     that takes ids. Who changes rows says so with `changed` before that.
@@ -67,34 +79,40 @@ class TieredRecords:
         low: int = 0,
         high: int = LAST,
         depth: int = DEPTH,
-        ranges: int = RANGES,
+        ranges: int | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         dirty_share: float = DIRTY_SHARE,
     ) -> None:
         self.folder, self.form = folder, form
-        self.cache = RowCache(form, memory_bytes)
+        filters = int(FILTER_SHARE * memory_bytes)
+        self.cache = RowCache(form, memory_bytes - filters, low, high)
         self.records, self.extra = self.cache.records, self.cache.extra
+        if ranges is None:
+            ranges = max(RANGES[0], min(1 << (self.cache.capacity * form.size // RANGE_BYTES).bit_length(), RANGES[1]))
         self.run = PartitionedRun(form, low, high, ranges)
         self.rows = self.dirty = 0
-        self.hits = self.misses = self.pages_read = self.bytes_swept = 0
-        self._depth, self._target = depth, max(1, segment_bytes // form.size)
+        self.hits = self.misses = self.pages_read = self.rows_swept = self.bytes_swept = 0
+        self._depth = depth
+        self._sweeper = Sweeper(form, max(1, segment_bytes // form.size), filters, self.new_path)
         self._most_dirty = int(dirty_share * self.cache.capacity)
         self._readers = _small_threads(depth)
         self._writer = ThreadPoolExecutor(1, "sweep")
         self._sweep: _Sweep | None = None
         self._prefetch: _Prefetch | None = None
         self._forgotten: list[np.ndarray] = []  # ids that left the cache since the prefetch began
-        self._hand = low  # hash from which on the next sweep goes
         self._step = self._files = 0
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._remove_files()
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._remove_files()
+        except OSError as error:
+            raise io_failure(error, folder) or error from error
 
     def __len__(self) -> int:
         return self.rows
 
     def byte_count(self) -> int:
         """Bytes of the rows that are in memory, and of what finds rows."""
-        return self.cache.byte_count + sum(segment.firsts.nbytes for segment in self.run.segments)
+        return self.cache.byte_count + self.run.filter_bytes + sum(file.firsts.nbytes for file in self.run.files)
 
     # ------------------------------------------------------------ rows
 
@@ -104,8 +122,10 @@ class TieredRecords:
         """
         self._step = step
         self._settle()
-        self._arrive()
         positions, missing = self.cache.find(ids)
+        if missing and self._prefetch is not None:
+            self._arrive()
+            positions, missing = self.cache.find(ids)
         self.hits, self.misses = self.hits + len(ids) - missing, self.misses + missing
         if missing:
             # with those of ids without a row: else `make` had to find room, and could move rows of this call
@@ -138,7 +158,7 @@ class TieredRecords:
         own = positions[there]
         if (self.cache.flags[own] & ABSENT == 0).any():
             raise ValueError("an id has a row already")
-        self.cache.flags[own] &= np.uint8(WRITING | DIRTY)
+        self.cache.flags[own] &= np.uint8(WRITING | DIRTY | STORED)
         self.records[own] = 0
         self.extra[own] = 0
         self.rows += len(own)
@@ -176,12 +196,16 @@ class TieredRecords:
         """All rows by ascending hash, some at a time, as copies: ids (n,), rows with their states (n, width + states),
         extra (n, bytes). No other method may be called meanwhile.
         """
-        self.finish_sweep()
-        for segment in self.run.segments:
-            positions = self.cache.flagged(DIRTY, segment.low, segment.high, self.dirty)
+        with suppress(SaveError):  # all rows are there without it; the next sweep says so again
+            self.finish_sweep()
+        for part in self.run.ranges:
+            positions = by_hash(self.cache.ids, self.cache.dirty_in(part.low, part.high))
             removed = self.cache.flags[positions] & ABSENT != 0
-            for batch in merged(segment, segment.low, segment.high, self.cache.encode(positions), removed):
-                yield decoded(batch, self.form)
+            try:
+                for batch in contents(part.files, part.low, part.high, self.cache.encode(positions), removed):
+                    yield decoded(batch, self.form)
+            except OSError as error:
+                raise io_failure(error, self.folder) or error from error
 
     def close(self) -> None:
         """End all threads and remove all files."""
@@ -201,7 +225,7 @@ class TieredRecords:
             self._begin_sweep()
 
     def _arrive(self) -> None:
-        """Take the rows that were read ahead."""
+        """Wait for the rows that are read ahead, and take them."""
         if self._prefetch is not None:
             (reading, step), self._prefetch = self._prefetch, None
             forgotten, self._forgotten = self._forgotten, []
@@ -220,7 +244,7 @@ class TieredRecords:
         chosen = np.flatnonzero(fresh)
         positions = self._allocate(len(chosen))
         found = reading.found[chosen] != 0
-        self.cache.insert(reading.ids[chosen], positions, np.where(found, np.uint8(0), np.uint8(ABSENT)), step)
+        self.cache.insert(reading.ids[chosen], positions, np.where(found, np.uint8(STORED), np.uint8(ABSENT)), step)
         self.cache.decode(reading.records, chosen[found], positions[found])
 
     def replace(self, ids: np.ndarray, records: np.ndarray) -> None:
@@ -236,17 +260,20 @@ class TieredRecords:
         too few are clean, sweeps are waited for.
         """
         taken = np.empty(0, np.int64)
-        for first, last in ((self._step, LAST_STEP), (self._step, self._step), (1, 0)):
+        try:
+            for first, last in ((self._step, LAST_STEP), (self._step, self._step), (1, 0)):
+                if len(taken) < count:
+                    taken = np.concatenate([taken, self._take(count - len(taken), first, last)])
+            while len(taken) < count and self._sweep_one():
+                taken = np.concatenate([taken, self._take(count - len(taken), 1, 0)])
             if len(taken) < count:
-                taken = np.concatenate([taken, self._take(count - len(taken), first, last)])
-        while len(taken) < count and self._sweep_one():
-            taken = np.concatenate([taken, self._take(count - len(taken), 1, 0)])
-        if len(taken) < count:
+                raise ConfigError(
+                    f"{self.cache.capacity} rows of a table fit into its memory, and one step needs more; set a larger "
+                    "sparse.memory_gb"
+                )
+        except BaseException:
             self.cache.give_back(taken)
-            raise ConfigError(
-                f"{self.cache.capacity} rows of a table fit into its memory, and one step needs more; set a larger "
-                "sparse.memory_gb"
-            )
+            raise
         return taken
 
     def _take(self, count: int, first: int, last: int) -> np.ndarray:
@@ -267,34 +294,41 @@ class TieredRecords:
         return True
 
     def _begin_sweep(self) -> None:
-        """Write the dirty rows of the next range that has some, in another thread."""
-        for _ in range(len(self.run.segments) if self.dirty else 0):
-            segment = self.run.at(self._hand)
-            self._hand = segment.high + 1 if segment.high < self.run.high else self.run.low
-            positions = self.cache.flagged(DIRTY, segment.low, segment.high, self.dirty)
-            if len(positions):
-                records = self.cache.encode(positions)
-                removed = self.cache.begin_writing(positions)
-                self.dirty -= len(positions)
-                made = self._writer.submit(rewrite, segment, records, removed, self._target, self.new_path)
-                self._sweep = _Sweep(segment, positions, made)
-                return
+        """Write the dirty rows of the range that has most of them, in another thread."""
+        for index in np.argsort(-self.cache.dirty_from(self.run.lows)) if self.dirty else ():
+            part = self.run.ranges[index]
+            positions, filters = self.cache.dirty_in(part.low, part.high), self.run.filter_bytes
+            if not len(positions):
+                continue
+            removed = self.cache.flags[positions] & ABSENT != 0
+            delta = self._sweeper.fits(part, len(positions), filters) and removed.mean() <= MOST_REMOVED
+            if delta:
+                positions = positions[~removed]
+            new = int((self.cache.flags[positions] & STORED == 0).sum())
+            records = self.cache.encode(positions)
+            removed = self.cache.begin_writing(positions, part.low, part.high)
+            self.dirty -= len(positions)
+            write = self._sweeper.write_delta if delta else self._sweeper.write_base
+            made = self._writer.submit(write, part, records, removed, filters, new)
+            self._sweep = _Sweep(part, positions, removed, made)
+            return
 
     def finish_sweep(self) -> None:
         """Wait for the sweep that goes on, if one does. After an error its rows are dirty as before."""
         if self._sweep is None:
             return
-        (segment, positions, made), self._sweep = self._sweep, None
+        (part, positions, removed, made), self._sweep = self._sweep, None
         try:
             new = made.result()
         except BaseException as error:
-            self.dirty += self.cache.end_writing(positions, False)
+            self.dirty += self.cache.end_writing(positions, removed, False)
             if isinstance(error, OSError):
                 raise io_failure(error, self.folder) or error from error
             raise
-        self.cache.end_writing(positions, True)
-        self.run.replace(segment, new)
-        self.bytes_swept += segment.stored.size + sum(each.stored.size for each in new)
+        self.cache.end_writing(positions, removed, True)
+        self.run.replace(part, new)
+        self.rows_swept += len(positions)
+        self.bytes_swept += sum(file.stored.size for each in new for file in each.files if file not in part.files)
 
     def new_path(self) -> Path:
         """A name for one more file."""
