@@ -149,9 +149,9 @@ def _refuse_large(weights: Weights, forms: list[Form]) -> None:
         if name.startswith("table/") and name.endswith("/rows") and size > MOST_TABLE_BYTES:
             table, count = name.split("/")[1], tensor.shape[0]
             raise ConfigError(
-                f"table {table} has {count:,} rows of {size / 1e9:.1f} GB, too many to put into a program without being "
-                f"asked; keep fewer with job.max_rows=N or job.min_score=S, ask for all with job.max_rows={count}, or "
-                "leave them beside it with job.forms=[safetensors]"
+                f"table {table} has {count:,} rows ({size / 1e9:.1f} GB), and a program gets more than 1 GiB only "
+                f"where job.max_rows says so; use job.max_rows=N or job.min_score=S for fewer, job.max_rows={count} "
+                "for all, or job.forms=[safetensors]"
             )
 
 

@@ -1,8 +1,8 @@
 """The rows of a table in a checkpoint, where they are looked up in its files. Numpy and the files alone: no torch, no
 ranks.
 
-A checkpoint has a layer of all rows, 0, and may have further ones, each with the rows that changed and the ids that left
-since the layer before. An id has the row of the newest layer that names it.
+A checkpoint has a layer of all rows, 0. It may have further ones, each with the rows that changed and the ids that
+left since the layer before. An id has the row of the newest layer that names it.
 """
 
 from __future__ import annotations

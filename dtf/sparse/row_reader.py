@@ -1,5 +1,6 @@
-"""Rows of sparse tables for a server of a model, from the checkpoints of a run that goes on. Needs no trainer: numpy and
-the files of checkpoints, no torch.
+"""Rows of sparse tables for a server of a model, from the checkpoints of a run that goes on.
+
+Needs no trainer: numpy and the files of checkpoints, no torch.
 """
 
 from __future__ import annotations
