@@ -12,7 +12,7 @@ import onnxruntime
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.core.errors import ConfigError
 
@@ -42,6 +42,7 @@ def write_onnx(
                 program,
                 dynamo=True,
                 verbose=False,
+                dynamic_shapes=(tree_map(lambda _: {0: "batch"}, inputs),),
                 input_names=names(inputs, "inputs"),
                 output_names=names(outputs, "outputs"),
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,9 @@ from dtf.checkpoint.safetensors_format import Slot, slots
 from dtf.core.errors import DataError
 
 _NUMBERS = {"I64": np.int64, "F32": np.float32, "F64": np.float64}
+
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ."""
 
 Content = tuple[tuple[str, StoredFile, StoredBox], ...]
 """What a layer was read from: layers of the same content are the same."""
@@ -118,23 +122,28 @@ class Files:
 
     def __init__(self, folder: Path, manifest: Manifest, mapped: bool) -> None:
         self._folder, self._manifest, self._mapped = folder, manifest, mapped
-        self._open: dict[str, tuple[Blocks, dict[str, Slot], memoryview | None]] = {}
+        self._open: dict[str, tuple[Blocks, dict[str, Slot], mmap.mmap | None]] = {}
 
     def array(self, box: StoredBox) -> np.ndarray:
         """The numbers of a box, in the file or in memory. DataError where they are damaged or of another kind."""
-        blocks, by_key, view = self._file(box.file)
+        blocks, by_key, mapping = self._file(box.file)
         slot = by_key.get(box.key)
         if slot is None or slot.shape != box.shape or slot.dtype not in _NUMBERS:
             raise DataError(f"{self._folder}: {box.file} has no {box.key!a} as the manifest says")
         if not volume(slot.shape):
             return np.zeros(slot.shape, _NUMBERS[slot.dtype])
-        if view is None:
+        if mapping is None:
             data = blocks.read(slot.start, slot.stop)
         else:
             damaged = blocks.damaged(range(slot.start // BLOCK_BYTES, -(-slot.stop // BLOCK_BYTES)))
             if damaged:
                 raise DataError(f"{self._folder}: {blocks.damage(min(damaged), min(damaged) + 1)}")
-            data = view[slot.start : slot.stop]
+            first = slot.start // mmap.PAGESIZE * mmap.PAGESIZE
+            with suppress(OSError):  # Linux 5.14
+                mapping.madvise(
+                    _POPULATE_READ, first, slot.stop - first
+                )  # no request waits for the system to find a page
+            data = memoryview(mapping)[slot.start : slot.stop]
         return np.frombuffer(data, _NUMBERS[slot.dtype]).reshape(slot.shape)
 
     def whole(self, tensor: StoredTensor) -> np.ndarray:
@@ -144,17 +153,17 @@ class Files:
             out[box.offset[0] : box.offset[0] + box.shape[0]] = self.array(box)
         return out
 
-    def _file(self, name: str) -> tuple[Blocks, dict[str, Slot], memoryview | None]:
+    def _file(self, name: str) -> tuple[Blocks, dict[str, Slot], mmap.mmap | None]:
         if name not in self._open:
             stored = self._manifest.files[name]
-            blocks, view = Blocks(self._folder, name, stored), None
+            blocks, mapping = Blocks(self._folder, name, stored), None
             if self._mapped:
                 file, size = open_regular(self._folder / name)
                 try:
                     if size != stored.size:
                         raise DataError(f"{self._folder}: {name} has {size} bytes instead of {stored.size}")
-                    view = memoryview(mmap.mmap(file, size, prot=mmap.PROT_READ))
+                    mapping = mmap.mmap(file, size, prot=mmap.PROT_READ)
                 finally:
                     os.close(file)
-            self._open[name] = blocks, slots(blocks.read, stored.size), view
+            self._open[name] = blocks, slots(blocks.read, stored.size), mapping
         return self._open[name]

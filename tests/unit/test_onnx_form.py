@@ -52,8 +52,10 @@ def test_an_onnx_file_says_what_the_model_says(tmp_path: Path) -> None:
         some = {name: tensor[:rows] for name, tensor in inputs.items()}
         assert _difference(model(some), run(some)) < 1e-6
     session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
-    assert [(value.name, value.shape[1:]) for value in session.get_inputs()] == [("z", [3]), ("ids", [2])]
-    assert isinstance(session.get_inputs()[0].shape[0], str), "any batch"
+    assert [(value.name, value.shape) for value in session.get_inputs()] == [
+        ("z", ["batch", 3]),
+        ("ids", ["batch", 2]),
+    ]
     assert [value.name for value in session.get_outputs()] == ["b", "a"]
     assert session.get_modelmeta().custom_metadata_map == {"dtf.json": "{}"}
 
