@@ -19,7 +19,7 @@ from dtf.core.files import flat
 from dtf.core.main_module import is_loaded
 from dtf.core.renamed import upgraded_config
 
-KEYS = ("seed", "recipe", "precision", "step")
+KEYS = ("seed", "recipe", "precision", "step", "sparse")
 """Keys of a run's config that describe its model and data. The job itself decides how to spread the work."""
 
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.*?\[\]-]+")

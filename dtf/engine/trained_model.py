@@ -16,6 +16,7 @@ from dtf.distributed.world import World
 from dtf.engine.inference import weights_of
 from dtf.model.init import cast, init_model
 from dtf.model.pretrained import Weights
+from dtf.sparse.life import SCORE
 from dtf.sparse.make_tables import tables_of
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ def trained_model(settings: Settings, weights: Weights, pruning: Pruning | None 
     recipe = settings.recipe
     model = init_model(recipe, settings.seed, weights)
     cast(model, settings.precision, torch.device("cpu"))
-    source = weights.source() if pruning else None  # of a checkpoint, with the scores of rows
+    source = weights.source() if pruning else None
+    if source is not None and not any(name.endswith(f"/{SCORE}") for name in source.names()):
+        source = None  # only scores need more than the rows
     task = Task(
         recipe,
         settings.optimizer,
@@ -52,9 +55,7 @@ def trained_model(settings: Settings, weights: Weights, pruning: Pruning | None 
     if tables is not None:
         from dtf.sparse.inference_module import InferenceModule
 
-        kept = None
-        if pruning is not None and source is not None:
+        if source is not None:
             tables.load(source)
-            kept = partial(pruning.kept, source=source)
-        model = InferenceModule.of(model, tables, kept)
+        model = InferenceModule.of(model, tables, pruning and partial(pruning.kept, source=source))
     return model.eval()

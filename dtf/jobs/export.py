@@ -69,7 +69,7 @@ class ExportJob(Job):
         if not self.forms:
             raise ConfigError("job.forms=[] must hold at least one; use pt2, safetensors or onnx")
         if Form.onnx in self.forms:
-            _check_onnx(composed.settings)
+            check_onnx(composed.settings)
         if (self.min_score or self.max_rows) and not composed.settings.recipe.table_widths():
             key = "min_score" if self.min_score else "max_rows"
             raise ConfigError(
@@ -102,7 +102,7 @@ class ExportJob(Job):
         return Exit.OK
 
 
-def _check_onnx(settings: Settings) -> None:
+def check_onnx(settings: Settings) -> None:
     """Raise ConfigError for what no ONNX file can be made of, or where the packages are missing."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:

@@ -8,7 +8,6 @@ import numpy as np
 
 from dtf.api.task import Source
 from dtf.core.errors import ConfigError
-from dtf.sparse.life import SCORE
 from dtf.sparse.living_table import LivingTable
 from dtf.sparse.sharded_tables import steps_of
 from dtf.sparse.store import SparseTable
@@ -24,22 +23,20 @@ class Pruning:
     def __bool__(self) -> bool:
         return self.min_score > 0 or self.max_rows > 0
 
-    def kept(self, store: SparseTable, source: Source) -> np.ndarray:
-        """The ids (n,) of the rows that go along of a table that was loaded from `source`, ascending.
+    def kept(self, store: SparseTable, source: Source | None) -> np.ndarray:
+        """The ids (n,) of the rows of a table that go along, ascending. `source`: the checkpoint, where it has scores.
 
         With scores those of the highest, as they are at the step of the checkpoint; without them those of the largest
         norm, as evaluation sees them. Of equals those of the smaller ids. ConfigError for `min_score` without scores.
         """
-        exported = store.export()
-        ids, score = exported.ids, f"table/{store.name}/{SCORE}"
-        if isinstance(store, LivingTable) and SCORE in exported.states and score in source.names():
+        ids = store.export().ids
+        if source is not None and isinstance(store, LivingTable):
             worth = store.scores(ids, steps_of(source))
             worth, ids = worth[worth >= self.min_score], ids[worth >= self.min_score]
         elif self.min_score > 0:
             raise ConfigError(
-                f"job.min_score={self.min_score:g}: {source.place} has no scores of the rows of table {store.name}; "
-                "use job.max_rows=N, which keeps those of largest norm, or train with sparse.when_full=evict, which "
-                "keeps scores"
+                f"job.min_score={self.min_score:g}: the run kept no scores of the rows of table {store.name}; use "
+                "job.max_rows=N, which keeps those of largest norm, or train with sparse.when_full=evict"
             )
         else:
             worth = np.linalg.norm(store.lookup(ids, create=False), axis=1)

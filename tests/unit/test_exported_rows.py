@@ -17,8 +17,7 @@ from dtf.sparse.living_table import table_class
 from dtf.sparse.pruning import Pruning
 from dtf.sparse.row_optimizers import RowAdagrad, RowSgd
 
-SCORED: Any = SimpleNamespace(names=lambda: {"table/t/life.score"}, scalars={"program": {"table_steps": 9}}, place="c")
-UNSCORED: Any = SimpleNamespace(names=set, scalars={}, place="c")
+SCORED: Any = SimpleNamespace(scalars={"program": {"table_steps": 9}})
 
 
 def test_rows_of_high_score_go_along() -> None:
@@ -33,16 +32,16 @@ def test_rows_of_high_score_go_along() -> None:
     assert Pruning(max_rows=2).kept(table, SCORED).tolist() == [20, 40], "of equals the smaller id"
     assert Pruning(min_score=1, max_rows=1).kept(table, SCORED).tolist() == [40]
     largest = np.array([50, 40, 30, 20, 10])[np.argsort(-np.linalg.norm(rows, axis=1))[:2]]
-    assert Pruning(max_rows=2).kept(table, UNSCORED).tolist() == sorted(largest), "none were saved: those of large norm"
+    assert Pruning(max_rows=2).kept(table, None).tolist() == sorted(largest), "none were saved: those of large norm"
 
 
 def test_without_scores_rows_of_large_norm_go_along() -> None:
     table = table_class(rule := RowSgd())(Table(1, 0, 100, 0.1), rule, 1, "t")
     table.put(np.array([5, 3, 1, 2]), np.array([[-2.0], [1], [2], [0]], np.float32), {})
-    assert Pruning(max_rows=2).kept(table, UNSCORED).tolist() == [1, 5]
-    assert Pruning(max_rows=9).kept(table, UNSCORED).tolist() == [1, 2, 3, 5] and not Pruning()
-    with pytest.raises(ConfigError, match=r"job.min_score=0.5: c has no scores .* table t; use job.max_rows"):
-        Pruning(min_score=0.5).kept(table, UNSCORED)
+    assert Pruning(max_rows=2).kept(table, None).tolist() == [1, 5]
+    assert Pruning(max_rows=9).kept(table, None).tolist() == [1, 2, 3, 5] and not Pruning()
+    with pytest.raises(ConfigError, match=r"job.min_score=0.5: the run kept no scores .* table t; use job.max_rows"):
+        Pruning(min_score=0.5).kept(table, None)
 
 
 def test_a_large_table_is_put_into_a_program_where_somebody_says_so(tmp_path: Path) -> None:

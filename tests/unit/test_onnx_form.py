@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dtf
 from dtf.core.errors import ConfigError
+from dtf.jobs.export import check_onnx
 from dtf.jobs.onnx_form import write_onnx
 from dtf.jobs.rank_export import _difference, _program
 
@@ -58,6 +61,15 @@ def test_an_onnx_file_says_what_the_model_says(tmp_path: Path) -> None:
     ]
     assert [value.name for value in session.get_outputs()] == ["b", "a"]
     assert session.get_modelmeta().custom_metadata_map == {"dtf.json": "{}"}
+
+
+def test_what_no_file_can_be_made_of_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sparse = dtf.compose(["job=export", "recipe=ctr_clicks_sparse", "job.forms=[onnx]"]).settings
+    with pytest.raises(ConfigError, match=r"GeneratedClicks has sparse tables \(ids\).*job.forms=\[pt2,safetensors\]"):
+        check_onnx(sparse)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else name)
+    with pytest.raises(ConfigError, match=r"needs onnxscript, which is not installed: .* 'dtf\[onnx\]'"):
+        check_onnx(sparse)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ checkpoints come and go.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dtf.api.sparse_table import Table
@@ -24,6 +26,7 @@ from dtf.checkpoint.suspects import set_aside
 from dtf.core.errors import DataError
 from dtf.core.types import Box, Place
 from dtf.distributed.world import World
+from dtf.sparse.inference_module import InferenceModule
 from dtf.sparse.row_optimizers import RowSgd
 from dtf.sparse.row_reader import RowReader
 from dtf.sparse.sharded_tables import ShardedTables
@@ -83,6 +86,13 @@ def shuffled(boxes: list[Box]) -> list[Box]:
     return [box._replace(tensor=box.tensor[order]) if box.tensor.dim() else box for box in boxes]
 
 
+CUTS: list[Callable[[list[Box]], dict[str, list[Box]]]] = [
+    lambda boxes: {"rank_0.safetensors": boxes},
+    lambda boxes: cut(shuffled(boxes), 13, 0),
+    lambda boxes: cut(boxes, 3, 1),
+]
+
+
 @pytest.fixture(scope="module")
 def trained() -> tuple[SparseTable, list[Box]]:
     """40 rows, of which half had no gradient for three steps with weight decay."""
@@ -98,15 +108,7 @@ def trained() -> tuple[SparseTable, list[Box]]:
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-@pytest.mark.parametrize(
-    "files",
-    [
-        lambda boxes: {"rank_0.safetensors": boxes},
-        lambda boxes: cut(shuffled(boxes), 13, 0),
-        lambda boxes: cut(boxes, 3, 1),
-    ],
-    ids=["one rank", "rows", "columns"],
-)
+@pytest.mark.parametrize("files", CUTS, ids=["one rank", "rows", "columns"])
 def test_rows_are_those_that_an_evaluation_sees(
     files: Callable[[list[Box]], dict], mapped: bool, trained: tuple[SparseTable, list[Box]], tmp_path: Path
 ) -> None:
@@ -223,3 +225,39 @@ def test_what_cannot_be_read_leaves_the_answers_as_they_are(tmp_path: Path) -> N
     assert reader.refresh() and reader.version.step == 2
     save_no_tables(tmp_path, 6)
     assert reader.refresh() and reader.snapshot.widths == {}
+
+
+# ---------------------------------------------------------------- docs/serving.md
+
+
+def documented() -> dict[str, Any]:
+    """The reader of docs/serving.md that needs no dtf."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    (block,) = re.findall(r"^```python\n(# read_rows\.py\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    return names
+
+
+@pytest.mark.parametrize("files", CUTS, ids=["one rank", "rows", "columns"])
+def test_the_documented_reader_reads_a_checkpoint(
+    files: Callable[[list[Box]], dict], trained: tuple[SparseTable, list[Box]], tmp_path: Path
+) -> None:
+    store, boxes = trained
+    page, folder = documented(), save(tmp_path, 7, files(boxes))
+    ids = np.append(store.export().ids[::-1], 5)
+    found = page["lookup"](*page["rows_of_checkpoint"](folder, "t"), ids)
+    np.testing.assert_allclose(found, RowReader(folder).lookup("t", ids).rows, rtol=1e-6)
+
+
+def test_the_documented_reader_reads_layers_and_exports(tmp_path: Path) -> None:
+    page, ids = documented(), np.arange(120)
+    first = save(tmp_path, 1, {"rows_0.safetensors": filled(1)["rank_0.safetensors"]})
+    second = save(tmp_path, 2, {"rows_0.delta_1.safetensors": layer(1, [3, 99], 2, [4, 99])}, first, "rows")
+    third = save(tmp_path, 3, {"rows_0.delta_2.safetensors": layer(2, [5], 3, [3])}, second, "rows")
+    found = page["lookup"](*page["rows_of_checkpoint"](third, "t"), ids)
+    assert (found == RowReader(third).lookup("t", ids).rows).all() and sorted(set(found[:, 0])) == [0, 1, 2, 3]
+    module = InferenceModule(torch.nn.Linear(1, 1), {"t": (torch.tensor([3, 7]), torch.ones(2, WIDTH))})
+    save_file(module.state_dict(), tmp_path / "model.safetensors")
+    found = page["lookup"](*page["rows_of_export"](tmp_path / "model.safetensors", "t"), ids)
+    assert np.flatnonzero(found[:, 0]).tolist() == [3, 7]
