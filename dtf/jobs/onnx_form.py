@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def write_onnx(
             f"job.forms=[onnx]: the model has {size:,} bytes, and an ONNX file 2 GiB at most; {OTHERWISE}"
         )
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it tells of its progress
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it tells of its progress, and that several inputs have one batch size
             onnx = torch.onnx.export(
                 program,
                 dynamo=True,

@@ -394,14 +394,6 @@ def test_an_export_with_a_vocabulary_holds_it(folder: Path, run_dtf: Run, tmp_pa
     ]
     ids = torch.tensor([encode(about["preprocessing"], arrays, row)["ids"] for row in rows])
     program = torch.export.load(result.folder / "model.pt2").module()
-    pruned = run_dtf("job=export", f"job.model={trained.folder}", "job.max_rows=40", "job.forms=[safetensors]")
-    assert pruned.code == 0 and "table ids: 40 rows went along" in pruned.out, pruned.err
-    told = json.loads((pruned.folder / "model.json").read_text())
-    whole = run_dtf("job=evaluate", f"job.model={trained.folder}", "launcher=inline")
-    evaluated = json.loads((whole.folder / "evaluation.json").read_text())
-    assert told["evaluation"]["all_rows"] == pytest.approx(evaluated["metrics"], rel=1e-3)
-    assert told["evaluation"]["kept_rows"]["loss"] > told["evaluation"]["all_rows"]["loss"]
-    assert "kept no scores" in run_dtf("job=export", f"job.model={trained.folder}", "job.min_score=2").err
     of_job = predicted(
         run_dtf("job=predict", f"job.model={trained.folder}", f"job.input={folder / 'new.tsv'}", "launcher=inline")
     )
