@@ -57,5 +57,6 @@ def trained_model(settings: Settings, weights: Weights, pruning: Pruning | None 
 
         if source is not None:
             tables.load(source)
-        model = InferenceModule.of(model, tables, pruning and partial(pruning.kept, source=source))
+        kept = partial(pruning.kept, source=source) if pruning else None
+        model = InferenceModule.of(model, tables, kept)
     return model.eval()

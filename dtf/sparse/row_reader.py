@@ -173,6 +173,7 @@ class RowReader:
 
         tables = {}
         for match in filter(None, (re.fullmatch(r"table/(.+)/count", name) for name in manifest.tensors)):
+            _refuse_disk(manifest, match[1])
             at = layer_names(manifest, match[1])
             rows = [stored for name in at if (stored := manifest.tensors.get(f"{name}rows"))]
             decay = manifest.tensors.get(f"table/{match[1]}/decay")
@@ -184,3 +185,11 @@ class RowReader:
             )
         self._layers = layers
         return RowSnapshot(manifest, tables)
+
+
+def _refuse_disk(manifest: Manifest, table: str) -> None:
+    if any(name.startswith(f"table/{table}/columns/") for name in manifest.tensors):
+        raise DataError(
+            f"table {table} of step {manifest.step} was saved as it lay on sparse.disk, which a RowReader does not "
+            "read; export its rows: job=export job.max_rows=N job.forms=[safetensors]"
+        )

@@ -24,7 +24,7 @@ def test_rows_of_high_score_go_along() -> None:
     """As scores are at the step of the checkpoint: a row that was shown more often, and longer ago, may be lower."""
     table = table_class(rule := RowAdagrad(evict_score=0.01, score_decay=0.5))(Table(2, 0, 100, 0.1), rule, 1, "t")
     rows = np.random.default_rng(0).standard_normal((5, 2)).astype(np.float32)
-    states = {name: np.zeros((5, count), np.float32) for name, (count, _) in rule.states(2).items()}
+    states: dict[str, Any] = {name: np.zeros((5, count), np.float32) for name, (count, _) in rule.states(2).items()}
     states |= {"life.score": np.array([8, 3, 1, 1, 0.5], np.float32), "life.last_step": np.array([5, 8, 9, 9, 9])}
     states["life.last_step"] = states["life.last_step"].astype(np.int32)
     table.put(np.array([50, 40, 30, 20, 10]), rows, states)  # scores at step 9: 0.5, 1.5, 1, 1, 0.5

@@ -225,6 +225,9 @@ def test_what_cannot_be_read_leaves_the_answers_as_they_are(tmp_path: Path) -> N
     assert reader.refresh() and reader.version.step == 2
     save_no_tables(tmp_path, 6)
     assert reader.refresh() and reader.snapshot.widths == {}
+    count, columns = whole("table/t/count", torch.tensor(1)), whole("table/t/columns/rows", torch.tensor([0, WIDTH]))
+    save(tmp_path, 7, {"rank_0.safetensors": [count, columns]})
+    assert not reader.refresh() and "table t of step 7 was saved as it lay on sparse.disk" in reader.fault
 
 
 # ---------------------------------------------------------------- docs/serving.md
