@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from dtf.optim.update import LocalUpdate
     from dtf.pserver.placement import placing
     from dtf.sparse.make_tables import tables_of
+    from dtf.sparse.row_reader import RowReader
     from dtf.strategies.replica import Replica
     from dtf.strategies.spmd import Spmd
 
@@ -176,6 +177,7 @@ _PUBLIC = {
     "Result": "jobs.outcome",
     "RoleContext": "api.helper_roles",
     "RowOptimizer": "api.row_optimizer",
+    "RowReader": "sparse.row_reader",
     "RowTrait": "api.sampler",
     "Sampler": "api.sampler",
     "Saved": "core.types",
@@ -286,6 +288,7 @@ __all__ = [
     "Result",
     "RoleContext",
     "RowOptimizer",
+    "RowReader",
     "RowTrait",
     "Sampler",
     "Saved",

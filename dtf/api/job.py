@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from dtf.core.types import Event
 
@@ -63,6 +63,11 @@ class Job(ABC):
     uses_model = False
     """Whether the job has a key `model` that may name a run. The config of that run then stands behind the command
     line, see `dtf.config.inherit`.
+    """
+
+    keys_of_run: ClassVar[tuple[str, ...]] = ("seed", "recipe", "precision", "step")
+    """Keys of that config which stand so: what describes the model and its data. The job itself decides how to spread
+    the work.
     """
 
     @abstractmethod

@@ -239,7 +239,8 @@ class Composer:
             return config, reads
         from dtf.config.inherit import overrides_from_run
 
-        inherited = overrides_from_run(str(job.get("model", "")), chosen, self._plugins)
+        keys = registered("job")[job["name"]].keys_of_run  # type: ignore[attr-defined]
+        inherited = overrides_from_run(str(job.get("model", "")), keys, chosen, self._plugins)
         config, reads = self.with_plugins(overrides, lambda: self._load([*inherited, *overrides]))
         with read_write(config.hydra.overrides):
             # what was typed, for titles of trials

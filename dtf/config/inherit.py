@@ -19,9 +19,6 @@ from dtf.core.files import flat
 from dtf.core.main_module import is_loaded
 from dtf.core.renamed import upgraded_config
 
-KEYS = ("seed", "recipe", "precision", "step")
-"""Keys of a run's config that describe its model and data. The job itself decides how to spread the work."""
-
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.*?\[\]-]+")
 
 
@@ -31,9 +28,11 @@ def config_beside(checkpoint: Path) -> Path | None:
     return file if file.is_file() else None
 
 
-def overrides_from_run(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -> list[str]:
-    """Overrides from the config of the run that `model`, a checkpoint or a run folder, belongs to. They are to stand
-    before those of the command line.
+def overrides_from_run(
+    model: str, keys: Collection[str], chosen: Mapping[str, str], plugins: Collection[str]
+) -> list[str]:
+    """Overrides with the values of `keys` in the config of the run that `model`, a checkpoint or a run folder, belongs
+    to. They are to stand before those of the command line.
 
     Empty for a file of weights, and for a checkpoint outside its run folder. `chosen`: the command line, key to value.
     `plugins`: those that the command line trusts. ConfigError or DataError.
@@ -46,7 +45,7 @@ def overrides_from_run(model: str, chosen: Mapping[str, str], plugins: Collectio
     file = config_beside(resolve_checkpoints(path, "job.model")[0]) if model and is_checkpoint(path) else None
     if file is None:
         return []
-    return _overrides(saved_config(file, f"job.model={model}", plugins), chosen)
+    return _overrides(saved_config(file, f"job.model={model}", plugins), keys, chosen)
 
 
 def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, Any]:
@@ -80,12 +79,12 @@ def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, 
     }
 
 
-def _overrides(saved: dict[str, Any], chosen: Mapping[str, str]) -> list[str]:
-    """The values of KEYS in a saved config, as overrides; without groups of which the command line chooses another
+def _overrides(saved: dict[str, Any], keys: Collection[str], chosen: Mapping[str, str]) -> list[str]:
+    """The values of `keys` in a saved config, as overrides; without groups of which the command line chooses another
     option.
     """
     overrides = []
-    for key in KEYS:
+    for key in keys:
         value = saved.get(key)
         if value is None or (key in chosen and not (isinstance(value, dict) and value.get("name") == chosen[key])):
             continue

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
@@ -13,7 +16,11 @@ from dtf.distributed.world import World
 from dtf.engine.inference import weights_of
 from dtf.model.init import cast, init_model
 from dtf.model.pretrained import Weights
+from dtf.sparse.life import SCORE
 from dtf.sparse.make_tables import tables_of
+
+if TYPE_CHECKING:
+    from dtf.sparse.pruning import Pruning
 
 
 def load_trained(settings: Settings, model: str) -> nn.Module:
@@ -24,19 +31,32 @@ def load_trained(settings: Settings, model: str) -> nn.Module:
     return trained_model(settings, weights_of(settings, model))
 
 
-def trained_model(settings: Settings, weights: Weights) -> nn.Module:
+def trained_model(settings: Settings, weights: Weights, pruning: Pruning | None = None) -> nn.Module:
     """The recipe's model with these weights, on the CPU, in the format of precision.param and in evaluation mode, with
-    its sparse tables inside.
+    its sparse tables inside: all rows, or those that `pruning` keeps.
     """
     recipe = settings.recipe
     model = init_model(recipe, settings.seed, weights)
     cast(model, settings.precision, torch.device("cpu"))
+    source = weights.source() if pruning else None
+    if source is not None and not any(name.endswith(f"/{SCORE}") for name in source.names()):
+        source = None  # only scores need more than the rows
     task = Task(
-        recipe, settings.optimizer, settings.precision, settings.step, settings.seed, None, weights, settings.sparse
+        recipe,
+        settings.optimizer,
+        settings.precision,
+        settings.step,
+        settings.seed,
+        None,
+        weights if source is None else None,
+        settings.sparse,
     )
     tables = tables_of(task, World(Place()), Placement.replicated)
     if tables is not None:
         from dtf.sparse.inference_module import InferenceModule
 
-        model = InferenceModule.of(model, tables)
+        if source is not None:
+            tables.load(source)
+        kept = partial(pruning.kept, source=source) if pruning else None
+        model = InferenceModule.of(model, tables, kept)
     return model.eval()

@@ -9,15 +9,17 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
+from dtf.checkpoint.manifest import ITEM_BYTES, volume
 from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError, DataError, DtfError
 from dtf.core.files import replace_text
@@ -26,19 +28,21 @@ from dtf.core.version import __version__
 from dtf.engine.inference import names_of, open_model, weights_of
 from dtf.engine.rank import Rank, run_rank
 from dtf.engine.trained_model import trained_model
+from dtf.jobs.export import ExportJob, Form
+from dtf.jobs.split_metrics import split_metrics
 from dtf.model.class_probabilities import class_probabilities
 from dtf.model.forward import cast_floating
 from dtf.model.init import init_model
 from dtf.model.pretrained import Weights
-
-if TYPE_CHECKING:
-    from dtf.jobs.export import ExportJob
 
 ROWS = 5
 """Rows to try an exported model on, beside a single one."""
 
 BOUND = 1e-4
 """Largest difference of outputs that is rounding, relative to the largest output."""
+
+MOST_TABLE_BYTES = 1 << 30
+"""Of the rows of a sparse table that a program holds where nobody said how many it may have."""
 
 ARRAYS = "preprocessing.safetensors"
 """Name of the file of the arrays that the preprocessing needs, where it needs some."""
@@ -64,11 +68,15 @@ def _export(rank: Rank) -> None:
     stored = open_model(settings, job.model)
     rows = _trial_rows(settings, job)
     weights = weights_of(settings, job.model, stored)
-    model = trained_model(settings, weights)
+    pruned: dict[str, Any] = {}
+    if settings.recipe.tables():
+        model, pruned = _with_tables(rank, job, weights, rows)
+    else:
+        model = trained_model(settings, weights)
     inputs, targets = _trial_batch(settings.recipe, rows, model)
     with torch.no_grad():
         expected = model(inputs)
-    metadata = _metadata(settings.recipe, weights, inputs, expected, targets)
+    metadata = _metadata(settings.recipe, weights, inputs, expected, targets) | pruned
     if arrays := settings.recipe.preprocessing_arrays():
         from safetensors.numpy import save_file
 
@@ -79,8 +87,17 @@ def _export(rank: Rank) -> None:
     for form in job.forms:
         rank.beat("start", 0)
         name = f"model.{form.value}"
-        write = _write_pt2 if form.value == "pt2" else _write_safetensors
-        reread = write(folder / f".{name}.new", model, inputs, text, lambda: _bare(settings, model))
+        path = folder / f".{name}.new"
+        match form:
+            case Form.pt2:
+                reread = _write_pt2(path, _program(model, inputs), text)
+            case Form.safetensors:
+                reread = _write_safetensors(path, model, text, _bare(settings, model))
+            case Form.onnx:
+                from dtf.jobs.onnx_form import write_onnx
+
+                program, told = _program(model, inputs), {METADATA: text}
+                reread = write_onnx(path, program, inputs, expected, told, rank.place.threads)
         differences[name] = max(
             _difference(expected, reread(inputs)), _difference(_first(expected), reread(_first(inputs)))
         )
@@ -90,8 +107,52 @@ def _export(rank: Rank) -> None:
                 "output; please report this"
             )
         os.replace(folder / f".{name}.new", folder / name)
-    metadata |= {"largest_difference": differences, "tried_rows": ROWS}
+    metadata |= {"largest_difference": differences, "tolerance": BOUND, "tried_rows": ROWS}
     replace_text(folder / "model.json", json.dumps(metadata, indent=1) + "\n")
+
+
+def _with_tables(rank: Rank, job: ExportJob, weights: Weights, rows: Dataset) -> tuple[nn.Module, dict[str, Any]]:
+    """The model with the rows of its sparse tables that are asked for, and what model.json says of them: how many went
+    along, and what those that stayed out cost.
+
+    ConfigError for rows that are too many for a program, where nobody said how many it may have.
+    """
+    from dtf.sparse.pruning import Pruning
+
+    settings, pruning = rank.settings, Pruning(job.min_score, job.max_rows)
+    if not pruning:
+        _refuse_large(weights, job.forms)
+        return trained_model(settings, weights), {}
+
+    def look(pruning: Pruning | None) -> tuple[nn.Module, dict[str, int], dict[str, float] | None]:
+        model = trained_model(settings, weights, pruning)
+        counts = {name: len(table.ids) for name, table in model.tables.items()}  # type: ignore[union-attr,operator]
+        metrics = None if job.input else split_metrics(settings, model, rows, lambda: rank.beat("evaluate", 0))
+        return model, counts, metrics
+
+    counts, metrics = look(None)[1:]
+    model, kept, pruned_metrics = look(pruning)
+    told: dict[str, Any] = {
+        "rows": {name: {"kept": kept[name], "left_out": count - kept[name]} for name, count in counts.items()}
+    }
+    if metrics is not None:
+        told["evaluation"] = {"all_rows": metrics, "kept_rows": pruned_metrics}
+    return model, told
+
+
+def _refuse_large(weights: Weights, forms: list[Form]) -> None:
+    source = weights.source()
+    if Form.pt2 not in forms or source is None:
+        return
+    for name, tensor in source.manifest.tensors.items():
+        size = volume(tensor.shape) * ITEM_BYTES[tensor.dtype]
+        if name.startswith("table/") and name.endswith("/rows") and size > MOST_TABLE_BYTES:
+            table, count = name.split("/")[1], tensor.shape[0]
+            raise ConfigError(
+                f"table {table} has {count:,} rows ({size / 1e9:.1f} GB), and a program gets more than 1 GiB only "
+                f"where job.max_rows says so; use job.max_rows=N or job.min_score=S for fewer, job.max_rows={count} "
+                "for all, or job.forms=[safetensors]"
+            )
 
 
 def _trial_rows(settings: Settings, job: ExportJob) -> Dataset:
@@ -136,30 +197,33 @@ def _metadata(recipe: Recipe, weights: Weights, inputs: Any, outputs: Any, targe
 Call = Callable[[Any], Any]
 
 
-def _write_pt2(path: Path, model: nn.Module, inputs: Any, metadata: str, bare: Callable[[], nn.Module]) -> Call:
-    """Write the program of torch.export; returns the program as it is read back."""
+def _program(model: nn.Module, inputs: Any) -> ExportedProgram:
+    """What torch.export makes of a model, for any batch size."""
     batch = torch.export.Dim("batch")
     shapes = tree_map(lambda _: {0: batch}, inputs)
     try:
-        program = torch.export.export(model, (inputs,), dynamic_shapes=(shapes,))
+        return torch.export.export(model, (inputs,), dynamic_shapes=(shapes,))
     except Exception as error:  # whatever the compiler makes of a model
         reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         raise ConfigError(f"torch.export cannot follow this model: {reason}; use job.forms=[safetensors]") from error
+
+
+def _write_pt2(path: Path, program: ExportedProgram, metadata: str) -> Call:
+    """Write a program; returns it as it is read back."""
     with path.open("wb") as file:
         torch.export.save(program, file, extra_files={METADATA: metadata})
     with path.open("rb") as file:
         return _quiet(torch.export.load(file).module())
 
 
-def _write_safetensors(path: Path, model: nn.Module, inputs: Any, metadata: str, bare: Callable[[], nn.Module]) -> Call:
-    """Write the tensors; returns a model that has no others."""
+def _write_safetensors(path: Path, model: nn.Module, metadata: str, bare: nn.Module) -> Call:
+    """Write the tensors; returns `bare`, another model, with these."""
     from safetensors.torch import load_file, save_file
 
     tensors = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
     save_file(tensors, path, metadata={"format": "pt", METADATA: metadata})
-    reread = bare()
-    reread.load_state_dict(load_file(path), assign=True)
-    return _quiet(reread.eval())
+    bare.load_state_dict(load_file(path), assign=True)
+    return _quiet(bare.eval())
 
 
 def _bare(settings: Settings, model: nn.Module) -> nn.Module:

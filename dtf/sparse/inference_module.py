@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dtf.sparse.sharded_tables import ShardedTables
+from dtf.sparse.store import SparseTable
 
 
 class InferenceModule(nn.Module):
@@ -20,10 +24,12 @@ class InferenceModule(nn.Module):
         self.tables = nn.ModuleDict({name: _InferenceTable(*table) for name, table in tables.items()})
 
     @classmethod
-    def of(cls, model: nn.Module, tables: ShardedTables) -> InferenceModule:
-        """With copies of all rows, in the dtype that the model computes in."""
+    def of(
+        cls, model: nn.Module, tables: ShardedTables, kept: Callable[[SparseTable], np.ndarray] | None = None
+    ) -> InferenceModule:
+        """With copies of all rows, or of those whose ids `kept` gives, in the dtype that the model computes in."""
         like = next(parameter for parameter in model.parameters())
-        return cls(model, {name: (ids, rows.to(like.dtype)) for name, (ids, rows) in tables.learnt().items()})
+        return cls(model, {name: (ids, rows.to(like.dtype)) for name, (ids, rows) in tables.learnt(kept).items()})
 
     def bare(self, model: nn.Module) -> InferenceModule:
         """The same around another model, with tables of the same sizes and without learnt rows."""

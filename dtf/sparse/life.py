@@ -110,7 +110,7 @@ class Life:
         if rule.evict_unseen:
             leaves |= step - self._last[at].astype(np.int64) > rule.evict_unseen
         if rule.evict_score:
-            leaves |= (self._decayed(at, step) < rule.evict_score) & (self._last[at] < step)
+            leaves |= (self.scores(at, step) < rule.evict_score) & (self._last[at] < step)
         return at[leaves]
 
     def crowded(self, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -177,7 +177,7 @@ class Life:
         """
         at = self._positions(shard)
         excess = len(at) + len(ids) - int(self.limits[shard])
-        here = self._decayed(at, step), np.zeros(len(at)) if self._last is None else self._last[at], self.ids[at]
+        here = self.scores(at, step), np.zeros(len(at)) if self._last is None else self._last[at], self.ids[at]
         coming = np.empty(len(ids))
         self._kernels.decayed(scores, last, step, self._rule.score_decay, coming)
         out = lowest(
@@ -188,7 +188,8 @@ class Life:
     def _positions(self, shard: int) -> np.ndarray:
         return np.arange(self.starts[shard], self.starts[shard] + self.counts[shard])
 
-    def _decayed(self, positions: np.ndarray, step: int) -> np.ndarray:
+    def scores(self, positions: np.ndarray, step: int) -> np.ndarray:
+        """The scores (n,) at `step` of the rows at some positions; zeros where none are kept."""
         out = np.zeros(len(positions))
         if self._scores is not None and self._last is not None:
             self._kernels.decayed(self._scores[positions], self._last[positions], step, self._rule.score_decay, out)

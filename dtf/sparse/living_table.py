@@ -35,6 +35,10 @@ class LivingTable(SparseTable):
         """Rows (U, width) of distinct ids (U,), those that do not exist as they are drawn; none is made."""
         return super().lookup(ids, create=False)
 
+    def scores(self, ids: np.ndarray, step: int) -> np.ndarray:
+        """The scores (U,) at `step` of ids that have a row, in a table that keeps scores."""
+        return self.life.scores(self._index.find(ids)[0], step)
+
     def _positions(self) -> int:
         self.life = Life(self.spec, self.rule, self._seed, self.name)
         return int(self.life.starts[-1])

@@ -21,7 +21,7 @@ from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
 from dtf.sparse.living_table import LivingTable
-from dtf.sparse.store import DECAYED, columns_of, full, gather, segment_sum, unique
+from dtf.sparse.store import DECAYED, SparseTable, columns_of, full, gather, segment_sum, unique
 from dtf.sparse.table_layouts import ShardedTable
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class ShardedTables:
             decay = float(source.read(f"{prefix}{DECAY}")) if f"{prefix}{DECAY}" in names else None
             parts = {"rows": True, **(table.wide if resume else {}), **({DECAYED: False} if decay is not None else {})}
             parts |= {key: False for key in store.statistics if resume and f"{prefix}{key}" in names}
-            step = source.scalars.get("program", source.scalars).get("table_steps", 0) if resume else 0
+            step = steps_of(source) if resume else 0
             if resume and isinstance(store, LivingTable):
                 _load_shards(prefix, table, store, source, names)
             if resume and decay is not None:
@@ -239,12 +239,13 @@ class ShardedTables:
         for table in self._tables.values():
             table.store.clear()
 
-    def learnt(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def learnt(self, kept: Callable[[SparseTable], np.ndarray] | None = None) -> dict[str, tuple[Tensor, Tensor]]:
         """Name -> ascending ids (n,) and rows (n, width) that this rank holds, as evaluation sees them. Copies.
 
-        Not collective.
+        `kept`: ids of those that are wanted, of each table. Not collective.
         """
-        ids_of = {name: table.store.export().ids for name, table in self._tables.items()}
+        kept = kept or (lambda store: store.export().ids)
+        ids_of = {name: kept(table.store) for name, table in self._tables.items()}
         return {
             name: (torch.from_numpy(ids), torch.from_numpy(self._tables[name].store.lookup(ids, False)))
             for name, ids in ids_of.items()
@@ -284,6 +285,11 @@ class ShardedTables:
 def _flat(ids: Tensor) -> np.ndarray:
     """None of a rank that computes none of the first layers."""
     return np.empty(0, np.int64) if ids.is_meta else ids.cpu().numpy().reshape(-1)
+
+
+def steps_of(source: Source) -> int:
+    """How many steps the tables of a checkpoint have had."""
+    return source.scalars.get("program", source.scalars).get("table_steps", 0)
 
 
 def _boxes(name: str, table: ShardedTable, world: World) -> list[Box]:

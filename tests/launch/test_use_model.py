@@ -311,6 +311,21 @@ def test_exported_files_say_what_the_model_says(trained: Path, images: Path, run
         assert row["probability"] == pytest.approx(float(chance.max()), rel=1e-4)
 
 
+@pytest.mark.slow
+def test_an_onnx_file_says_what_the_model_says(trained: Path, images: Path, run_dtf: Run) -> None:
+    import onnxruntime
+
+    result = run_dtf("job=export", f"job.model={trained}", "job.forms=[onnx,safetensors]", *INLINE)
+    assert result.code == 0 and "model.onnx  differs by at most" in result.out, result.err
+    told = json.loads((result.folder / "model.json").read_text())
+    assert told["largest_difference"]["model.onnx"] <= told["tolerance"] == 1e-4
+    session = onnxruntime.InferenceSession(result.folder / "model.onnx")
+    about = json.loads(session.get_modelmeta().custom_metadata_map["dtf.json"])
+    assert about["classes"] == told["classes"] and session.get_inputs()[0].shape == ["batch", 3, 16, 16]
+    (logits,) = session.run(None, {"inputs": np.zeros((3, 3, 16, 16), np.float32)})
+    assert np.shape(logits) == (3, 8)
+
+
 @pytest.mark.parametrize(
     ("command", "code", "told"),
     [
@@ -319,6 +334,8 @@ def test_exported_files_say_what_the_model_says(trained: Path, images: Path, run
         (("job=predict", "job.model=nowhere", "job.input=elsewhere"), 65, "job.input=elsewhere does not exist"),
         (("job=predict", "job.model={run}", "job.input=.", "job.split=train"), 2, "two sources of rows"),
         (("job=export", "job.model={run}", "launcher.processes=3"), 2, "job=export is the work of one process"),
+        (("job=export", "job.model={run}", "job.max_rows=9"), 2, "job.max_rows=9 says which rows of sparse tables go"),
+        (("job=export", "job.model={run}", "job.forms=[onnx]", "precision=fp64"), 2, "give precision=fp32"),
         (("job=evaluate", "job.model={run}", "recipe.model.width=16", *INLINE), 2, "in the file and"),
         (("job=evaluate", "job.model={run}", "recipe.model.classes=5", *INLINE), 2, "set recipe.model.classes=8"),
         (("job=evaluate", "job.model={run}/config.yaml"), 65, "config.yaml is no file of weights; give a .ckpt, .pth"),

@@ -160,6 +160,7 @@ def test_dependencies_are_declared_and_explained() -> None:
         "dtf.cluster.ray_driver": {"ray"},
         "dtf.cluster.ray_placement": {"ray"},
         "dtf.cluster.sagemaker_aws": {"boto3", "botocore"},
+        "dtf.jobs.onnx_form": {"onnxruntime"},
         "dtf.recipes.resnet.model": {"timm"},
         "dtf.adapters.transformers_run": {"transformers"},
     }  # imported where the extra is known to be there

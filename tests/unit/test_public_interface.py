@@ -45,6 +45,7 @@ def test_the_interface_costs_no_torch() -> None:
         "import dtf\nassert set(dtf.__all__) <= set(dir(dtf))\n"
         "from dtf import Result, compose, evaluate, predict, train\n"
         "assert compose(['strategy=fsdp', {'lr.peak': 0.1}]).settings.lr.peak == 0.1 and 'torch' not in sys.modules\n"
+        "from dtf import RowReader\nassert not {'torch', 'numba', 'safetensors'} & set(sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 

@@ -1,0 +1,45 @@
+"""Which rows of a sparse table go along with a model that is exported: those of high score, or of large norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dtf.api.task import Source
+from dtf.core.errors import ConfigError
+from dtf.sparse.living_table import LivingTable
+from dtf.sparse.sharded_tables import steps_of
+from dtf.sparse.store import SparseTable
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """The rule. `min_score`: a row of less stays out. `max_rows`: the most of each table; 0: no limit."""
+
+    min_score: float = 0.0
+    max_rows: int = 0
+
+    def __bool__(self) -> bool:
+        return self.min_score > 0 or self.max_rows > 0
+
+    def kept(self, store: SparseTable, source: Source | None) -> np.ndarray:
+        """The ids (n,) of the rows of a table that go along, ascending. `source`: the checkpoint, where it has scores.
+
+        With scores those of the highest, as they are at the step of the checkpoint; without them those of the largest
+        norm, as evaluation sees them. Of equals those of the smaller ids. ConfigError for `min_score` without scores.
+        """
+        ids = store.export().ids
+        if source is not None and isinstance(store, LivingTable):
+            worth = store.scores(ids, steps_of(source))
+            worth, ids = worth[worth >= self.min_score], ids[worth >= self.min_score]
+        elif self.min_score > 0:
+            raise ConfigError(
+                f"job.min_score={self.min_score:g}: the run kept no scores of the rows of table {store.name}; use "
+                "job.max_rows=N, which keeps those of largest norm, or train with sparse.when_full=evict"
+            )
+        else:
+            worth = np.linalg.norm(store.lookup(ids, create=False), axis=1)
+        if 0 < self.max_rows < len(ids):
+            ids = ids[np.lexsort((ids, -worth))[: self.max_rows]]
+        return np.sort(ids)

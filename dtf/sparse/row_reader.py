@@ -1,0 +1,195 @@
+"""Rows of sparse tables for a server of a model, from the checkpoints of a run that goes on.
+
+Needs no trainer: numpy and the files of checkpoints, no torch.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dtf.checkpoint import storage
+from dtf.checkpoint.manifest import Manifest
+from dtf.checkpoint.resolve_path import resolve_checkpoints
+from dtf.core.errors import DataError
+from dtf.sparse.row_layers import Content, Files, Layer, contains, content, layer_names
+
+_ATTEMPTS = 10
+"""How often a checkpoint may be removed while it is opened: each time a newer one came."""
+
+
+class Version(NamedTuple):
+    """The checkpoint that an answer is from: optimizer steps done, and the id of the run that wrote it."""
+
+    step: int
+    run_id: str
+
+
+class Lookup(NamedTuple):
+    """An answer. For ids of any shape (...): `rows` (..., width), `found` bool (...)."""
+
+    rows: np.ndarray
+    found: np.ndarray
+    version: Version
+
+
+class _Table(NamedTuple):
+    layers: list[Layer]  # the newest first
+    width: int
+    dtype: Any
+    decay: float  # all weight decay so far, see `SparseTable.decayed`
+
+
+class RowSnapshot:
+    """The tables of one checkpoint. It stays as it is, and can be read by many threads at once."""
+
+    def __init__(self, manifest: Manifest, tables: dict[str, _Table]) -> None:
+        self.manifest, self._tables = manifest, tables
+        self.version = Version(manifest.step, manifest.run_id)
+        self.widths = {name: table.width for name, table in tables.items()}
+
+    def lookup(self, table: str, ids: Any) -> Lookup:
+        """See `RowReader.lookup`."""
+        if table not in self._tables:
+            raise DataError(f"there is no table {table!a}; there are {', '.join(sorted(self._tables)) or 'none'}")
+        layers, width, dtype, decay = self._tables[table]
+        ids = np.asarray(ids)
+        if ids.dtype.kind not in "iu" and ids.size:
+            raise DataError(f"ids of table {table} are {ids.dtype}, not integers")
+        flat = ids.reshape(-1).astype(np.int64, copy=False)
+        rows, found = np.zeros((len(flat), width), dtype), np.zeros(len(flat), bool)
+        rest = np.argsort(flat)
+        for layer in layers:
+            has, places = layer.find(flat[rest])
+            here = rest[has]
+            rows[here] = layer.read(places, decay, np.empty((len(here), width), dtype))
+            found[here] = True
+            rest = rest[~(has | contains(layer.removed, flat[rest]))]
+        return Lookup(rows.reshape(*ids.shape, width), found.reshape(ids.shape), self.version)
+
+
+class RowReader:
+    """Answers with the rows of sparse tables as an evaluation sees them, from a checkpoint or from the newest one of a
+    run, also while the run goes on. Not collective; for any number of threads.
+
+    `path`: a run folder, `RUN/best`, or a checkpoint. `mapped`: rows stay in the files of the checkpoint, which are
+    mapped; False: they are read into memory, for file systems whose files other hosts can remove while they are read
+    (NFS). DataError where there is no checkpoint that can be read.
+    """
+
+    def __init__(self, path: str | Path, mapped: bool = True) -> None:
+        self._path, self._mapped, self._lock = Path(path), mapped, threading.Lock()
+        self._layers: dict[Content, Layer] = {}
+        self._now: RowSnapshot | None = None
+        self.fault = ""
+        """Why the last `refresh` could not take the newest checkpoint; empty where it could."""
+
+        self.refresh()
+        if self._now is None:
+            raise DataError(self.fault)
+
+    @property
+    def snapshot(self) -> RowSnapshot:
+        """The tables as they are now, for several lookups of one version. Has `lookup`, `version`, and `widths`: name
+        of each table -> numbers in a row.
+        """
+        assert self._now is not None
+        return self._now
+
+    @property
+    def version(self) -> Version:
+        """Of the checkpoint that answers now."""
+        return self.snapshot.version
+
+    def lookup(self, table: str, ids: Any) -> Lookup:
+        """The rows of integers `ids` (...) of a table. All of them are of one checkpoint, which `version` names.
+
+        An id without a row has zeros, the mean of new rows, as in an exported model, and is not `found`. DataError for
+        a table that there is not.
+        """
+        return self.snapshot.lookup(table, ids)
+
+    def refresh(self) -> bool:
+        """Go over to the newest checkpoint that can be read. Returns whether it is another one than before.
+
+        Answers are those of the earlier one until all of the new one is there. Reads only layers that it has not read
+        yet. Where the run set checkpoints aside, this may be one of an earlier step. `fault` says why a newer one was
+        passed over.
+        """
+        with self._lock:
+            for _ in range(_ATTEMPTS):
+                found = self._newest()
+                if found is not None:
+                    return found
+            self.fault = f"{self._path}: each checkpoint was removed while it was opened"
+            return False
+
+    def follow(self, seconds: float = 5.0) -> Iterator[Version]:
+        """Refresh for ever, so often; gives the version of each checkpoint that was taken."""
+        while True:
+            if self.refresh():
+                yield self.version
+            time.sleep(seconds)
+
+    def _newest(self) -> bool | None:
+        """As `refresh`; None where a checkpoint was removed while it was opened."""
+        now, self.fault = self._now, ""
+        try:
+            folders = resolve_checkpoints(self._path, "path")
+        except DataError as error:
+            self.fault = str(error)
+            return False
+        steps = [storage.step_of(folder.name) for folder in folders]
+        # only what is set aside leaves the newest place to an earlier step
+        least = now.version.step if now and steps[0] is not None and steps[0] >= now.version.step else 0
+        for folder, step in zip(folders, steps, strict=True):
+            if step is not None and step < least:
+                break
+            try:
+                manifest = storage.read_manifest(folder)
+                if now is not None and manifest == now.manifest:
+                    return False
+                self._now = self._opened(folder, manifest)
+                return True
+            except (DataError, OSError) as error:
+                if not folder.is_dir() and folder != self._path:
+                    return None
+                self.fault = self.fault or f"{folder}: {error}"
+        return False
+
+    def _opened(self, folder: Path, manifest: Manifest) -> RowSnapshot:
+        files, layers = Files(folder, manifest, self._mapped), {}
+
+        def layer(at: str) -> Layer:
+            key = content(manifest, at)
+            layers[key] = self._layers.get(key) or Layer(files, manifest, at)
+            return layers[key]
+
+        tables = {}
+        for match in filter(None, (re.fullmatch(r"table/(.+)/count", name) for name in manifest.tensors)):
+            _refuse_disk(manifest, match[1])
+            at = layer_names(manifest, match[1])
+            rows = [stored for name in at if (stored := manifest.tensors.get(f"{name}rows"))]
+            decay = manifest.tensors.get(f"table/{match[1]}/decay")
+            tables[match[1]] = _Table(
+                [layer(name) for name in at],
+                rows[0].shape[1] if rows else 0,
+                np.float64 if rows and rows[0].dtype == "F64" else np.float32,
+                float(files.array(decay.boxes[0])) if decay else 0.0,
+            )
+        self._layers = layers
+        return RowSnapshot(manifest, tables)
+
+
+def _refuse_disk(manifest: Manifest, table: str) -> None:
+    if any(name.startswith(f"table/{table}/columns/") for name in manifest.tensors):
+        raise DataError(
+            f"table {table} of step {manifest.step} was saved as it lay on sparse.disk, which a RowReader does not "
+            "read; export its rows: job=export job.max_rows=N job.forms=[safetensors]"
+        )
