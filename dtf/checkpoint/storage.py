@@ -26,6 +26,7 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 _STEP = re.compile(r"step_(\d{6,18})")
 _LEFTOVER = re.compile(r"(?:step_\d{6,18}|latest)\.tmp-.+|\.trash-.+")
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 _WINDOW = 1024  # blocks that are compared before their damage is told
 _FaultOf = Callable[[Path], str | None]
 
@@ -72,6 +73,20 @@ def write(path: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> Store
     finally:
         os.close(file)
     return StoredFile(size, tuple(digests))
+
+
+def link(source: Path, target: Path, stored: StoredFile) -> None:
+    """Make a file of an earlier checkpoint a file of another one: the same file under both names, or a durable copy
+    where the disk links none. DataError where a copy is not what was written. FileExistsError when the name is taken.
+    """
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        with open(source, "rb") as file:
+            if write(target, iter(lambda: file.read(BLOCK_BYTES), b"")) != stored:
+                raise DataError(f"{source} is damaged") from None
 
 
 def _in_blocks(pieces: Iterable[bytes | bytearray | memoryview]) -> Iterator[bytearray | memoryview]:

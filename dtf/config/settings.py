@@ -138,6 +138,12 @@ class Settings(Root):
                     f"sparse says how rows of sparse tables learn, and {name} has "
                     f"none{f' as {because} is set' if because else ''}; leave sparse=... out",
                 )
+            if self.job.trains and self.checkpoint.delta_every is not None:
+                raise KeyProblem(
+                    "checkpoint.delta_every",
+                    f"checkpoint.delta_every={self.checkpoint.delta_every} saves changed rows of sparse tables, and "
+                    f"{type(self.recipe).__name__} has none; leave it out, and set checkpoint.every_steps",
+                )
             return
         if importlib.util.find_spec("numba") is None:
             raise ConfigError(NO_NUMBA)

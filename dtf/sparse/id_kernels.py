@@ -285,3 +285,15 @@ def draw(key, ids, scale, out):
             out[i, 2 * j] = uniform[j]
             if 2 * j + 1 < width:
                 out[i, 2 * j + 1] = angle[j]
+
+
+@njit(cache=True, nogil=True)
+def flagged(positions, flags, found):
+    """Slots whose position, kept as position + 1 (0: none), has a flag, into `found`; returns how many."""
+    count = 0
+    for i in range(len(positions)):
+        at = positions[i]
+        if at > 0 and flags[at - 1]:
+            found[count] = i
+            count += 1
+    return count

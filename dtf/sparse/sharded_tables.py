@@ -7,8 +7,9 @@ rows is `dtf.sparse.store`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +21,12 @@ from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
 from dtf.sparse.living_table import LivingTable
-from dtf.sparse.store import DECAYED, full, gather, segment_sum, unique
+from dtf.sparse.row_index import HashedIndex
+from dtf.sparse.store import DECAYED, SparseTable, full, gather, segment_sum, unique
 from dtf.sparse.table_layouts import ShardedTable
 
-COUNT, DECAY = "count", "decay"
-"""In a checkpoint: rows over all ranks; `SparseTable.decayed`."""
+COUNT, DECAY, REMOVED = "count", "decay", "removed"
+"""In a checkpoint: rows over all ranks; `SparseTable.decayed`; ids that left before a layer of changes was saved."""
 
 LIFE_COUNTS = ("admitted", "refused", "evicted")
 """What is counted of rows that have a life, see `Life`."""
@@ -53,6 +55,7 @@ class ShardedTables:
         self._asked: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._seen: dict[str, np.ndarray] = {}  # of tables whose rows have a life, for ids of `_asked`
         self._told = dict.fromkeys(LIFE_COUNTS, 0)
+        self._layer: int | None = None
         self.norm = torch.zeros((), dtype=torch.float64)
 
     def lookup(self, batch: Batch, train: bool) -> Batch:
@@ -104,47 +107,27 @@ class ShardedTables:
         for table in self._tables.values():
             table.apply(factor * self._share, lr, step)
 
+    def keep_changes(self, layer: int) -> None:
+        """See `KeepsChanges`."""
+        self._layer = layer
+
     def boxes(self) -> list[Box]:
         """This rank's part of the tables, for a checkpoint. Collective."""
-        return [box for name, table in self._tables.items() for box in _boxes(name, table, self._world)]
+        layer, self._layer = self._layer, None
+        return [box for name, table in self._tables.items() for box in _boxes(name, table, self._world, layer)]
 
     def load(self, source: Source, resume: bool = True) -> None:
         """Take this rank's part from a checkpoint. `resume=False`: only the rows, as an evaluation sees them, for
         another run. DataError where the checkpoint has no such table.
         """
         for name, table in self._tables.items():
-            prefix, store = f"table/{name}/", table.store
-            count, names = int(source.read(f"{prefix}{COUNT}")), source.names()
-            decay = float(source.read(f"{prefix}{DECAY}")) if f"{prefix}{DECAYED}" in names else None
-            parts = {"rows": True, **(table.wide if resume else {}), **({DECAYED: False} if decay is not None else {})}
-            parts |= {key: False for key in store.statistics if resume and f"{prefix}{key}" in names}
-            step = source.scalars.get("program", source.scalars).get("table_steps", 0) if resume else 0
-            if resume and isinstance(store, LivingTable):
-                _load_shards(prefix, table, store, source, names)
+            prefix, names = f"table/{name}/", source.names()
+            if resume and isinstance(table.store, LivingTable):
+                _load_shards(prefix, table, table.store, source, names)
+            decay = float(source.read(f"{prefix}{DECAY}")) if f"{prefix}{DECAY}" in names else None
             if resume and decay is not None:
-                store.decayed = decay
-            all_ids = source.read(f"{prefix}ids").numpy() if count else np.empty(0, np.int64)
-            if len(all_ids) != count:
-                raise DataError(
-                    f"{source.place}: table {name} has {count} rows by its own count, and ids of {len(all_ids)}"
-                )
-            first, last = store.columns
-            for at in range(0, count, ROWS_PER_READ):
-                ids = all_ids[at : at + ROWS_PER_READ]
-                size, owned = len(ids), table.owns(ids)
-                read = {
-                    key: source.read(
-                        prefix + key, *(((at, first), (size, last - first)) if wide else ((at,), (size,)))
-                    ).numpy()[owned]
-                    for key, wide in parts.items()
-                }
-                rows = read.pop("rows")
-                if not resume and decay is not None:
-                    rows = rows * np.exp(decay - read.pop(DECAYED))[:, None]
-                try:
-                    store.put(ids[owned], rows, read if resume else None, step)
-                except DataError as error:
-                    raise DataError(f"{source.place}: {error}") from error
+                table.store.decayed = decay
+            _load_rows(name, table, source, names, decay, resume)
 
     def start_from(self, weights: Weights, recipe: Recipe) -> None:
         """Begin with the rows of another run. ConfigError for weights of other programs, which have no tables."""
@@ -206,35 +189,56 @@ class ShardedTables:
         return torch.from_numpy(out).view(*ids.shape, table.width).to(ids.device)
 
 
-def _boxes(name: str, table: ShardedTable, world: World) -> list[Box]:
+def _boxes(name: str, table: ShardedTable, world: World, layer: int | None) -> list[Box]:
     """Ids, rows and their state, as this rank holds them: after those of the ranks before it, where ranks hold
     different rows.
     """
-    counts = torch.zeros(world.size, dtype=torch.int64)
-    counts[world.rank] = len(table.store)
+    if world.rank and not table.by_rows and not table.by_columns:
+        return []  # the first rank has the same
+    counts = torch.zeros((world.size if table.by_rows else 1, len(PartSizes._fields)), dtype=torch.int64)
+    here = world.rank if table.by_rows else 0
+    counts[here] = torch.tensor(part_sizes(table.store, layer))
     if table.by_rows:
         world.reduce(counts)
-    elif world.rank and not table.by_columns:
-        return []  # the first rank has the same
-    before, total = (int(counts[: world.rank].sum()), int(counts.sum())) if table.by_rows else (0, len(table.store))
-    return boxes_of(name, table, world.rank == 0, before, total)
+    before, total = PartSizes(*counts[:here].sum(0).tolist()), PartSizes(*counts.sum(0).tolist())
+    return boxes_of(name, table, world.rank == 0, before, total, layer)
 
 
-def boxes_of(name: str, table: ShardedTable, first: bool, before: int, total: int) -> list[Box]:
-    """One part of a table, of `total` rows in all parts of which `before` come first.
+class PartSizes(NamedTuple):
+    """Of a part of a table, or several: rows and removed ids that a save writes, and rows that there are."""
 
-    `first`: whether it also tells what all parts have alike.
+    written: int
+    removed: int
+    rows: int
+
+
+def part_sizes(store: SparseTable, layer: int | None) -> PartSizes:
+    """What a save of a layer writes of this part; see `Box.layer`."""
+    return PartSizes(*(store.change_counts() if layer else (len(store), 0)), len(store))
+
+
+def boxes_of(
+    name: str, table: ShardedTable, first: bool, before: PartSizes, total: PartSizes, layer: int | None = None
+) -> list[Box]:
+    """One part of a table, of all parts together `total`, of which `before` come first. `first`: whether it also tells
+    what all parts have alike. `layer`: see `Box.layer`; from the first save of one on the table keeps track of changes.
     """
-    ids, rows, states = table.store.export()
-    boxes = [Box(f"table/{name}/{COUNT}", torch.tensor(total), (), ())] if first else []
+    prefix, store = f"table/{name}/", table.store
+    (ids, rows, states), removed = store.changes() if layer else (store.export(), np.empty(0, np.int64))
+    if layer is not None:
+        store.keep_changes()
+    boxes = [Box(f"{prefix}{COUNT}", torch.tensor(total.rows), (), ())] if first else []
     if first and DECAYED in states:
-        boxes.append(Box(f"table/{name}/{DECAY}", torch.tensor(table.store.decayed, dtype=torch.float64), (), ()))
+        boxes.append(Box(f"{prefix}{DECAY}", torch.tensor(store.decayed, dtype=torch.float64), (), ()))
+    at = f"{prefix}delta_{layer}/" if layer else prefix
     for key, array in {"ids": ids, "rows": rows, **states}.items():
         if key == "rows" or table.wide.get(key):
-            part = torch.from_numpy(array.reshape(len(ids), table.store.width))
-            boxes.append(Box(f"table/{name}/{key}", part, (total, table.width), (before, table.store.columns[0])))
+            part, offset = torch.from_numpy(array.reshape(len(ids), store.width)), (before.written, store.columns[0])
+            boxes.append(Box(at + key, part, (total.written, table.width), offset, layer))
         elif first or table.by_rows:
-            boxes.append(Box(f"table/{name}/{key}", torch.from_numpy(array), (total,), (before,)))
+            boxes.append(Box(at + key, torch.from_numpy(array), (total.written,), (before.written,), layer))
+    if layer and (first or table.by_rows):
+        boxes.append(Box(at + REMOVED, torch.from_numpy(removed), (total.removed,), (before.removed,), layer))
     if isinstance(table.store, LivingTable) and (first or table.by_rows):
         boxes += _shard_boxes(name, table, table.store)
     return boxes
@@ -247,6 +251,95 @@ def _shard_boxes(name: str, table: ShardedTable, store: LivingTable) -> list[Box
         Box(f"table/{name}/{key}", torch.from_numpy(array[first:last].copy()), array.shape, _at(first, array))
         for key, array in store.life.by_shard().items()
     ]
+
+
+def _load_rows(
+    name: str, table: ShardedTable, source: Source, names: Container[str], decay: float | None, resume: bool
+) -> None:
+    """Take this rank's rows: each from the newest layer that has its id, unless a newer one removes it."""
+    prefix = f"table/{name}/"
+    layers, count, found, owns_all = _layers(prefix, source), int(source.read(f"{prefix}{COUNT}")), 0, True
+    step = source.scalars.get("program", source.scalars).get("table_steps", 0) if resume else 0
+    newer = _IdSet()
+    for layer in [*reversed(layers), 0]:
+        at = f"{prefix}delta_{layer}/" if layer else prefix
+        all_ids, removed = (_ids(source, at + key, names) for key in ("ids", REMOVED))
+        if not layers and len(all_ids) != count:
+            raise DataError(
+                f"{source.place}: table {name} has {count} rows by its own count, and ids of {len(all_ids)}"
+            )
+        for first in range(0, len(all_ids), ROWS_PER_READ):
+            ids = all_ids[first : first + ROWS_PER_READ]
+            owned = table.owns(ids)
+            owns_all &= bool(owned.all())
+            wanted = np.flatnonzero(owned & ~newer.has(ids)) if layers else np.flatnonzero(owned)
+            found += len(wanted)
+            read = _read(table, source, at, first, len(ids), wanted, _kept(table, at, names, decay, resume))
+            rows, decayed = read.pop("rows"), read.get(DECAYED)
+            if decay is not None and decayed is None:  # saved before there was any decay
+                read[DECAYED] = decayed = np.zeros(len(wanted))
+            if not resume and decay is not None and decayed is not None:
+                rows = rows * np.exp(decay - decayed)[:, None]
+            try:
+                table.store.put(ids[wanted], rows, read if resume else None, step)
+            except DataError as error:
+                raise DataError(f"{source.place}: {error}") from error
+        if layer:
+            newer.add(*(ids[table.owns(ids)] for ids in (all_ids, removed)))
+    if owns_all and found != count:
+        raise DataError(f"{source.place}: table {name} has {count} rows by its own count, and {found} in its layers")
+
+
+def _layers(prefix: str, source: Source) -> list[int]:
+    """The layers of changes that a table has in a checkpoint, the oldest first."""
+    found = (re.fullmatch(rf"{re.escape(prefix)}delta_([1-9]\d{{0,8}})/\w+(?:\.\w+)?", name) for name in source.names())
+    return sorted({int(match[1]) for match in found if match})
+
+
+def _ids(source: Source, name: str, names: Container[str]) -> np.ndarray:
+    """A tensor of ids (n,); of none where the checkpoint has it not."""
+    if name not in names:
+        return np.empty(0, np.int64)
+    ids = source.read(name)
+    if ids.dtype is not torch.int64 or ids.dim() != 1:
+        raise DataError(f"{source.place}: {name} is {ids.dtype} {tuple(ids.shape)}, not 64-bit integers in a row")
+    return ids.numpy()
+
+
+def _kept(table: ShardedTable, at: str, names: Container[str], decay: float | None, resume: bool) -> dict[str, bool]:
+    """What is read of rows -> whether it has as many columns as they have."""
+    beside = [*([DECAYED] if decay is not None else []), *(table.store.statistics if resume else {})]
+    return {"rows": True, **(table.wide if resume else {}), **{key: False for key in beside if at + key in names}}
+
+
+def _read(
+    table: ShardedTable, source: Source, at: str, first: int, count: int, wanted: np.ndarray, parts: Mapping[str, bool]
+) -> dict[str, np.ndarray]:
+    """The `wanted` ones of `count` rows from `first` on."""
+    left, right = table.store.columns
+    return {
+        key: source.read(at + key, *(((first, left), (count, right - left)) if wide else ((first,), (count,)))).numpy()[
+            wanted
+        ]
+        for key, wide in parts.items()
+    }
+
+
+class _IdSet:
+    """Ids, found by hashing."""
+
+    def __init__(self) -> None:
+        from dtf.sparse import id_kernels
+
+        self._index = HashedIndex(id_kernels)
+
+    def has(self, ids: np.ndarray) -> np.ndarray:
+        return self._index.find(ids)[0] >= 0
+
+    def add(self, *ids: np.ndarray) -> None:
+        new = unique(np.concatenate(ids))[0]
+        new = new[(new != -1) & ~self.has(new)]
+        self._index.insert(new, np.zeros(len(new), np.int64))
 
 
 def _load_shards(prefix: str, table: ShardedTable, store: LivingTable, source: Source, names: Container[str]) -> None:

@@ -6,7 +6,6 @@ Committed by one rename, so that a kill at any moment leaves a whole save or non
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
@@ -33,7 +32,6 @@ CHANGED, REMOVED = f"changed{ENDING}", f"removed{ENDING}"
 _FORMAT = 1
 _IDS = RecordFormat(0, 0)  # of REMOVED: ids alone
 _SLICE = 1 << 20  # dirty rows that are sorted at a time, about
-_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def save(table: TieredRecords, folder: Path) -> None:
@@ -47,7 +45,7 @@ def save(table: TieredRecords, folder: Path) -> None:
         draft.mkdir(mode=0o700)
         segments = [segment for segment in table.run.segments if segment.rows]
         for segment in segments:
-            _link(segment.path, draft / segment.path.name, segment.stored)
+            storage.link(segment.path, draft / segment.path.name, segment.stored)
         extra = [
             write_segment(draft / CHANGED, 0, LAST, table.form, _dirty(table, False)),
             write_segment(draft / REMOVED, 0, LAST, _IDS, _dirty(table, True)),
@@ -96,18 +94,6 @@ def _seal(body: bytes) -> bytes:
     return b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
 
 
-def _link(source: Path, target: Path, stored: StoredFile) -> None:
-    """The file under another name, copied where it cannot be linked. DataError where a copy is not what was written."""
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        with open(source, "rb") as file:
-            if storage.write(target, iter(lambda: file.read(BLOCK_BYTES), b"")) != stored:
-                raise DataError(f"{source}: is damaged") from None
-
-
 def load(table: TieredRecords, folder: Path, verify: bool = True) -> None:
     """Fill an empty table with what was saved. `verify`: compare the digests of all files first; else a damaged page is
     found when it is read.
@@ -148,7 +134,7 @@ def _linked_run(
     made = {low: Segment(low, high, table.form) for low, high in zip(bounds, highs, strict=True)}
     for name, (low, stored) in entries.items():
         path = table.new_path()
-        _link(folder / name, path, stored)
+        storage.link(folder / name, path, stored)
         made[low].open(path, stored)
     run.replace(run.segments[0], list(made.values()))
     return run
