@@ -178,7 +178,12 @@ class Folder(Place):
             files = storage.read_manifest(base).files
         except (DataError, OSError):  # it was not sent, or is removed
             return {}
-        return {name: base / name for name in manifest.base.files if files.get(name) == manifest.files[name]}
+        same = {name: files[name] for name in manifest.base.files if files.get(name) == manifest.files[name]}
+        return {
+            name: base / name
+            for name, stored in same.items()
+            if not Blocks(base, name, stored).damaged(range(len(stored.crc32)))
+        }
 
     def remove(self, step: int) -> None:
         storage.discard(self._path / storage.step_name(step), _WRITER)

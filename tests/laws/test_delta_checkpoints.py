@@ -68,7 +68,8 @@ def test_a_run_goes_on_from_changes_as_from_a_whole_save(first: str, second: str
 
     layers = {key: found for key in changed.names() if (found := re.search(r"^table/\w+/delta_(\d+)/(\w+)", key))}
     numbers = {int(found[1]) for found in layers.values()}
-    assert changed.manifest.base.step == at - 1 and numbers == set(range(1, len(numbers) + 1)) != set()
+    base = changed.manifest.base
+    assert base is not None and base.step == at - 1 and numbers == set(range(1, len(numbers) + 1)) != set()
     assert any(found[2] == "removed" for found in layers.values()) == (name == "life")
     alike = {key for key in whole.names() if not re.fullmatch(r"table/\w+/(?!count$|decay$|life/).*", key)}
     assert alike <= changed.names() and all(torch.equal(whole.read(key), changed.read(key)) for key in alike)
