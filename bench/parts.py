@@ -33,6 +33,7 @@ PARTS = {
     "tiers": Part("A sparse table larger than its memory", "table_tiers", ("rocksdict",)),
     "checkpoints": Part("Writing and reading a state", "checkpoints"),
     "saves": Part("How long training stands still for a save", "saves"),
+    "saved_rows": Part("A save of the rows that changed", "saved_rows"),
     "mirror": Part("What a mirror costs", "mirror"),
     "guard": Part("What a guarded step costs", "guard"),
     "watching": Part("What it costs to watch a model", "watching"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 NO_NUMBA = "sparse tables need numba, which is not installed: python -m pip install 'dtf[ctr]'"
 
@@ -31,6 +32,16 @@ class Table:
     def most_rows(self) -> int:
         """The most rows that can exist."""
         return min(self.capacity, self.size) if self.size else self.capacity
+
+
+class KeepsChanges(Protocol):
+    """Sparse tables that can save the rows alone that changed."""
+
+    def keep_changes(self, layer: int) -> None:
+        """The next state holds all rows (layer 0), or those that changed since the state before (layer 1 and more), see
+        `Box.layer`. From the first call on changes are kept track of. Not collective.
+        """
+        ...
 
 
 class Placement(Enum):

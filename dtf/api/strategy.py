@@ -12,7 +12,7 @@ from dtf.api.leased_work import LeasedWork
 from dtf.api.recipe import Recipe
 from dtf.api.registry import name_of
 from dtf.api.schema import KeyProblem
-from dtf.api.sparse_table import Placement
+from dtf.api.sparse_table import KeepsChanges, Placement
 from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError
 from dtf.core.renamed import accept_old_names
@@ -67,6 +67,9 @@ class Program(ABC):
 
     follows_memory_format = False
     """Whether passes compute images in the memory format of the task, see `Task.channels_last`. `Spmd` does."""
+
+    tables: KeepsChanges | None = None
+    """The sparse tables whose rows `state` holds. None: there are none, or it always holds all rows."""
 
     plugin = ""
     """The strategy that made it, where that is none of dtf's own; for messages."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.checkpoint import storage
 from dtf.checkpoint.blocks import Blocks
+from dtf.checkpoint.layers import file_name
 from dtf.checkpoint.manifest import (
     ITEM_BYTES,
     MAX_BYTES,
@@ -79,6 +80,14 @@ def write_boxes(path: Path, boxes: list[Box]) -> dict[str, Any]:
     stored = storage.write(path, pieces())
     listed = [[box.name, dtype, box.shape, key, box.offset, tuple(box.tensor.shape)] for key, dtype, box in entries]
     return {"file": path.name, "size": stored.size, "crc32": stored.crc32, "boxes": listed}
+
+
+def write_rank(folder: Path, rank: int, boxes: list[Box]) -> list[dict[str, Any]]:
+    """Write all boxes of a rank to files of a checkpoint, those of a layer to one of their own. As `write_boxes`."""
+    layers = sorted({box.layer for box in boxes}, key=lambda layer: -1 if layer is None else layer)
+    return [
+        write_boxes(folder / file_name(rank, layer), [box for box in boxes if box.layer == layer]) for layer in layers
+    ]
 
 
 def _bytes(tensor: Tensor) -> memoryview:

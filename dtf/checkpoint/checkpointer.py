@@ -14,9 +14,9 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from dtf.checkpoint import storage
+from dtf.checkpoint import layers, storage
 from dtf.checkpoint.agreement import Agreement, Peers
-from dtf.checkpoint.boxes import STATE, StoredCheckpoint, loading_fault, write_boxes, write_scalars
+from dtf.checkpoint.boxes import STATE, StoredCheckpoint, loading_fault, write_rank, write_scalars
 from dtf.checkpoint.manifest import (
     Manifest,
     Objective,
@@ -70,6 +70,9 @@ class Checkpointer:
         self._sources = Sources(folder, options, run_id, note, say)
         self._fetched: set[Path] = set()
         self._foreign: set[Path] = set()  # fetched from another run
+        # on rank 0: the last save, if it is complete, and the one whose rows the next save takes over
+        self._last: tuple[Path, Manifest] | None = None
+        self._base: tuple[Path, Manifest] | None = None
 
     def over(self, world: Peers) -> Checkpointer:
         """The same, whose ranks talk by another channel."""
@@ -78,6 +81,25 @@ class Checkpointer:
         return other
 
     # ------------------------------------------------------------ save
+
+    def layer(self, whole: bool) -> int | None:
+        """Which rows of tables the next save has to hold: all (0), or those that changed since the last save, as this
+        layer, see `dtf.checkpoint.layers`. None without `checkpoint.delta_every`. Collective.
+
+        Not whole can only be what follows a complete save of this process.
+        """
+        if self._options.delta_every is None:
+            return None
+        self._base = None
+        return 0 if whole else self._ranks.lead(self._next_layer, SaveError, "the next save")
+
+    def _next_layer(self) -> int:
+        """The part of rank 0 in `layer`."""
+        if self._last is None or not self._last[0].is_dir():
+            return 0
+        number = layers.next_layer(self._last[1])
+        self._base = self._last if number else None
+        return number
 
     def save(
         self,
@@ -114,8 +136,15 @@ class Checkpointer:
             self._note(
                 f"{self._folder} was removed while the run went on, with its checkpoints; this save makes it anew"
             )
+        self._last = None
         draft = storage.begin(self._folder, step, self._run_id, self._note, self._fault)
         self._made = True
+        if draft and self._base:
+            try:
+                layers.take_over(*self._base, draft)
+            except Exception:
+                self._give_up(draft)
+                raise
         return draft
 
     def _removed(self) -> str:
@@ -135,8 +164,7 @@ class Checkpointer:
     def _write(self, draft: Path, state: State) -> list[dict[str, Any]]:
         """What this rank wrote, and what other processes wrote for it."""
         world = self._ranks.world
-        written = [write_boxes(draft / f"rank_{world.rank}.safetensors", state.boxes)] if state.boxes else []
-        return written + (state.others()(draft) if state.others else [])
+        return write_rank(draft, world.rank, state.boxes) + (state.others()(draft) if state.others else [])
 
     def _finish(
         self, draft: Path, step: int, parts: list[dict[str, Any]], scalars: dict[str, Any], value: float | None
@@ -150,19 +178,25 @@ class Checkpointer:
             files, tensors = _merge([written for part in parts for written in part["result"]])
             files[STATE] = write_scalars(draft, scalars)
             goal = Objective(*self._objective, value) if value is not None else None
-            final = storage.commit(
-                draft, Manifest(step, self._run_id, self._strategy, self._ranks.world.size, goal, files, tensors)
-            )
+            manifest = Manifest(step, self._run_id, self._strategy, self._ranks.world.size, goal, files, tensors)
+            if self._base:
+                manifest = layers.joined(self._base[1], manifest)
+            final = storage.commit(draft, manifest)
         except Exception:
-            try:  # give the space of a full disk back
-                if draft.exists():
-                    storage.discard(draft, self._run_id)
-            except OSError as error:
-                self._note(f"{draft} is left behind: {error.strerror}; the next start removes it")
+            self._give_up(draft)
             raise
+        self._last = final, manifest
         self._damaged.discard(final)  # moved aside: the name is that of a good one again
         self._remove_old()
         return str(final)
+
+    def _give_up(self, draft: Path) -> None:
+        """Give the space of a full disk back."""
+        try:
+            if draft.exists():
+                storage.discard(draft, self._run_id)
+        except OSError as error:
+            self._note(f"{draft} is left behind: {error.strerror}; the next start removes it")
 
     def owns(self, path: Path) -> bool:
         """Whether a checkpoint belongs to this run."""

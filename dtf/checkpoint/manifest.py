@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from dtf.core.errors import DataError
 
-FORMAT = 1
+FORMAT, LAYERED = 1, 2
+"""Of checkpoints, and of those that have files of an earlier one: older readers would miss what changed since."""
 BLOCK_BYTES = 1 << 20
 """Digests cover files block by block, so that a part can be read and checked without the rest."""
 
@@ -69,6 +70,13 @@ class Objective:
     value: float
 
 
+class Base(NamedTuple):
+    """The checkpoint of an earlier step some of whose files another one has too, see `dtf.checkpoint.layers`."""
+
+    step: int
+    files: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """All that the manifest of a checkpoint says."""
@@ -80,6 +88,7 @@ class Manifest:
     objective: Objective | None
     files: dict[str, StoredFile]
     tensors: dict[str, StoredTensor]
+    base: Base | None = None
 
 
 # ---------------------------------------------------------------- JSON that gives back what it was given
@@ -142,11 +151,12 @@ def encode(manifest: Manifest) -> bytes:
     goal = manifest.objective
     body = exact_json(
         {
-            "format": FORMAT,
+            "format": FORMAT if manifest.base is None else LAYERED,
             "step": manifest.step,
             "run": manifest.run_id,
             "world": {"strategy": manifest.strategy, "ranks": manifest.ranks},
             "objective": [goal.metric, goal.mode, goal.value] if goal else None,
+            **({} if manifest.base is None else {"base": [manifest.base.step, list(manifest.base.files)]}),
             "files": {name: {"size": file.size, "crc32": list(file.crc32)} for name, file in manifest.files.items()},
             "tensors": {
                 name: {
@@ -179,10 +189,10 @@ def _seal(body: bytes) -> bytes:
 
 
 def _parse(data: dict[str, Any]) -> Manifest:
-    if data["format"] != FORMAT:
+    if data["format"] not in (FORMAT, LAYERED):
         raise DataError(
-            f"manifest.json has format {_short(data['format'])}, this version of dtf reads format {FORMAT}; use the "
-            "version that wrote it"
+            f"manifest.json has format {_short(data['format'])}, this version of dtf reads formats {FORMAT} and "
+            f"{LAYERED}; use the version that wrote it"
         )
     goal = data["objective"]
     manifest = Manifest(
@@ -203,6 +213,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
             )
             for name, tensor in data["tensors"].items()
         },
+        base=_base(*data["base"]) if data["format"] == LAYERED else None,
     )
     _check(manifest)
     return manifest
@@ -221,6 +232,8 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"unusable file name {_short(name)}")
         if len(file.crc32) != blocks(file.size):
             raise ValueError(f"{name} has {file.size} bytes but {len(file.crc32)} digests")
+    if manifest.base is not None and not set(manifest.base.files) <= manifest.files.keys():
+        raise ValueError("files of an earlier checkpoint are not among the files")
     stored = dict.fromkeys(manifest.files, 0)
     for name, tensor in manifest.tensors.items():
         if len(name) > _MAX_TENSOR_NAME or not all(NAME.fullmatch(part) for part in name.split("/")):
@@ -241,6 +254,10 @@ def _check(manifest: Manifest) -> None:
     for name, total in stored.items():
         if total > manifest.files[name].size:
             raise ValueError(f"{name} has {manifest.files[name].size} bytes and cannot hold {total} bytes of tensors")
+
+
+def _base(step: Any, files: Any) -> Base:
+    return Base(_count(step), tuple(_text(name) for name in files))
 
 
 def _text(value: Any) -> str:

@@ -19,6 +19,13 @@ class Every:
         "at the end",
         unit="steps",
     )
+    delta_every: int | None = option(
+        default=None,
+        least=1,
+        doc="between these, save so often, and write of sparse tables only the rows that changed since the last save; "
+        "null: never",
+        unit="steps",
+    )
     keep_last: int = option(default=3, least=1, doc="newest checkpoints to keep")
     keep_best: int = option(
         default=1, least=0, doc="best checkpoints to keep beside them; not 0: each new best evaluation is saved"
@@ -48,6 +55,18 @@ class Every:
             raise KeyProblem(
                 "checkpoint.resume",
                 "checkpoint.resume is empty; use auto, never or the path of a checkpoint or run folder",
+            )
+        if self.delta_every is not None and self.every_steps == 0:
+            raise KeyProblem(
+                "checkpoint.delta_every",
+                f"checkpoint.delta_every={self.delta_every} has no saves to come between, as checkpoint=off saves "
+                "nothing; use checkpoint=every, or leave it out",
+            )
+        if self.delta_every is not None and self.every_steps is not None and self.delta_every >= self.every_steps:
+            raise KeyProblem(
+                "checkpoint.delta_every",
+                f"checkpoint.delta_every={self.delta_every} must be less than "
+                f"checkpoint.every_steps={self.every_steps}, between whose saves it saves",
             )
         if self.mirror and self.every_steps == 0:
             raise KeyProblem(

@@ -157,13 +157,33 @@ class Folder(Place):
         draft = storage.begin(self._path, manifest.step, _WRITER, lambda text: None)
         assert draft is not None
         try:
-            for name in manifest.files:
-                storage.write(draft / name, self._blocks(folder, manifest, name))
+            there = self._base_files(manifest)
+            for name, stored in manifest.files.items():
+                if name in there:
+                    storage.link(there[name], draft / name, stored)
+                else:
+                    storage.write(draft / name, self._blocks(folder, manifest, name))
             allowed()
             storage.commit(draft, manifest)
         except Exception:
             shutil.rmtree(draft, ignore_errors=True)
             raise
+
+    def _base_files(self, manifest: Manifest) -> dict[str, Path]:
+        """Files of a checkpoint that is about to come which an earlier one has here already: name -> where."""
+        if manifest.base is None:
+            return {}
+        base = self._path / storage.step_name(manifest.base.step)
+        try:
+            files = storage.read_manifest(base).files
+        except (DataError, OSError):  # it was not sent, or is removed
+            return {}
+        same = {name: files[name] for name in manifest.base.files if files.get(name) == manifest.files[name]}
+        return {
+            name: base / name
+            for name, stored in same.items()
+            if not Blocks(base, name, stored).damaged(range(len(stored.crc32)))
+        }
 
     def remove(self, step: int) -> None:
         storage.discard(self._path / storage.step_name(step), _WRITER)

@@ -74,6 +74,10 @@ class Saves:
                 )
         self._end()
 
+    def layer(self, whole: bool) -> int | None:
+        """See `Checkpointer.layer`. After `ready`, before the state of the save is taken. Collective."""
+        return self._checkpointer.layer(whole)
+
     def save(
         self,
         step: int,
@@ -240,7 +244,7 @@ class Copies:
         for device in {box.tensor.device for box in boxes if box.tensor.device.type == "cuda"}:
             stream = self._streams[device] = self._streams.get(device) or torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))  # what has changed the state comes before
-        copied = [box._replace(tensor=self._room(box)) for box in boxes]
+        copied = [box if box.layer else box._replace(tensor=self._room(box)) for box in boxes]
 
         @torch.no_grad()
         def copy(number: int) -> None:
@@ -251,7 +255,8 @@ class Copies:
             if stream:
                 tensor.record_stream(stream)  # its memory may be given to others after the copy
 
-        self._each(copy, sorted(range(len(boxes)), key=lambda number: -boxes[number].tensor.nbytes))
+        shared = [number for number, box in enumerate(boxes) if not box.layer]
+        self._each(copy, sorted(shared, key=lambda number: -boxes[number].tensor.nbytes))
         events = []
         for device, stream in self._streams.items():
             events.append(stream.record_event())

@@ -100,7 +100,7 @@ def link(source: Path, target: Path, stored: StoredFile) -> None:
             raise
         with open(source, "rb") as file:
             if write(target, iter(lambda: file.read(BLOCK_BYTES), b"")) != stored:
-                raise DataError(f"{source}: is damaged") from None
+                raise DataError(f"{source} is damaged") from None
 
 
 def _in_blocks(pieces: Iterable[bytes | bytearray | memoryview]) -> Iterator[bytearray | memoryview]:

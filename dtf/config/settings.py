@@ -140,6 +140,12 @@ class Settings(Root):
                     f"sparse says how rows of sparse tables learn, and {name} has "
                     f"none{f' as {because} is set' if because else ''}; leave sparse=... out",
                 )
+            if self.job.trains and self.checkpoint.delta_every is not None:
+                raise KeyProblem(
+                    "checkpoint.delta_every",
+                    f"checkpoint.delta_every={self.checkpoint.delta_every} saves changed rows of sparse tables, and "
+                    f"{type(self.recipe).__name__} has none; leave it out, and set checkpoint.every_steps",
+                )
             return
         if importlib.util.find_spec("numba") is None:
             raise ConfigError(NO_NUMBA)
@@ -152,6 +158,13 @@ class Settings(Root):
                 "that; use step.ema=0, or a dense table",
             )
         self.sparse.check_rows()
+        if self.sparse.disk and self.checkpoint.delta_every is not None:
+            raise KeyProblem(
+                "checkpoint.delta_every",
+                f"checkpoint.delta_every={self.checkpoint.delta_every} saves changed rows of tables in memory, and "
+                f"sparse.disk={self.sparse.disk} is set, where every save links what did not change; leave it out, and "
+                "set checkpoint.every_steps",
+            )
         if self.sparse.values is Values.bf16 and self.precision.param is Format.fp64:
             raise KeyProblem(
                 "sparse.values",

@@ -67,9 +67,10 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a checkpoint."""
+    """Write a checkpoint: whole, or with only the rows of tables that changed since the last one."""
 
     step: int
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,10 @@ class Box(NamedTuple):
     tensor: Tensor  # the local part
     shape: tuple[int, ...]  # of the global tensor
     offset: tuple[int, ...]  # of the local part in it
+    layer: int | None = None
+    """Of rows of sparse tables that later checkpoints may take over: 0 for all rows, n for those that changed since
+    layer n - 1 was saved, whose memory is nobody else's. None: whole in each checkpoint.
+    """
 
 
 class State(NamedTuple):

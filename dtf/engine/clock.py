@@ -60,6 +60,7 @@ class Plan:
     log_every: int
     eval_every: int
     save_every: int
+    delta_every: int = 0  # between these, of tables only the rows that changed
     save_best: bool = False
     patience: int = 0
     objective: tuple[str, str] = ("loss", "min")
@@ -161,7 +162,9 @@ class PlannedClock(Clock):
         if math.isinf(pace):  # no step was made that could be lost
             return 0.0
         polls = [self._poll_at, plan.end]
-        polls += [step - step % every + every for every in (plan.eval_every, plan.save_every) if every]
+        polls += [
+            step - step % every + every for every in (plan.eval_every, plan.save_every, plan.delta_every) if every
+        ]
         evaluations = sum(_due(at, plan.eval_every) for at in {step, min(polls)})
         return (min(polls) - step) * pace + evaluations * values[EVALUATION_SECONDS]
 
@@ -190,8 +193,10 @@ class PlannedClock(Clock):
             # stopping short of the whole leaves no trace but a checkpoint
             step, last, whole = at.step, at.step == plan.end, at.step == plan.total
             # before what keeps or judges this step: an evaluation may end the run
-            judged = _due(step, plan.eval_every) or _due(step, plan.save_every)
-            if step >= self._poll_at or last or judged:
+            saved = _due(step, plan.save_every) or last
+            due = saved or _due(step, plan.delta_every)
+            judged = _due(step, plan.eval_every) or due
+            if step >= self._poll_at or judged:
                 yield Poll(step)
             if _due(step, plan.log_every) or (whole and plan.log_every):
                 yield Log(step)
@@ -202,8 +207,8 @@ class PlannedClock(Clock):
             stopping = self._stop_reason or (
                 "early_stop" if plan.patience and evaluated and at.since_best >= plan.patience else ""
             )
-            if plan.save_every and (_due(step, plan.save_every) or last or stopping or (improved and plan.save_best)):
-                yield Save(step)
+            if plan.save_every and (due or stopping or (improved and plan.save_best)):
+                yield Save(step, whole=saved or not plan.delta_every)
             if stopping and not last:
                 yield Stop(step, stopping)
                 return
@@ -225,6 +230,7 @@ def plan_of(settings: Settings, batches: int) -> Plan:
         log_every=options.log_every,
         eval_every=batches if options.eval_every is None else options.eval_every,
         save_every=batches if settings.checkpoint.every_steps is None else settings.checkpoint.every_steps,
+        delta_every=settings.checkpoint.delta_every or 0,
         save_best=settings.checkpoint.keep_best > 0,
         patience=options.early_stop,
         objective=settings.objective,

@@ -271,6 +271,9 @@ class _TicketHandler:
             self.program.sync()
             carried = self._close_window()
             self.window = Window(carried)
+            layer = loop.saver.layer(ticket.whole) if loop.saver is not None else None
+            if layer is not None and self.program.tables is not None:
+                self.program.tables.keep_changes(layer)
             state = self.program.state()
             best = self.clock.best
             evaluated_here = self.evaluated_at == step

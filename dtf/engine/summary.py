@@ -71,6 +71,7 @@ def startup_table(
         **program.about(),
         **(table_row(planned, "server" if world.place.role == "server" else "process") if planned else {}),
         **_sparse(settings, config),
+        **_changed_rows(plan),
         **_guard(settings.train.guard_every),
         "length": count_text(plan.total, "step"),
         "run folder": str(folder),
@@ -85,6 +86,14 @@ def _guard(every: int) -> dict[str, str]:
         if every
         else {}
     )
+
+
+def _changed_rows(plan: Plan) -> dict[str, str]:
+    """How often they alone are saved."""
+    if not plan.delta_every:
+        return {}
+    whole = count_text(plan.save_every, "step")
+    return {"changed rows": f"saved every {count_text(plan.delta_every, 'step')}, and all rows every {whole}"}
 
 
 def _sparse(settings: Settings, config: dict[str, Any]) -> dict[str, str]:

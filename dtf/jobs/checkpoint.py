@@ -104,6 +104,11 @@ def _bytes(manifest: Manifest) -> int:
     return sum(file.size for file in manifest.files.values())
 
 
+def _base_bytes(manifest: Manifest) -> int:
+    """Bytes of the files that an earlier checkpoint has too."""
+    return sum(manifest.files[name].size for name in manifest.base.files) if manifest.base else 0
+
+
 def _summary(manifest: Manifest) -> dict[str, Any]:
     goal = manifest.objective
     return {
@@ -114,6 +119,8 @@ def _summary(manifest: Manifest) -> dict[str, Any]:
         "objective": {"metric": goal.metric, "mode": goal.mode, "value": goal.value} if goal else None,
         "files": len(manifest.files) + 1,
         "bytes": _bytes(manifest),
+        "base": manifest.base
+        and {"step": manifest.base.step, "files": len(manifest.base.files), "bytes": _base_bytes(manifest)},
         "elements": sum(volume(tensor.shape) for tensor in manifest.tensors.values()),
     }
 
@@ -143,6 +150,10 @@ def _plain(value: Any) -> Any:
 def _readable(key: str, value: Any) -> str:
     if key == "objective":
         return f"{value['metric']} = {value['value']:.6g} ({value['mode']})" if value else "not evaluated at this step"
+    if key == "base":
+        if not value:
+            return "none; all of it was written for this step"
+        return f"step {value['step']}, which has {value['files']} of the files too: {value['bytes']:,} bytes"
     return f"{value:,}" if key in ("bytes", "elements") else str(value)
 
 

@@ -81,6 +81,7 @@ def _keys(composed: Composed, folder: Path, until: int) -> dict[str, object]:
         "train.early_stop": 0,
         "checkpoint": "every",
         "checkpoint.every_steps": until,
+        "checkpoint.delta_every": "null",
         "checkpoint.keep_best": 0,
         "checkpoint.mirror": "''",
         "checkpoint.resume": "auto" if until == LAST else "never",

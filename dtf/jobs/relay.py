@@ -198,7 +198,7 @@ class Relay(Job):
         widths = [_number(LEGS, entry, "processes", 1) for entry in entries]
         bounds = [0, *accumulate(_number(LEGS, entry, "steps", self.steps) for entry in entries)]
         micro = config["step"]["micro_batch_rows"] or -(-config["step"]["batch_size"] // max(widths))
-        shared = {"train.steps": bounds[-1], "step.micro_batch_rows": micro}
+        shared = {"train.steps": bounds[-1], "step.micro_batch_rows": micro, "checkpoint.delta_every": "null"}
         segments = []
         for number, (entry, width, (first, last)) in enumerate(zip(entries, widths, pairwise(bounds), strict=True)):
             more = {

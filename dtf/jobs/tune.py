@@ -147,6 +147,7 @@ class Tune(Job):
         """A few steps, an evaluation and a save in new processes."""
         keys = {ROWS: count, "train.until": _TRIAL_STEPS, "train.eval_every": _TRIAL_STEPS}
         keys |= {"train.eval_rows": composed.config["step"]["batch_size"], "checkpoint.every_steps": _TRIAL_STEPS}
+        keys |= {"checkpoint.delta_every": "null"}
         keys |= {"checkpoint.keep_best": 0, "checkpoint.mirror": "''", "checkpoint": "every"}
         length = composed.config["train"]
         if length["steps"] is not None or length["epochs"] is None:

@@ -295,6 +295,7 @@ class Verify(Job):
             "train.perturb": noise,
             "checkpoint": "every",
             "checkpoint.every_steps": self.steps,
+            "checkpoint.delta_every": "null",
             "checkpoint.keep_best": 0,
             "checkpoint.mirror": "''",
             "checkpoint.resume": "never",

@@ -54,10 +54,10 @@ class PserverRoles(HelperRoles):
 
     def run(self, task: Task, context: RoleContext) -> None:
         if self._options.rows_alone:
-            from dtf.checkpoint.boxes import StoredCheckpoint, write_boxes
+            from dtf.checkpoint.boxes import StoredCheckpoint, write_rank
             from dtf.pserver.bootstrap import serve_rows
 
-            serve_rows(task, context, self._options, self._trainers(context), StoredCheckpoint, write_boxes)
+            serve_rows(task, context, self._options, self._trainers(context), StoredCheckpoint, write_rank)
         else:
             from dtf.pserver.bootstrap import train
 

@@ -16,7 +16,16 @@ from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
 from dtf.sparse.living_table import LivingTable
 from dtf.sparse.make_tables import memory_of, table_of, table_specs
-from dtf.sparse.sharded_tables import LIFE_COUNTS, Clicks, ShardedTables, boxes_of, full, seen_in
+from dtf.sparse.sharded_tables import (
+    LIFE_COUNTS,
+    Clicks,
+    PartSizes,
+    ShardedTables,
+    boxes_of,
+    full,
+    part_sizes,
+    seen_in,
+)
 from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
 from dtf.sparse.table_layouts import Gradients, RowWiseTable, owned_hashes, owner_of
 
@@ -113,12 +122,19 @@ class ServerShards(ShardedTables):
             for part in pushes[name]:
                 table_shard.store.add(part.ids, part.gradients * part.gradients.dtype.type(part.weight))
 
-    def parts(self, places: Mapping[str, tuple[int, int]]) -> list[Box]:
-        """As `boxes`, where rows before those of each table here, and rows in all, are known. Not collective."""
+    def part_sizes(self, layer: int | None) -> np.ndarray:
+        """The PartSizes of each table here, (tables, 3) int64. Not collective."""
+        return np.array([part_sizes(table_shard.store, layer) for table_shard in self._shards.values()], np.int64)
+
+    def parts(self, before: np.ndarray, total: np.ndarray, layer: int | None) -> list[Box]:
+        """As `boxes`, where the PartSizes of the servers before this one are known, and those of all: (tables, 3). Not
+        collective.
+        """
+        places = zip(*([PartSizes(*sizes) for sizes in part.tolist()] for part in (before, total)), strict=True)
         return [
             box
-            for name, table_shard in self._shards.items()
-            for box in boxes_of(name, table_shard, self._world.rank == 0, *places[name])
+            for (name, table_shard), (ahead, whole) in zip(self._shards.items(), places, strict=True)
+            for box in boxes_of(name, table_shard, self._world.rank == 0, ahead, whole, layer)
             if box.tensor.numel()
         ]
 

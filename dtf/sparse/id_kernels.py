@@ -305,3 +305,15 @@ def round_rows(words, width, positions):
         if at >= 0:
             for j in range(width):
                 words[at, j] = nearest_bf16(words[at, j])
+
+
+@njit(cache=True, nogil=True)
+def flagged(positions, flags, found):
+    """Slots whose position, kept as position + 1 (0: none), has a flag, into `found`; returns how many."""
+    count = 0
+    for i in range(len(positions)):
+        at = positions[i]
+        if at > 0 and flags[at - 1]:
+            found[count] = i
+            count += 1
+    return count

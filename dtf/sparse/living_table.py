@@ -80,11 +80,15 @@ class LivingTable(SparseTable):
         if not len(positions):
             return
         self._index.remove(self.life.ids[positions])
+        if self._changes is not None:
+            self._changes.leave(self.life.ids[positions], positions)
         were, are = self.life.leave(positions)
         self._index.move(self.life.ids[are], are)
         self._records[are] = self._records[were]
         if self._since is not None:
             self._since[are] = self._since[were]
+        if self._changes is not None:
+            self._changes.move(were, are)
 
     def _arrive(
         self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray], step: int

@@ -1,4 +1,7 @@
-"""The index of a sparse table: id -> position of its row; -1 where it has none. Positions are the caller's."""
+"""The index of a sparse table: id -> position of its row; -1 where it has none. Positions are the caller's.
+
+`items`: all ids, ascending, and their positions; with `flags` by position, those that have one.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +61,8 @@ class DirectIndex:
     def remove(self, ids: np.ndarray) -> None:
         self.slots[ids] = 0
 
-    def items(self) -> tuple[np.ndarray, np.ndarray]:
-        ids = np.flatnonzero(self.slots)
+    def items(self, flags: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.flatnonzero(self.slots) if flags is None else _flagged(self.slots, flags, self._kernels)
         return ids, self.slots[ids].astype(np.int64) - 1
 
 
@@ -91,10 +94,17 @@ class HashedIndex:
         self._kernels.remove(self.slots, ids)
         self._count -= len(ids)
 
-    def items(self) -> tuple[np.ndarray, np.ndarray]:
-        used = self.slots[self.slots[:, 1] > 0]
+    def items(self, flags: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        positions = self.slots[:, 1]
+        used = self.slots[positions > 0 if flags is None else _flagged(positions, flags, self._kernels)]
         used = used[np.argsort(used[:, 0])]
         return used[:, 0].copy(), used[:, 1] - 1
+
+
+def _flagged(positions: np.ndarray, flags: np.ndarray, kernels: ModuleType) -> np.ndarray:
+    """Slots of the rows at positions with a flag. `positions`: of each slot its position + 1, 0: none."""
+    found = np.empty(np.count_nonzero(flags), np.int64)
+    return found[: kernels.flagged(positions, flags, found)]
 
 
 def _slots_for(rows: int) -> int:

@@ -16,6 +16,7 @@ from dtf.api.row_storage import Values
 from dtf.api.sparse_table import NO_NUMBA
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.seeding import seed_of
+from dtf.sparse.changes import Changes
 from dtf.sparse.row_index import index_of, reserve
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class SparseTable:
         # (capacity,) `decayed` when the row was last multiplied; None: no step shrank rows
         self._since: np.ndarray | None = None
         self._count, self.decayed = 0, 0.0
+        self._changes: Changes | None = None  # nobody asks
 
     def __len__(self) -> int:
         return self._count
@@ -178,7 +180,30 @@ class SparseTable:
 
     def export(self) -> Rows:
         """All rows of the table by ascending id, as copies."""
-        ids, positions = self._index.items()
+        return self._rows_at(*self._index.items())
+
+    def keep_changes(self) -> None:
+        """From now on keep track of the rows that change and the ids that leave, until rows are removed by `clear`."""
+        self._changes = Changes(len(self._records))
+
+    def change_counts(self) -> tuple[int, int]:
+        """How many rows and ids `changes` would return."""
+        assert self._changes is not None
+        return self._changes.count(), len(self._left())
+
+    def changes(self) -> tuple[Rows, np.ndarray]:
+        """The rows that changed since `keep_changes` was called, by ascending id, as copies, and the ids (n,) that left
+        since then and are not back.
+        """
+        assert self._changes is not None
+        return self._rows_at(*self._index.items(self._changes.flags)), self._left()
+
+    def _left(self) -> np.ndarray:
+        assert self._changes is not None
+        left = self._changes.left()
+        return left[self._index.find(left)[0] < 0]
+
+    def _rows_at(self, ids: np.ndarray, positions: np.ndarray) -> Rows:
         states = {name: self._records[positions, columns] for name, columns in self._columns.items()}
         states = {name: values.reshape(-1) if values.shape[1] == 1 else values for name, values in states.items()}
         if self._since is not None:
@@ -252,6 +277,8 @@ class SparseTable:
         """Called when the rows or states at `positions` (U,) have other numbers, or are new; -1 is passed over."""
         if self._rounds:
             self._kernels.round_rows(self._records.view(np.uint32), self.width, positions)
+        if self._changes is not None:
+            self._changes.mark(positions)
 
     def _checked(self, ids: np.ndarray) -> np.ndarray:
         ids = np.ascontiguousarray(ids, np.int64)

@@ -62,7 +62,7 @@ class DataParallelProgram(ReadsAhead):
         self._replicas: list[Replica] = []
         self._receiver = Receiver(task)
         self._updates: list[LocalUpdate] = []
-        self._tables = tables_of(task, world, Placement.replicated)
+        self._tables = self.tables = tables_of(task, world, Placement.replicated)
         models = [whole_model(task) for _ in devices]
         for model in models[1:]:  # a constructor may draw from what no seed reaches
             _copy_tensors(models[0], model)

@@ -82,7 +82,8 @@ class Spmd(ReadsAhead):
                 "tables; use strategy=ddp, or make them with tables_of(task, world, placement, share=1 / world.size)"
             )
         self._update = LocalUpdate(sharding, task.optimizer, task.step.clip_norm, task.precision.loss_scale)
-        self._sharding, self._tables, self._to_sum = sharding, sharding.tables, to_sum
+        self._sharding, self._to_sum = sharding, to_sum
+        self._tables = self.tables = sharding.tables
         self._share = dims.dp_shard if dims else Shard(world.rank, world.size)
         self._reads = dims is None or dims.broadcast.reads
         self.shard = self._share if self._reads else None

@@ -94,6 +94,15 @@ def test_the_best_evaluation_is_saved_although_no_save_is_due() -> None:
     assert Save(3) not in planned(save_best=False)
 
 
+def test_between_whole_saves_there_are_those_of_changes() -> None:
+    """Where both are due the save is whole; one for another reason has changes; the last one is whole."""
+    every = {"delta_every": 1, "eval_every": 0, "log_every": 0}
+    assert [(t.step, t.whole) for t in planned(**every) if isinstance(t, Save)] == [
+        *((1, False), (2, False), (3, False), (4, True), (5, False), (6, True)),
+    ]
+    assert Save(3, whole=False) in planned(delta_every=2, save_best=True)
+
+
 def polled(stop_at: int, step_seconds: float, log_every: int = 0) -> list[Ticket]:
     clock = PlannedClock(Plan(100, log_every, 0, 50), Epochs(Sequential(), 1000, 2, 0), Constant())
     tickets = []

@@ -59,10 +59,17 @@ def test_what_a_thread_writes_later_is_the_state_of_its_step_byte_for_byte(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options"),
-    [("ddp", {}), ("pserver", {"servers": 2}), ("pserver", {"servers": 2, "dense": "allreduce", "mode": "sync"})],
+    ("strategy", "options", "every"),
+    [
+        ("ddp", {}, {"save_every": 1}),
+        ("ddp", {}, {"save_every": 9, "delta_every": 1}),
+        ("pserver", {"servers": 2}, {"save_every": 9, "delta_every": 1}),
+        ("pserver", {"servers": 2, "dense": "allreduce", "mode": "sync"}, {"save_every": 1}),
+    ],
 )
-def test_rows_of_tables_are_those_of_the_step_too(strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_of_tables_are_those_of_the_step_too(
+    strategy: str, options: dict[str, Any], every: dict[str, int], tmp_path: Path
+) -> None:
     late, at_once = tmp_path / "late", tmp_path / "at_once"
     recipe = {"name": "tabled", "rows": 42}
     spread(
@@ -70,7 +77,7 @@ def test_rows_of_tables_are_those_of_the_step_too(strategy: str, options: dict[s
         2,
         options=options,
         steps=3,
-        save_every=1,
+        **every,
         recipe=recipe,
         folder=str(late),
         at_once=str(at_once),

@@ -206,6 +206,12 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         (*TABLED, "sparse.when_full=refuse", "strategy=pserver", "strategy.mode=geo"),
         "strategy.mode=geo adds up rows that trainers made by themselves",
     ),
+    ((SINGLE[0], "checkpoint.delta_every=5"), "saves changed rows of sparse tables, and GeneratedClicks has none"),
+    (
+        (*TABLED, "checkpoint.delta_every=5", "checkpoint.every_steps=5"),
+        "checkpoint.delta_every=5 must be less than checkpoint.every_steps=5",
+    ),
+    ((*TABLED, "checkpoint=off", "checkpoint.delta_every=5"), "has no saves to come between, as checkpoint=off saves"),
     (("sparse.lr_factor=2",), "ResnetShapes has none; leave sparse=... out"),
     (
         (*TABLED, "sparse=sgd", "sparse.weight_decay=20", "lr.peak=0.1"),
@@ -224,6 +230,7 @@ FINE = [
     (*TABLED, "job=evaluate", "step.ema=0.9"),
     (SINGLE[0], "recipe.model.table=dense", "step.ema=0.9"),
     ("recipe=ctr_clicks_sparse", "recipe.model.table=dense"),
+    (*TABLED, "checkpoint.delta_every=5", "strategy=pserver", "strategy.mode=geo"),
 ]
 
 
@@ -374,7 +381,7 @@ def test_a_checkpoint_that_counts_other_rows_than_it_has_is_refused() -> None:
             self.scalars: dict[str, Any] = {}
 
         def names(self) -> set[str]:
-            return set()
+            return {"table/ids/ids"}
 
         def read(self, name: str, offset: Any = None, shape: Any = None) -> torch.Tensor:
             return torch.tensor(3) if name.endswith("count") else torch.arange(2)

@@ -72,10 +72,15 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def test_a_kill_at_any_system_call_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
+BASES = [None, 2]
+"""The step whose file the save of 4 takes over: 2 is removed then."""
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_kill_at_any_system_call_leaves_a_loadable_checkpoint(tmp_path: Path, base: int | None) -> None:
     start = prepared(tmp_path / "start")
     trial = shutil.copytree(start, tmp_path / "count")
-    total = len(counted(lambda: save(trial, 4, 0.3)))
+    total = len(counted(lambda: save(trial, 4, 0.3, base=base)))
     assert total > 20
     newest = set()
     for torn in (False, True):
@@ -83,7 +88,7 @@ def test_a_kill_at_any_system_call_leaves_a_loadable_checkpoint(tmp_path: Path) 
             folder = shutil.copytree(start, tmp_path / f"{at}{torn}")
             with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
                 Faults(patch, at, torn=torn)
-                save(folder, 4, 0.3)
+                save(folder, 4, 0.3, base=base)
             found = good(folder)
             assert found[0] in (3, 4) and 3 in found and 1 in found, (at, found)
             newest.add(found[0])
@@ -98,16 +103,19 @@ def test_a_kill_at_any_system_call_leaves_a_loadable_checkpoint(tmp_path: Path) 
     assert newest == {3, 4}
 
 
+@pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EXDEV, errno.EDQUOT])
-def test_an_error_at_any_system_call_is_raised_and_loses_nothing(tmp_path: Path, error: int) -> None:
+def test_an_error_at_any_system_call_is_raised_and_loses_nothing(tmp_path: Path, error: int, base: int | None) -> None:
     start = prepared(tmp_path / "start")
     trial = shutil.copytree(start, tmp_path / "count")
-    total = len(counted(lambda: save(trial, 4, 0.3)))
-    for at in range(1, total + 1):
+    calls = counted(lambda: save(trial, 4, 0.3, base=base))
+    for at, (name, _) in enumerate(calls, 1):
+        if name == "link" and error == errno.EXDEV:  # then it is copied
+            continue
         folder = shutil.copytree(start, tmp_path / str(at))
         with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError) as caught:
             Faults(patch, at, error, torn=True)
-            save(folder, 4, 0.3)
+            save(folder, 4, 0.3, base=base)
         assert caught.value.errno == error
         assert 3 in good(folder) and 1 in good(folder)
         storage.clean(folder)

@@ -44,8 +44,8 @@ FAULTS = [
     Fault(
         "rows of another server are taken",
         "dtf/pserver/server/state.py",
-        "self._shards.owns(name, ids).all())",
-        "self._shards.owns(name, ids).size >= 0)",
+        "self.shards.owns(name, ids).all())",
+        "self.shards.owns(name, ids).size >= 0)",
         ("tests/pserver/test_handlers.py::test_a_push_of_rows_that_are_not_here_is_refused",),
     ),
     Fault(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dtf.api.registry import lookup, registered
-from dtf.checkpoint.boxes import StoredCheckpoint, write_boxes
+from dtf.checkpoint.boxes import StoredCheckpoint, write_rank
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.pserver.net.codec import Message, decode, encode
@@ -101,7 +101,7 @@ class Asked:
             for name, spec in self.recipe.tables().items()
         }
         self.row_server = RowServer(
-            ServerShards(shards, world), self.recipe, trainers, 3, folder, StoredCheckpoint, write_boxes
+            ServerShards(shards, world), self.recipe, trainers, 3, folder, StoredCheckpoint, write_rank
         )
         self.update = {"version": 0, "factor": 0.0, "lr": 0.0, "step": 0}
 
@@ -165,9 +165,9 @@ def test_requests_that_make_no_sense_are_refused_and_change_nothing(server: Aske
                 server.update | {"order": 1},
                 {"path": np.frombuffer(path.encode(), np.uint8)},
             )
-    assert np.array_equal(server.rows(ids), before) and server(COUNT, server.update, {}).arrays["rows"].tolist() == [
-        3,
-        0,
+    assert np.array_equal(server.rows(ids), before) and server(COUNT, server.update, {}).arrays["sizes"].tolist() == [
+        *(3, 0, 3),
+        *(0, 0, 0),
     ]
 
 
@@ -177,17 +177,17 @@ def _nobody() -> dict[str, np.ndarray]:
 
 def test_a_server_that_cannot_write_says_why_and_lives(server: Asked, tmp_path: Path) -> None:
     server.rows(np.arange(3))
-    places = {"before": np.zeros(2, np.int64), "total": np.array([3, 0])}
+    places = {"before": np.zeros(6, np.int64), "total": np.array([3, 0, 3, 0, 0, 0])}
     request = {"path": np.frombuffer(str(tmp_path / "absent").encode(), np.uint8)}
     assert not len(done(server, COPY, 1, places).arrays["error"])
     answer = done(server, SAVE, 2, request)
     assert (
         "No such file" in answer.arrays["error"].tobytes().decode()
-        and json.loads(answer.arrays["told"].tobytes()) is None
+        and json.loads(answer.arrays["told"].tobytes()) == []
     )
     (tmp_path / "absent").mkdir()
     done(server, COPY, 3, places)
-    written = json.loads(done(server, SAVE, 4, request).arrays["told"].tobytes())
+    (written,) = json.loads(done(server, SAVE, 4, request).arrays["told"].tobytes())
     assert written["file"] == "rank_3.safetensors" and {box[0] for box in written["boxes"]} == {
         "table/ids/ids",
         "table/ids/rows",

@@ -69,6 +69,7 @@ class Case:
     slots: int = 0  # `launcher.processes` where it is not the number of ranks
     steps: int = 3
     save_every: int = 0
+    delta_every: int = 0
     halt: bool = False  # dies after the first save
     start: str = ""  # the checkpoint to go on from
     folder: str = ""  # where to save
@@ -231,7 +232,7 @@ class _Run:
         return HelperThreads(self.strategy, self.task, self.slots, self._rows, self.program, self.case.deaths)
 
     def _saver(self, folder: str, resume: str = "auto") -> Checkpointer:
-        options = Every(resume=resume)
+        options = Every(resume=resume, delta_every=self.case.delta_every or None)
         return Checkpointer(Path(folder), options, self.world, "test", self.toy.objective, self.case.strategy)
 
     def _load(self) -> tuple[Any, Any]:
@@ -256,8 +257,8 @@ class _Run:
 
     def fit(self) -> None:
         """Step to the end, or to the first save where the case halts there. Collective."""
-        case = self.case
-        plan = Plan(case.steps, case.log_every, case.eval_every, case.save_every, objective=self.toy.objective)
+        case, goal = self.case, self.toy.objective
+        plan = Plan(case.steps, case.log_every, case.eval_every, case.save_every, case.delta_every, objective=goal)
         loop = Loop(
             program=self.program,
             clock=PlannedClock(plan, self.epochs, case.schedule(), self.clock_state),

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from dtf.checkpoint import storage
-from dtf.checkpoint.manifest import Manifest, Objective, StoredBox, StoredTensor
+from dtf.checkpoint.manifest import Base, Manifest, Objective, StoredBox, StoredTensor
 from dtf.checkpoint.mirror import Mirror
 from dtf.checkpoint.places import Bucket, Place, fetch
 from dtf.checkpoint.retention import Retention
@@ -16,14 +16,23 @@ from tests.support.launching import HANG_S
 RULE = Retention(2, 1, GOAL)
 
 
-def save(parent: Path, step: int, value: float | None = None, run: str = "one", size: int = 3000) -> Path:
+def save(
+    parent: Path, step: int, value: float | None = None, run: str = "one", size: int = 3000, base: int = 0
+) -> Path:
+    """`base`: the step whose file a.bin it has too."""
     draft = storage.begin(parent, step, run, lambda text: None)
     assert draft is not None
     data = bytes([step % 251]) * size
-    files = {name: storage.write(draft / name, [data]) for name in ("a.bin", "b.bin")}
+    files = {name: storage.write(draft / name, [data]) for name in ("a.bin", "b.bin")[base > 0 :]}
+    if base:
+        other = parent / storage.step_name(base)
+        files["a.bin"] = storage.read_manifest(other).files["a.bin"]
+        storage.link(other / "a.bin", draft / "a.bin", files["a.bin"])
     tensors = {f"model/{name}": StoredTensor("U8", (size,), (StoredBox(name, "x", (0,), (size,)),)) for name in files}
     goal = Objective(*GOAL, value) if value is not None else None
-    return storage.commit(draft, Manifest(step, run, "ddp", 1, goal, files, tensors))
+    return storage.commit(
+        draft, Manifest(step, run, "ddp", 1, goal, files, tensors, Base(base, ("a.bin",)) if base else None)
+    )
 
 
 def memory_bucket() -> Bucket:

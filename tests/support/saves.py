@@ -48,6 +48,10 @@ class Late(Saves):
         self._at_once.save(step, state, scalars, value)
         super().save(step, state, scalars, value, told, check)
 
+    def layer(self, whole: bool) -> int | None:
+        self._at_once.layer(whole)
+        return super().layer(whole)
+
     def finish(self) -> None:
         self._due.set()
         super().finish()

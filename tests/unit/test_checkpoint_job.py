@@ -129,6 +129,7 @@ def test_the_option_off_never_saves() -> None:
     assert compose(["checkpoint=off"]).config["checkpoint"] == {
         "name": "off",
         "every_steps": 0,
+        "delta_every": None,
         "keep_last": 3,
         "keep_best": 1,
         "background": True,
@@ -147,3 +148,17 @@ def test_the_commit_layer_and_the_job_need_neither_torch_nor_numpy() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_inspect_says_what_an_earlier_checkpoint_has_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saver = checkpointer(tmp_path, delta_every=1)
+    for step, name in ((1, "table/t/rows"), (2, "table/t/delta_1/rows")):
+        layer = saver.layer(False)
+        saver.save(step, State([Box(name, torch.zeros(100), (100,), (0,), layer)], {}), {})
+    assert job(path=str(tmp_path / "step_000001")) == job(path=str(tmp_path / "step_000002")) == Exit.OK
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    size = (tmp_path / "step_000001" / "rows_0.safetensors").stat().st_size
+    assert [line for line in said if line.startswith("base ")] == [
+        "base none; all of it was written for this step",
+        f"base step 1, which has 1 of the files too: {size} bytes",
+    ]

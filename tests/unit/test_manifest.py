@@ -120,7 +120,9 @@ def sealed(change: Callable[[dict], Any]) -> bytes:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (lambda m: m.update(format=2), "format"),
+        (lambda m: m.update(format=3), "format"),
+        (lambda m: m.update(format=2, base=[1, ["c.bin"]]), "earlier checkpoint"),
+        (lambda m: m.update(format=2, base=[-1, []]), "whole number"),
         (lambda m: m.update(step=-1), "whole number"),
         (lambda m: m.update(step=True), "whole number"),
         (lambda m: m.pop("files"), "files"),

@@ -71,6 +71,23 @@ def test_a_run_that_was_lost_goes_on_and_retention_counts_both(place: Place, tmp
     assert [path.name for path in storage.checkpoints(here)] == ["step_000004", "step_000003"]
 
 
+def test_a_file_of_an_earlier_checkpoint_is_there_once(place: Place, tmp_path: Path, here: Path) -> None:
+    """Where it is there as it was written; a bucket gets it again."""
+    one = Mirrored(place, here)
+    one.open()
+    for step, base in [(1, 0), (2, 1), (3, 2), (4, 3)]:
+        if step == 4:
+            data = tmp_path / "there" / "step_000003" / "a.bin"
+            if isinstance(place, Folder):
+                assert data.samefile(tmp_path / "there" / "step_000002" / "a.bin")
+                data.write_bytes(bytes([9]) * 3000)
+        before = place.moved
+        save(here, step, base=base)
+        one.update(Retention(9, 1, GOAL))
+        assert place.moved - before == (3000 if step in (2, 3) and isinstance(place, Folder) else 6000)
+    assert not one.warnings and storage.first_fault(fetch(place, 4, tmp_path / "restored", "two")) is None
+
+
 def killing(patch: pytest.MonkeyPatch, at: int, kill: Callable[[], None]) -> None:
     """Before call number `at` that changes a place, the process is killed."""
     calls = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from dtf.checkpoint import storage
 from dtf.checkpoint.manifest import BLOCK_BYTES, Manifest, Objective, StoredBox, StoredTensor
 from dtf.checkpoint.retention import Retention, retain
+from dtf.core.errors import DataError
 
 GOAL = ("accuracy", "max")
 
@@ -31,17 +33,26 @@ def silent(text: str) -> None:
 
 
 def save(
-    parent: Path, step: int, value: float | None = None, keep_last: int = 2, run: str = "run-1", data: bytes = b""
+    parent: Path,
+    step: int,
+    value: float | None = None,
+    keep_last: int = 2,
+    run: str = "run-1",
+    data: bytes = b"",
+    base: int | None = None,
 ) -> Path | None:
-    """A checkpoint of one U8 tensor, in the order of calls that a run makes."""
+    """A checkpoint of one U8 tensor, in the order of calls that a run makes. `base`: the step whose tensor it has."""
     draft = storage.begin(parent, step, run, silent)
     if draft is None:
         return None
     data = data or bytes([step % 256]) * 100
-    files = {
-        "a.bin": storage.write(draft / "a.bin", [data[:7], b"", data[7:]]),
-        "b.bin": storage.write(draft / "b.bin", [b"tail"]),
-    }
+    if base is None:
+        files = {"a.bin": storage.write(draft / "a.bin", [data[:7], b"", data[7:]])}
+    else:
+        folder = parent / storage.step_name(base)
+        files = {"a.bin": storage.read_manifest(folder).files["a.bin"]}
+        storage.link(folder / "a.bin", draft / "a.bin", files["a.bin"])
+    files["b.bin"] = storage.write(draft / "b.bin", [b"tail"])
     tensors = {"model/x": StoredTensor("U8", (len(data),), (StoredBox("a.bin", "model/x", (0,), (len(data),)),))}
     final = storage.commit(
         draft, Manifest(step, run, "ddp", 1, Objective(*GOAL, value) if value is not None else None, files, tensors)
@@ -91,6 +102,28 @@ def test_a_name_is_never_written_over(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         storage.write(tmp_path / "f", [b"second"])
     assert (tmp_path / "f").read_bytes() == b"first"
+
+
+def test_a_file_is_taken_over_by_a_link_or_where_there_are_none_by_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = save(tmp_path, 1)
+    two = save(tmp_path, 2, base=1)
+    assert one is not None and two is not None and (two / "a.bin").samefile(one / "a.bin")
+    save(tmp_path, 3, base=2, keep_last=1)
+    assert good(tmp_path) == [3] and (tmp_path / "step_000003" / "a.bin").read_bytes() == b"\x01" * 100
+
+    def refuse(source: Path, target: Path, follow_symlinks: bool) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", refuse)
+    four = save(tmp_path, 4, base=3)
+    assert four is not None and not (four / "a.bin").samefile(tmp_path / "step_000003" / "a.bin")
+    assert good(tmp_path) == [4, 3]
+    (four / "a.bin").write_bytes(b"\x01" * 99 + b"\x00")
+    with pytest.raises(DataError, match=r"step_000004/a.bin is damaged"):
+        save(tmp_path, 5, base=4)
+    assert good(tmp_path) == [3]
 
 
 def test_a_saved_checkpoint_is_complete_and_latest(tmp_path: Path) -> None:

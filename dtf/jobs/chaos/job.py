@@ -166,6 +166,7 @@ class Chaos(Job):
             "train.record": "true",
             "checkpoint": "every",
             "checkpoint.every_steps": self.save_every,
+            "checkpoint.delta_every": "null",
             "checkpoint.resume": "auto",
             "checkpoint.mirror": "''",
             "observer": "[jsonl,events]",

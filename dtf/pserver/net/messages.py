@@ -167,14 +167,15 @@ def rows_schemas(recipe: Recipe) -> dict[str, tuple[Schema, Schema]]:
     `version`, `factor`, `lr`, `step`: the newest update; `version` 0 where there was none. Gradients are those of
     `rank` for `turn`; without `given` they were pushed before. `whole`: whether the gradients of all ranks are there;
     then `squares` (1,) is the sum of squares of their sum, and `rows` the rows of each table. `life`: what happened to
-    rows so far, see `ServerShards.life_so_far`. `order`: key of a load,
-    copy or save, which is asked for until it is `done`. `path`, `error`, `told`: texts, the last one JSON.
+    rows so far, see `ServerShards.life_so_far`. `layer`: of the rows that a copy is to have, see `Box.layer`.
+    `sizes`, `before`, `total`: PartSizes of each table, one after the other. `order`: key of a load, copy or save,
+    which is asked for until it is `done`. `path`, `error`, `told`: texts, the last one JSON.
     """
     names = recipe.tables()
     update = {"version": int, "factor": float, "lr": float, "step": int}
-    rows = Schema({}, {"rows": NUMBERS, "life": NUMBERS})
+    rows = Schema({}, {"sizes": NUMBERS, "life": NUMBERS})
     work = (
-        Schema(update | {"order": int}, {"path": BYTES, "before": NUMBERS, "total": NUMBERS}),
+        Schema(update | {"order": int, "layer": int}, {"path": BYTES, "before": NUMBERS, "total": NUMBERS}),
         Schema({"done": int}, {"error": BYTES, "told": BYTES}),
     )
     gradients = {f"ids/{name}": NUMBERS for name in names} | {f"gradients/{name}": Array(2, REAL) for name in names}
@@ -188,7 +189,7 @@ def rows_schemas(recipe: Recipe) -> dict[str, tuple[Schema, Schema]]:
             Schema({"rank": int, "turn": int, "given": int}, gradients),
             Schema({"whole": int, "stopping": int}, {"squares": SUMS, "rows": NUMBERS}),
         ),
-        COUNT: (Schema(update), rows),
+        COUNT: (Schema(update | {"layer": int}), rows),
         LOAD: work,
         COPY: work,
         SAVE: work,

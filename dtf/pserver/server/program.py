@@ -56,6 +56,7 @@ class ServerProgram(Program):
         self._team, self._layout = strategy.team, strategy.layout_text(world.slots)
         self._window, self._record = sync_mode.window(trainers), strategy.record
         self.server_state = ServerState(task, world, strategy, sync_mode, self.shares, self.micro_batch_rows)
+        self.tables = self.server_state.shards
         largest = max(self.server_state.push_bytes, len(self.server_state.frozen()))
         if largest > MOST_BYTES // 2:  # what else is in a message has room then
             raise ConfigError(

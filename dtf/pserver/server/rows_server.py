@@ -25,7 +25,7 @@ from dtf.pserver.row_routing import RowGradients, ServerShards
 from dtf.pserver.server.handlers import LONGEST_WAIT_S, seen_with
 from dtf.pserver.server.program import WAIT_S
 
-Write = Callable[[Path, list[Box]], dict[str, Any]]
+Write = Callable[[Path, int, list[Box]], list[dict[str, Any]]]
 Others = Callable[[Path], list[dict[str, Any]]]
 """See `State.others`."""
 
@@ -35,7 +35,7 @@ class RowServer:
 
     A request that comes twice counts once: gradients by their turn and trainer, updates by their version, loads and
     saves by their order number. `folder`: of the run, the only place where this server writes. `rank`: names its files.
-    `read`, `write`: of checkpoint files, see `dtf.checkpoint`.
+    `read`, `write`: of checkpoint files, see `dtf.checkpoint.boxes.write_rank`.
     """
 
     def __init__(
@@ -162,11 +162,12 @@ class RowServer:
     # ------------------------------------------------------------ checkpoints
 
     def count(self, data: bytes) -> bytes:
-        """COUNT: how many rows each table has, and what happened to rows."""
+        """COUNT: how many rows each table has, and a save would write, and what happened to rows."""
         message = decode(self._schemas[COUNT][0], data)
         with self._change:
             self._update(message)
-            counts = {"rows": self._counts(), "life": self._shards.life_so_far()}
+            sizes = self._shards.part_sizes(_layer(message)).reshape(-1)
+            counts = {"sizes": sizes, "life": self._shards.life_so_far()}
             return encode(self._schemas[COUNT][1], {}, counts)
 
     def load(self, data: bytes) -> bytes:
@@ -183,17 +184,18 @@ class RowServer:
         return self._order(message, LOAD, work)
 
     def copy(self, data: bytes) -> bytes:
-        """COPY: set all rows aside as they are now. Per table, `before` rows of `total` belong to earlier servers."""
+        """COPY: set rows aside as they are now, all or those of a layer. Per table, `before` of `total` belong to
+        earlier servers.
+        """
         message = decode(self._schemas[COPY][0], data)
-        arrays = message.arrays
+        before, total = (message.arrays[key].reshape(len(self._widths), -1) for key in ("before", "total"))
 
         def work() -> dict[str, np.ndarray]:
-            counts = zip(arrays["before"].tolist(), arrays["total"].tolist(), strict=True)
             with self._change:
                 self._update(message)
                 self._copied, self._aside = [], None
                 try:
-                    self._copied = self._shards.parts(dict(zip(self._widths, counts, strict=True)))
+                    self._copied = self._shards.parts(before, total, _layer(message))
                     if self._shards.has_files:
                         self._aside = self._shards.set_aside(self._rank)
                 except MemoryError:
@@ -215,8 +217,7 @@ class RowServer:
             (boxes, aside), self._copied, self._aside = (self._copied, self._aside), [], None
             error, written = "", list[dict[str, Any]]()
             try:
-                if boxes:
-                    written.append(self._write(path / f"rank_{self._rank}.safetensors", boxes))
+                written = self._write(path, self._rank, boxes)
                 if aside is not None:
                     written += aside(path)
             except (OSError, MemoryError) as trouble:
@@ -261,6 +262,10 @@ class RowServer:
 
     def _counts(self) -> np.ndarray:
         return np.array([table["rows"] for table in self._shards.sizes().values()], np.int64)
+
+
+def _layer(message: Message) -> int | None:
+    return int(message.scalars["layer"]) if "layer" in message.scalars else None
 
 
 def _bytes(text: str) -> np.ndarray:

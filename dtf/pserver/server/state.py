@@ -78,11 +78,11 @@ class ServerState:
         )
         self._arriving = views(self._gradients, self.layout.learning)
         self._learning: list[nn.Parameter] = []
-        self._shards = server_shards(task, world)
+        self.shards = server_shards(task, world)
         sharding = Sharding(
             params=self._param_shards(masters),
             all_norms=self._whole_norm,
-            tables=self._shards,
+            tables=self.shards,
             like=next(iter(masters.values())).new_zeros(0),
         )
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
@@ -131,10 +131,8 @@ class ServerState:
         weights = [_global_rows(push, tickets) / counted if counted else 0.0 for push in pushes]
         alone = self._world.size == 1
         self._sum(pushes, weights)
-        if self._shards is not None:
-            self._shards.merge(
-                self._row_gradients(pushes, weights), collective=not alone and self._sync_mode.collective
-            )
+        if self.shards is not None:
+            self.shards.merge(self._row_gradients(pushes, weights), collective=not alone and self._sync_mode.collective)
         finite = all(push.finite for push in pushes)
         if (
             not alone and not self._sync_mode.collective
@@ -142,8 +140,8 @@ class ServerState:
             norms = [weight * push.norm for push, weight in zip(pushes, weights, strict=True)]
             norm = sum(norms) / len(pushes) if finite else float("inf")
             self._norm = torch.tensor([norm], dtype=torch.float64, device=self._world.device)
-            if self._shards is not None:
-                self._shards.norm = torch.zeros((), dtype=torch.float64)
+            if self.shards is not None:
+                self.shards.norm = torch.zeros((), dtype=torch.float64)
         elif not finite and self._arriving:
             torch._foreach_mul_(self._arriving, float("nan"))  # all servers see it in the norm
         known = self._update.apply(ticket.step, ticket.lr)
@@ -168,8 +166,8 @@ class ServerState:
                 tensors, views(torch.from_numpy(push.dense).to(self._world.device), self._state_fields), strict=True
             ):
                 tensor.add_(difference, alpha=weight)
-        if self._shards is not None:
-            self._shards.add_changes(self._row_gradients(pushes, weights))
+        if self.shards is not None:
+            self.shards.add_changes(self._row_gradients(pushes, weights))
         self._update.refresh(max(len(tickets[push.step]) for push in pushes))
         self._skipped += sum(push.skipped for push in pushes)
         return torch.tensor([float("nan"), sum(push.finite for push in pushes)], dtype=torch.float64)
@@ -235,13 +233,11 @@ class ServerState:
         if training is not None and self.recorder is not None:
             self.recorder.pulled(training, self.applied)
         if training is not None and self._sync_mode.local_training:
-            records = (
-                {name: self._shards.records(name, ids) for name, ids in wanted_ids.items()} if self._shards else {}
-            )
+            records = {name: self.shards.records(name, ids) for name, ids in wanted_ids.items()} if self.shards else {}
             return self.stamp, self.applied, self._blocks_with_state() if known == ANY else None, records
         rows = (
-            {name: self._shards.rows(name, ids, training is not None) for name, ids in wanted_ids.items()}
-            if self._shards
+            {name: self.shards.rows(name, ids, training is not None) for name, ids in wanted_ids.items()}
+            if self.shards
             else {}
         )
         return self.stamp, self.applied, None if known in (self.stamp, NONE) else self._blocks().cpu().numpy(), rows
@@ -282,17 +278,17 @@ class ServerState:
 
         Collective.
         """
-        if self._shards is not None and not self._sync_mode.collective and self._world.size > 1:
-            self._shards.refuse_overfull()
+        if self.shards is not None and not self._sync_mode.collective and self._world.size > 1:
+            self.shards.refuse_overfull()
 
     def tables(self) -> dict[str, dict[str, int]]:
         """Per table: `rows` and `bytes` on this server, and the `capacity` of all servers together."""
-        return self._shards.sizes() if self._shards else {}
+        return self.shards.sizes() if self.shards else {}
 
     def counts(self) -> dict[str, int]:
         """See `ShardedTables.life_counts`."""
         with self.lock:
-            return self._shards.life_counts() if self._shards else {}
+            return self.shards.life_counts() if self.shards else {}
 
     def _blocks_with_state(self) -> np.ndarray:
         """The learning blocks with their optimizer state, as `state_fields` lays them out."""
@@ -304,14 +300,14 @@ class ServerState:
 
     def columns(self, name: str) -> int:
         """How many numbers a push has for each id."""
-        assert self._shards is not None
-        return self._shards.columns(name) if self._sync_mode.local_training else self._task.recipe.tables()[name].width
+        assert self.shards is not None
+        return self.shards.columns(name) if self._sync_mode.local_training else self._task.recipe.tables()[name].width
 
     def owns(self, name: str, ids: np.ndarray) -> bool:
         """Whether all rows of these ids may be on this server."""
         size = self._task.recipe.tables()[name].size
         if not (ids == -1).any() and (not size or not len(ids) or (ids.min() >= 0 and ids.max() < size)):
-            return self._world.size == 1 or bool(self._shards is not None and self._shards.owns(name, ids).all())
+            return self._world.size == 1 or bool(self.shards is not None and self.shards.owns(name, ids).all())
         return False
 
     @property

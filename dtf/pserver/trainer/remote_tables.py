@@ -114,7 +114,7 @@ class RemoteTables(ShardedTables):
             return {}
         if self._world.rank:
             return dict.fromkeys(LIFE_COUNTS, 0)
-        answers = self._ask(COUNT, [(dict(self._update), {})] * len(self._servers))
+        answers = self._count({})
         so_far = np.sum([answer.arrays["life"] for answer in answers], axis=0).tolist()
         before, self._told = self._told, dict(zip(LIFE_COUNTS, so_far, strict=True))
         return {key: self._told[key] - before[key] for key in LIFE_COUNTS}
@@ -127,12 +127,14 @@ class RemoteTables(ShardedTables):
         """Have every server copy its rows as they are now; returns what has them write the copies into a checkpoint's
         folder, see `State.others`. OSError where one cannot. Not collective.
         """
-        counts = np.stack(
-            [answer.arrays["rows"] for answer in self._ask(COUNT, [(dict(self._update), {})] * len(self._servers))]
-        )
-        before = np.cumsum(counts, 0) - counts
-        self._refuse(self._order(COPY, [{"before": ahead, "total": counts.sum(0)} for ahead in before]))
+        layer, self._layer = {} if self._layer is None else {"layer": self._layer}, None
+        sizes = np.stack([answer.arrays["sizes"] for answer in self._count(layer)])
+        before = np.cumsum(sizes, 0) - sizes
+        self._refuse(self._order(COPY, [{"before": ahead, "total": sizes.sum(0)} for ahead in before], layer))
         return self._write
+
+    def _count(self, layer: Mapping[str, int]) -> list[Message]:
+        return self._ask(COUNT, [({**self._update, **layer}, {})] * len(self._servers))
 
     def _write(self, folder: Path) -> list[dict[str, Any]]:
         answers = self._order(SAVE, [{"path": _bytes(str(folder))}] * len(self._servers))
@@ -166,10 +168,12 @@ class RemoteTables(ShardedTables):
         with suppress(PeerError):  # one that cannot be reached has gone, and only its last word was lost
             self._ask(END, [({}, {})] * len(self._servers))
 
-    def _order(self, method: str, arrays: Sequence[Mapping[str, np.ndarray]]) -> list[Message]:
+    def _order(
+        self, method: str, arrays: Sequence[Mapping[str, np.ndarray]], layer: Mapping[str, int] | None = None
+    ) -> list[Message]:
         """Request what takes a while, again and again until all servers have done it."""
         self._orders += 1
-        scalars = self._update | {"order": self._orders}
+        scalars = {**self._update, "order": self._orders, **(layer or {})}
         while True:
             answers = self._ask(method, [(scalars, request_arrays) for request_arrays in arrays])
             if all(answer.scalars["done"] for answer in answers):
