@@ -25,7 +25,7 @@ from dtf.sparse.row_kernels import rowwise_adagrad
 from dtf.sparse.store import gather, segment_sum, unique
 
 WIDTH = 8
-SLACK = 32 << 20
+SLACK = 48 << 20
 """Bytes over the bound that a contestant may take for buffers, stacks and the like."""
 _REAL = np.float32
 _BUILD = 1 << 10  # rows that are written at a time

@@ -56,6 +56,9 @@ class Layer:
             for key in ("rows", "decayed")
         )
 
+    def __len__(self) -> int:
+        return len(self._ids)
+
     def find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of some ascending ids (n,) have a row here, bool (n,), and where these are."""
         places = _places(self._ids, ids)

@@ -164,17 +164,20 @@ class RowReader:
         return False
 
     def _opened(self, folder: Path, manifest: Manifest) -> RowSnapshot:
-        files, layers = Files(folder, manifest, self._mapped), {}
+        files, layers = Files(folder, manifest, self._mapped), dict[Content, Layer]()
 
         def layer(at: str) -> Layer:
             key = content(manifest, at)
-            layers[key] = self._layers.get(key) or Layer(files, manifest, at)
+            if key not in layers:
+                layers[key] = self._layers[key] if key in self._layers else Layer(files, manifest, at)
             return layers[key]
 
         tables = {}
         for match in filter(None, (re.fullmatch(r"table/(.+)/count", name) for name in manifest.tensors)):
             _refuse_disk(manifest, match[1])
-            at = layer_names(manifest, match[1])
+            at, count = layer_names(manifest, match[1]), int(files.array(manifest.tensors[match[0]].boxes[0]))
+            if len(at) == 1 and len(layer(at[0])) != count:
+                raise DataError(f"table {match[1]} has {count} rows by its own count, and ids of {len(layer(at[0]))}")
             rows = [stored for name in at if (stored := manifest.tensors.get(f"{name}rows"))]
             decay = manifest.tensors.get(f"table/{match[1]}/decay")
             tables[match[1]] = _Table(

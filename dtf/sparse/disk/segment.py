@@ -31,8 +31,8 @@ from dtf.sparse.row_index import reserve
 LAST = 2**64 - 1
 """The largest hash."""
 
-BATCH_BYTES = 1 << 20
-"""Bytes that are read, merged or written at a time."""
+BATCH_BYTES = 1 << 18
+"""Bytes that are read, merged or written at a time; a sweep holds a few of these for each delta."""
 
 PAGES, _END = "pages", "end"
 _MAGIC = b"dtfrows1"
