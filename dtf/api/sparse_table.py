@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from dtf.core.errors import ConfigError
+
 NO_NUMBA = "sparse tables need numba, which is not installed: python -m pip install 'dtf[ctr]'"
+
+
+class Pooling(Enum):
+    """What the rows of a bag become, by the names of torch's EmbeddingBag. An empty bag becomes zeros."""
+
+    sum = "sum"
+    mean = "mean"  # over the ids that are there
+    max = "max"  # of each column by itself; the gradient goes to the row that has it, of equal ones the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +24,8 @@ class Table:
     """The declaration of a sparse table, see `Recipe.tables`.
 
     A table lies beside the model, in host memory. The model gets the rows (B, F, width), floating, in place of the ids
-    (B, F) int64. Id -1 stands for zeros that learn nothing.
+    (B, F) int64, and pooled rows (B, width) or (B, F, width) in place of `dtf.Bags`. Id -1 stands for zeros that learn
+    nothing; in a bag it counts for nothing.
 
     An id is any 64-bit integer but -1, so hashes of 64 bits are used as they are; of a range (`size`), those in it. A
     range costs what its rows cost, however large it is: a slot for each id is kept only where all slots take no more
@@ -26,11 +38,27 @@ class Table:
     size: int  # ids are 0 to size - 1; 0: any but -1
     capacity: int  # the most rows that all ranks together may hold
     scale: float  # standard deviation of a new row
+    inputs: tuple[str, ...] = ()  # those that hold its ids; empty: the one of the table's name
+    pooling: Pooling | None = None  # of rows of Bags; None: no input is Bags
 
     @property
     def most_rows(self) -> int:
         """The most rows that can exist."""
         return min(self.capacity, self.size) if self.size else self.capacity
+
+
+def inputs_of(tables: Mapping[str, Table]) -> dict[str, Table]:
+    """Name of each input that holds ids -> the table they belong to. ConfigError for one that several tables name."""
+    found: dict[str, Table] = {}
+    for name, table in tables.items():
+        for key in table.inputs or (name,):
+            if key in found:
+                raise ConfigError(
+                    f"tables(): the ids of inputs[{key!r}] belong to two tables, of which {name} is one; name an input "
+                    "in one table only"
+                )
+            found[key] = table
+    return found
 
 
 class Placement(Enum):

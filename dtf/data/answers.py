@@ -42,7 +42,11 @@ def check_fetched(dataset: Dataset, rows: int, answer: Any) -> None:
         raise ConfigError(f"{who} returned {what}; it must return two values, inputs and targets")
     for part, value in zip(("inputs", "targets"), answer, strict=True):
         _check_form(who, part, value)
-        for name, leaf in nest.named(value, part).items():
+        if fault := next((text for bags in nest.bags_of(value) if (text := bags.fault(rows))), ""):
+            raise ConfigError(
+                f"{who} returned Bags among {part} with {fault}; each row has as many values as its lengths"
+            )
+        for name, leaf in nest.named(nest.map_leaves(lambda t: t, value, lambda bags: bags.lengths), part).items():
             _check_tensor(who, name, leaf, rows)
         nest.know_classes(value)
 

@@ -30,21 +30,23 @@ from tests.support.sparse_toy import Tabled
 slow = pytest.mark.slow
 ANY: dict[str, Any] = {"name": "tabled", "rows": ROWS, "scale": -(2**54) - 1}  # ids of up to 62 bits below 0
 RANGE: dict[str, Any] = {"name": "tabled", "rows": ROWS, "size": 150}
+KINDS = {"any": ANY, "range": RANGE, "bags": ANY | {"bags": True}}
 
 
 def cases() -> list[Any]:
-    """All strategies, numbers of processes and kinds of ids; each program on three processes, and ranges of ids under
-    ddp, run by default.
+    """All strategies, numbers of processes and kinds of ids; each program on three processes with bags of ids, and
+    ranges of ids under ddp, run by default.
     """
     strategies = sorted({name for name, _ in variants()})
     found = []
-    for strategy, processes, kind in product(strategies, (1, 2, 3, 4), ("any", "range")):
-        usual = processes == 3 and strategy not in SAME_PROGRAM and (kind == "any" or strategy == "ddp")
+    for strategy, processes, kind in product(strategies, (1, 2, 3, 4), KINDS):
+        usual = processes == 3 and strategy not in SAME_PROGRAM
+        usual = usual and (kind == "bags" or (kind, strategy) == ("range", "ddp"))
         found.append(
             pytest.param(
                 strategy,
                 processes,
-                ANY if kind == "any" else RANGE,
+                KINDS[kind],
                 id=f"{strategy}-{processes}-{kind}",
                 marks=() if usual else slow,
             )
