@@ -77,13 +77,16 @@ def of_log(
     }
 
 
-def generated(offsets: Sequence[int], numbers: int) -> dict[str, Any]:
-    """Of clicks that are drawn: their ids are numbers already."""
+def generated(offsets: Sequence[int], numbers: int, bags: bool) -> dict[str, Any]:
+    """Of clicks that are drawn: their ids are numbers already. `bags`: there is one more category, of several values of
+    the last one.
+    """
     fields = [
         {"column": f"C{f + 1}", "first": first, "values": end - first}
         for f, (first, end) in enumerate(itertools.pairwise(offsets))
     ]
-    return _dense("log", [f"I{d + 1}" for d in range(numbers)]) | {
+    more = {"bags": {"fields": [fields[-1] | {"column": "several"}], "id": "first + value"}} if bags else {}
+    return _dense("log", [f"I{d + 1}" for d in range(numbers)]) | more | {
         "ids": {
             "fields": fields,
             "id": "first + value",

@@ -247,7 +247,8 @@ def test_checking_a_recipe_reads_no_log_and_needs_no_torch(tmp_path: Path) -> No
     code = (
         "import sys\n"
         "from dtf.recipes.ctr.log_data import Ids, LogOptions\n"
-        "from dtf.recipes.ctr.recipe import ClickLog, EmbeddingKind, ModelOptions\n"
+        "from dtf.recipes.ctr.model_options import EmbeddingKind, ModelOptions\n"
+        "from dtf.recipes.ctr.recipe import ClickLog\n"
         f"data = LogOptions(train={str(tmp_path / 'train')!r}, eval={str(tmp_path / 'train')!r}, "
         f"cache={str(tmp_path / 'cache')!r}, ids=Ids.vocabulary)\n"
         "recipe = ClickLog(data=data, model=ModelOptions(table=EmbeddingKind.sparse, dim=4))\n"
