@@ -107,9 +107,10 @@ class Generated(Dataset):
     def _bags(self, rows: np.ndarray) -> Bags:
         """Values of the last field, (B, 1) bags."""
         lengths, world = np.empty((len(rows), 1), np.int64), self._world
+        first, last = world.offsets[-2:].tolist()
         _draw_lengths(rows, np.uint64(self._bag_stream), self._bag_values, lengths)
         values = np.empty(int(lengths.sum()), np.int64)
-        _draw_bags(rows, np.uint64(self._bag_stream), *map(int, world.offsets[-2:]), world.skew, lengths, values)
+        _draw_bags(rows, np.uint64(self._bag_stream), first, last, world.skew, lengths, values)
         return Bags(torch.from_numpy(values), torch.from_numpy(lengths))
 
     def fingerprint(self) -> str:

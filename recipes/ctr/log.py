@@ -79,7 +79,8 @@ class Parsed(NamedTuple):
             lengths = bags.lengths[first:last]
             before = int(bags.lengths[:first].sum())
             bags = BagKeys(bags.values[before : before + int(lengths.sum())], lengths)
-        return Parsed(*(column[first:last] for column in self[:4]), bags)
+        some = slice(first, last)
+        return Parsed(self.labels[some], self.numbers[some], self.keys[some], self.why[some], bags)
 
     @staticmethod
     def joined(parts: Sequence[Parsed]) -> Parsed:
@@ -87,8 +88,15 @@ class Parsed(NamedTuple):
         if len(parts) == 1:
             return parts[0]
         bags = [part.bags for part in parts if part.bags is not None]
-        columns = (np.concatenate(columns) for columns in zip(*(part[:4] for part in parts), strict=True))
-        return Parsed(*columns, BagKeys(*map(np.concatenate, zip(*bags, strict=True))) if bags else None)
+        return Parsed(
+            np.concatenate([part.labels for part in parts]),
+            np.concatenate([part.numbers for part in parts]),
+            np.concatenate([part.keys for part in parts]),
+            np.concatenate([part.why for part in parts]),
+            BagKeys(np.concatenate([each.values for each in bags]), np.concatenate([each.lengths for each in bags]))
+            if bags
+            else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -159,8 +167,8 @@ def libsvm_text(fields: int, limit: int, labelled: bool = True, more: bool = Fal
     """
 
     def parse(*buffers: Any) -> int:
-        no_bags = np.empty((len(buffers[-1]), 0), np.int64), np.empty(0, np.int64)
-        rows, _ = libsvm.parse(*buffers, *no_bags, labelled=labelled)
+        given = (*buffers, np.empty((len(buffers[-1]), 0), np.int64), np.empty(0, np.int64))  # no bags
+        rows, _ = libsvm.parse(*given, labelled=labelled)
         libsvm.finish(buffers[-2], buffers[-1], limit)
         return rows
 

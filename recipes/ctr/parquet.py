@@ -134,8 +134,8 @@ class ParquetLog(Log):
         for field, name in enumerate(self._bags):
             column, seed = table.column(name).combine_chunks(), len(self._numbers) + len(self._categories) + field
             if _is_list(column.type):
-                lengths[:, field] = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
-                values.append(_keys(pc.list_flatten(column), seed))
+                lengths[:, field] = pc.call_function("list_value_length", [column]).fill_null(0).to_numpy(zero_copy_only=False)
+                values.append(_keys(pc.call_function("list_flatten", [column]), seed))
             else:
                 values.append(_split(column, self._separator, seed, lengths[:, field]))
         rows = [np.repeat(np.arange(len(table)), lengths[:, field]) for field in range(len(self._bags))]
