@@ -73,6 +73,7 @@ class Placement(Enum):
     row_wise = "rows"  # each rank holds the rows whose ids a hash assigns to it
     column_wise = "columns"  # each rank holds some columns of all rows
     table_wise = "tables"  # each rank holds whole tables
+    auto = "auto"  # for each table one of these, by the ids of the training data, see `Task.placements`
 
     # Other names of the same members.
     rows = "rows"  # noqa: PIE796

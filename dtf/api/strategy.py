@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from dtf.api.guard import Guard
     from dtf.api.options import Compile
+    from dtf.api.row_optimizer import RowOptimizer
     from dtf.core.types import Memory
     from dtf.distributed.world import World
 
@@ -315,18 +316,15 @@ def check_tables(task: Task, placement: Placement, processes: int) -> None:
     if placement is not Placement.column_wise:
         return
     for name, width in widths.items():
-        if bounds(width, processes, processes - 1)[0] == width:  # nothing is left for the last
-            raise ConfigError(
-                f"strategy.tables=column_wise: table {name} has {width} columns, too few for {processes} ranks; use "
-                "strategy.tables=row_wise"
-            )
-        states = (
-            [state for state, (count, _) in task.rows.states(width).items() if count != width]
-            if task.rows is not None
-            else []
-        )
-        if states:
-            raise ConfigError(
-                f"strategy.tables=column_wise divides rows, and {type(task.rows).__name__} keeps {states[0]} of whole "
-                "ones; use strategy.tables=row_wise"
-            )
+        if why := column_objection(name, width, processes, task.rows):
+            raise ConfigError(f"{why}; use strategy.tables=row_wise")
+
+
+def column_objection(name: str, width: int, processes: int, rule: RowOptimizer | None) -> str:
+    """Why the columns of a table of this width cannot be divided over so many processes; empty: they can."""
+    if bounds(width, processes, processes - 1)[0] == width:  # nothing is left for the last
+        return f"strategy.tables=column_wise: table {name} has {width} columns, too few for {processes} ranks"
+    states = [] if rule is None else [state for state, (count, _) in rule.states(width).items() if count != width]
+    if not states:
+        return ""
+    return f"strategy.tables=column_wise divides rows, and {type(rule).__name__} keeps {states[0]} of whole ones"

@@ -53,10 +53,12 @@ def tables_of(
     givers = [bool(flag) for flag in world.reduce(flags).tolist()]
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
     check_tables(task, placement, world.size)  # again: elastic launchers change the number of ranks
-    placement = Placement.replicated if world.size == 1 else placement
-    owners = greedy_balance({name: spec.width * spec.most_rows for name, spec in specs.items()}, world.size)
+    chosen = {name: _placement(task, name, placement, world.size) for name in specs}
+    whole = {name: spec.width * spec.most_rows for name, spec in specs.items() if chosen[name] is Placement.table_wise}
+    owners = greedy_balance(whole, world.size)
     spread: dict[str, ShardedTable] = {}
     for name, spec in specs.items():
+        placement = chosen[name]
         columns = bounds(spec.width, world.size, world.rank) if placement is Placement.column_wise else (0, spec.width)
         store = table_class(task.rows)(spec, task.rows, task.seed, name, kind, columns)
         match placement:
@@ -70,7 +72,16 @@ def tables_of(
                 spread[name] = TableWiseTable(
                     store, world, givers, next(rank for rank, names in enumerate(owners) if name in names)
                 )
+            case Placement.auto:
+                raise AssertionError(name)
     tables = ShardedTables(spread, world, share, task.recipe.clicks)
     if task.weights is not None:
         tables.start_from(task.weights, task.recipe)
     return tables
+
+
+def _placement(task: Task, name: str, placement: Placement, ranks: int) -> Placement:
+    """How one table lies on so many ranks."""
+    if ranks == 1:
+        return Placement.replicated
+    return task.placements.get(name, Placement.row_wise) if placement is Placement.auto else placement

@@ -43,6 +43,11 @@ class TableInputs:
         self._none = int(none[0]) if len(none) else -1  # the place of the id that stands for nothing
         self._winners: dict[str, np.ndarray] = {}  # of max pooling, by input
 
+    @property
+    def real(self) -> int:
+        """How many ids there are, -1 left out."""
+        return len(self._inverse) - (int((self._inverse == self._none).sum()) if self._none >= 0 else 0)
+
     def rows(self, rows: np.ndarray) -> dict[str, Tensor]:
         """What the model gets, by input: the rows (U, width) of `distinct` in place of ids, on the ids' device."""
         return {

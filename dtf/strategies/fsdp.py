@@ -71,7 +71,8 @@ class Fsdp(Strategy):
     tables: Placement = option(
         default=Placement.row_wise,
         doc="how sparse tables are sharded: `rows` (or `row_wise`): by a hash of the id; `columns` (`column_wise`): "
-        "each rank some columns of all rows; `tables` (`table_wise`): each rank whole tables; `replicated`: not at all",
+        "each rank some columns of all rows; `tables` (`table_wise`): each rank whole tables; `replicated`: not at "
+        "all; `auto`: for each table what sends least",
     )
     prefetch: int = option(
         default=1,

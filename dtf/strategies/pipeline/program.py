@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from dtf.api.guard import Guard
-from dtf.api.sparse_table import inputs_of
 from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
@@ -90,7 +89,7 @@ class PipelineProgram(Program):
         self._copied = CopiedBuffers(shared, {stage.index: stage.model for stage in stages})
         for stage in stages:
             shared.refuse_changed(stage.index, stage.changing.names)
-        self._tables, self._looked_up = tables, tuple(inputs_of(task.recipe.tables()))
+        self._tables, self._looked_up = tables, task.looked_up
         self._stages = {stage.index: stage for stage in stages}
         self._pipeline, self._update, self._task, self._world, self._dims = pipeline, update, task, world, dims
         self.shard = dims.dp_shard if dims.broadcast.reads else None
