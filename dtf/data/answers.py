@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,6 +51,21 @@ def check_fetched(dataset: Dataset, rows: int, answer: Any) -> None:
         for name, leaf in nest.named(nest.map_leaves(lambda t: t, value, lambda bags: bags.lengths), part).items():
             _check_tensor(who, name, leaf, rows)
         nest.know_classes(value)
+
+
+def refuse_loose_bags(rows: Dataset, recipe: Recipe, looked_up: Collection[str]) -> None:
+    """Raise ConfigError for Bags that no table pools. `looked_up`: inputs that hold ids of sparse tables."""
+    if type(recipe).receive is not Recipe.receive:
+        return  # it may make something else of them
+    inputs, targets = rows.fetch(np.arange(1), 0)
+    named = inputs if isinstance(inputs, dict) else {"inputs": inputs}
+    places = [f"inputs[{name!r}]" for name, value in named.items() if name not in looked_up and nest.bags_of(value)]
+    places += ["targets"] if nest.bags_of(targets) else []
+    if places:
+        raise ConfigError(
+            f"{_source(rows)} returned Bags as {places[0]}, and no table of {type(recipe).__name__}.tables() has them; "
+            "name the input in Table(inputs=...), or pad it"
+        )
 
 
 def varying_error(dataset: Dataset, first: list[Any], other: list[Any]) -> ConfigError:

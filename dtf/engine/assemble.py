@@ -26,7 +26,7 @@ from dtf.core.errors import ConfigError, DataError, Preempted
 from dtf.core.own_code import CODE, own_code
 from dtf.core.types import Event, Note, Saved, Started
 from dtf.core.version import __version__
-from dtf.data.answers import refuse_varying
+from dtf.data.answers import refuse_loose_bags, refuse_varying
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.splits import Splits
@@ -209,6 +209,7 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
     chosen, compiled = choose_parts(settings.step.compile, recipe, model)
     compiles = settings.step.compile.value if chosen else ""
     for split in (splits.train, splits.eval):
+        refuse_loose_bags(split, recipe, task.looked_up)
         refuse_varying(split, rank.config["recipe"]["name"], bool(recipe.tables()), compiles)
     start = _recall_start_check(joined, task, model, facts["training data"])
     last, memory_format = _choose_memory_format(joined, task, model)

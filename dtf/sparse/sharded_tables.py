@@ -77,13 +77,16 @@ class ShardedTables:
         named have no gradient on this rank. Sums them by id. Collective. ConfigError for a full table.
         """
         total = torch.zeros(1 + len(self._tables), dtype=torch.float64)  # squares of the gradient, rows of each table
+        divided = [table for table in self._tables.values() if table.by_rows or table.by_columns]
         for name, table in self._tables.items():
             summed = self._asked.pop(name).gradients(gradients, table.width, table.store.dtype)
             if table.lives:
                 summed = np.concatenate([summed, self._seen.pop(name)], axis=1)
-            total[0] += table.merge(summed)
+            squares = table.merge(summed)
+            if table in divided or not divided or not self._world.rank:  # of replicated ones beside others once
+                total[0] += squares
         total[1:] = torch.tensor([len(table.store) for table in self._tables.values()])
-        if any(table.by_rows or table.by_columns for table in self._tables.values()):
+        if divided:
             self._world.reduce(total)
         for (name, table), rows in zip(self._tables.items(), total[1:].tolist(), strict=True):
             if table.by_rows and rows > table.store.spec.capacity:

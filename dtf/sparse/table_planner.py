@@ -73,7 +73,8 @@ def plan_tables(
 ) -> dict[str, TablePlan]:
     """The placement of each table: that of the fewest bytes a step and rank, of those that fit.
 
-    `item`: bytes of a number. `room`: bytes that a rank may take for tables that it holds whole; None: not known. The formulas are those of `table_layouts`. A message counts as MESSAGE_BYTES. Whole tables are for those that are so
+    `item`: bytes of a number. `room`: bytes that a rank may take for tables that it holds whole; None: not known. The
+    formulas are those of `table_layouts`. A message counts as MESSAGE_BYTES. Whole tables are for those that are so
     small among others that no rank has more than its share of the bytes.
     """
     costs = {name: _costs(name, table, rule, uses[name], ranks, item) for name, table in tables.items()}
@@ -121,12 +122,12 @@ def _size(table: Table, rule: RowOptimizer, item: int) -> int:
 
 
 def _reason(chosen: Placement, costs: Mapping[Placement, float], use: TableUse, too_large: int) -> str:
-    """`412 distinct of 4,096 ids a rank and step; 210 kB, rows 480 kB`."""
-    others = ", ".join(
-        f"{placement.value} {bytes_text(round(cost))}" for placement, cost in costs.items() if placement is not chosen
-    )
-    full = f"; replicated: {bytes_text(too_large)} do not fit" if too_large else ""
+    """`458 kB a rank and step (replicated 463 kB), 5,982 distinct of 59,332 ids`."""
+    others = {placement: cost for placement, cost in costs.items() if placement is not chosen}
+    second = min(others, key=lambda placement: others[placement])
+    full = f", replicated would take {bytes_text(too_large)}" if too_large else ""
+    here, there = (bytes_text(round(costs[each])) for each in (chosen, second))
     return (
-        f"{use.distinct:,.0f} distinct ids a rank and step, of {use.shown:,.0f} shown; "
-        f"{bytes_text(round(costs[chosen]))} a rank and step ({others}){full}"
+        f"{here} a rank and step ({second.value} {there}{full}), "
+        f"{use.distinct:,.0f} distinct ids a rank of {use.shown:,.0f} in a batch"
     )

@@ -78,8 +78,8 @@ class Ddp(Strategy):
     tables: Placement = option(
         default=Placement.replicated,
         doc="how sparse tables are sharded: `replicated`: not at all; `rows` (or `row_wise`): by a hash of the id; "
-        "`columns` (`column_wise`): some columns of all rows each; `tables` (`table_wise`): whole tables each; `auto`: for each "
-        "table what sends least",
+        "`columns` (`column_wise`): some columns of all rows each; `tables` (`table_wise`): whole tables each; "
+        "`auto`: for each table what sends least",
     )
     shard_optimizer: bool = option(
         default=False,

@@ -152,6 +152,20 @@ def test_wherever_the_rows_lie(strategy: str, tables: str) -> None:
     assert difference(reference(recipe=ANY), spread(strategy, 2, options={"tables": tables}, recipe=ANY)) <= 1e-10
 
 
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("tensor", marks=slow), pytest.param("pipeline", marks=slow)])
+@pytest.mark.parametrize("others", ["rows", pytest.param("columns", marks=slow), pytest.param("tables", marks=slow)])
+def test_tables_side_by_side_lie_each_in_another_way(strategy: str, others: str, tmp_path: Path) -> None:
+    """As a plan says. The norm of the gradient, by which it is clipped, counts each once. A save goes on without it."""
+    case: dict[str, Any] = {"recipe": KINDS["bags"], "clip_norm": 0.3}
+    placements = {"ids": others, "who": "replicated", "words": "columns"}
+    found = spread(
+        strategy, 2, options={"tables": "auto"}, placements=placements, folder=str(tmp_path), save_every=2, **case
+    )
+    assert difference(reference(**case), found) <= 1e-10
+    again = spread("fsdp", 2, start=str(tmp_path / "step_000002"), options={"tables": "auto"}, **case)["tensors"]
+    assert difference(found, found | {"tensors": again}) <= 1e-10
+
+
 TABLED, SINGLE = (
     ("plugins=[tests.support.sparse_toy]", "recipe=tabled", "train.steps=1"),
     ("recipe=ctr_clicks", "recipe.model.table=sparse"),
@@ -208,6 +222,15 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         (*TABLED, "sparse.when_full=refuse", "strategy=pserver", "strategy.mode=geo"),
         "strategy.mode=geo adds up rows that trainers made by themselves",
     ),
+    (
+        (SINGLE[0], "recipe.data.bag_values=3", "recipe.model.table=dense"),
+        "recipe.model.table=dense has one value of each category",
+    ),
+    ((*SINGLE, "recipe.model.pooling=max"), "recipe.model.pooling=max: no category of recipe.data has several values"),
+    (
+        (SINGLE[0], "recipe.model.table=dense", "recipe.model.table_per_field=true"),
+        "recipe.model.table_per_field=true has a meaning for recipe.model.table=sparse only",
+    ),
     (("sparse.lr_factor=2",), "ResnetShapes has none; leave sparse=... out"),
     (
         (*TABLED, "sparse=sgd", "sparse.weight_decay=20", "lr.peak=0.1"),
@@ -220,6 +243,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 ]
 
 FINE = [
+    (*TABLED, "strategy=ddp", "strategy.tables=auto", "sparse=rowwise_adagrad", "launcher.processes=3"),
+    (*SINGLE, "recipe.model.table_per_field=true", "strategy.tables=tables", "launcher.processes=2"),
     (*TABLED, "strategy=ddp", "strategy.tables=columns", "launcher.processes=2"),
     (*TABLED, "strategy=fsdp", "strategy.tables=columns", "launcher.processes=1"),
     (*TABLED, *BY_SERVERS, "strategy.servers=2", "launcher.processes=3", "precision=fp16"),

@@ -19,6 +19,7 @@ from dtf.api.options import Compile, FineTuning, Remat, StepOptions
 from dtf.api.recipe import Dataset
 from dtf.api.registry import lookup, registered
 from dtf.api.sampler import Tail
+from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Strategy
 from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer
@@ -100,6 +101,7 @@ class Case:
     sampler_options: dict[str, Any] = field(default_factory=dict)
     sparse: str = "adagrad"
     sparse_options: dict[str, Any] = field(default_factory=dict)
+    placements: dict[str, str] = field(default_factory=dict)  # of sparse tables, where options say tables=auto
     checked: dict[str, str] | None = None  # what an earlier check at the start has found
     # the seed of a bad one between processes of several roles; its faults are counted in `met`
     network: int | None = None
@@ -125,7 +127,8 @@ class Case:
         stepper = with_ema(lookup("optimizer", self.optimizer)(lr_factors=self.lr_factors), self.ema)
         rows = lookup("sparse", self.sparse)(**self.sparse_options)
         precision, last = PRECISIONS[self.precision], self.channels_last
-        task = Task(toy, stepper, precision, step, 0, weights=weights, rows=rows, channels_last=last)
+        placed = {name: Placement(value) for name, value in self.placements.items()}
+        task = Task(toy, stepper, precision, step, 0, weights=weights, rows=rows, channels_last=last, placements=placed)
         return replace(task, compiled=parts_to_compile(step.compile, toy, construct(toy)))
 
     def epochs(self, training: Dataset) -> Epochs:

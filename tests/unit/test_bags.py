@@ -18,7 +18,7 @@ from dtf.core import nest
 from dtf.core.errors import ConfigError
 from dtf.core.nest import Bags
 from dtf.core.types import Batch, Place
-from dtf.data.answers import check_fetched
+from dtf.data.answers import check_fetched, refuse_loose_bags
 from dtf.distributed.world import World
 from dtf.sparse.inference_module import InferenceModule
 from dtf.sparse.make_tables import tables_of
@@ -71,6 +71,16 @@ def test_bags_need_a_pooling_and_an_input_one_table() -> None:
         TableInputs(inputs(), ["tags"], None)
     with pytest.raises(ConfigError, match=r"inputs\['b'\] belong to two tables, of which other is one"):
         inputs_of({"a": Table(1, 0, 9, 0, ("a", "b")), "other": Table(1, 0, 9, 0, ("b",))})
+
+
+def test_bags_that_no_table_pools_are_refused() -> None:
+    recipe = Tabled(bags=True)
+    data = recipe.open_data("train", 0)
+    refuse_loose_bags(data, recipe, inputs_of(recipe.tables()))
+    with pytest.raises(
+        ConfigError, match=r"Clicks.fetch\(\) returned Bags as inputs\['tags'\], and no table of Tabled"
+    ):
+        refuse_loose_bags(data, recipe, ["ids", "who", "words", "more"])
 
 
 class Two(Tabled):
