@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dtf.api.recipe import Dataset, Recipe
+from dtf.api.sparse_table import inputs_of
 from dtf.core import nest
 from dtf.core.errors import ConfigError
 from dtf.data.map_style import refuse_streams
@@ -76,6 +77,14 @@ def varying_error(dataset: Dataset, first: list[Any], other: list[Any]) -> Confi
         f"{_source(dataset)} returned rows of {one} and later of {two}; what a rank computes would depend on which "
         "rows it fetches together. Set shapes_vary=True there: each micro-batch is then fetched by itself"
     )
+
+
+def refuse_forms(splits: Iterable[Dataset], name: str, recipe: Recipe, compiles: str) -> None:
+    """Raise ConfigError for rows whose form does not suit the recipe, which is registered as `name`."""
+    looked_up = inputs_of(recipe.tables())
+    for rows in splits:
+        refuse_varying(rows, name, bool(looked_up), compiles)
+        refuse_loose_bags(rows, recipe, looked_up)
 
 
 def refuse_varying(rows: Dataset, recipe: str, tables: bool, compiles: str) -> None:

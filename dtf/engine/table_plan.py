@@ -68,6 +68,11 @@ def _inputs(task: Task, splits: Splits, epochs: Epochs, index: int) -> Any:
         loader.close()
 
 
+def placements(plans: dict[str, TablePlan]) -> dict[str, Placement]:
+    """As `Task.placements`."""
+    return {name: plan.placement for name, plan in plans.items()}
+
+
 def table_plan_row(plans: dict[str, TablePlan]) -> dict[str, str]:
     """For the start-up table: how tables are sharded, and why."""
     texts = [f"{name}: {plan.placement.value}, {plan.reason}" for name, plan in plans.items()]

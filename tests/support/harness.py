@@ -103,8 +103,7 @@ class Case:
     sparse_options: dict[str, Any] = field(default_factory=dict)
     placements: dict[str, str] = field(default_factory=dict)  # of sparse tables, where options say tables=auto
     checked: dict[str, str] | None = None  # what an earlier check at the start has found
-    # the seed of a bad one between processes of several roles; its faults are counted in `met`
-    network: int | None = None
+    network: int | None = None  # the seed of a bad one between several roles, whose faults are counted in `met`
     deaths: int | None = None  # the seed of the deaths of trainers, which are counted in `died`
 
     def task(self) -> Task:
@@ -121,9 +120,8 @@ class Case:
             ema=self.ema,
             compile=Compile(self.compile),
         )
-        weights = None
-        if self.weights:
-            weights = match_weights(open_weights(self.weights, "weights"), toy, construct(toy), "weights")[0]
+        read = open_weights(self.weights, "weights") if self.weights else None
+        weights = match_weights(read, toy, construct(toy), "weights")[0] if read is not None else None
         stepper = with_ema(lookup("optimizer", self.optimizer)(lr_factors=self.lr_factors), self.ema)
         rows = lookup("sparse", self.sparse)(**self.sparse_options)
         precision, last = PRECISIONS[self.precision], self.channels_last
@@ -140,7 +138,6 @@ class Case:
         return lookup("lr", self.lr)(**{"peak": 0.1, **self.lr_options})
 
     def chosen(self, task: Task) -> Strategy:
-        """The strategy with its options."""
         cls = lookup("strategy", self.strategy)
         return cls(**_enums(cls, self.options))
 
