@@ -167,7 +167,7 @@ def libsvm_text(fields: int, limit: int, labelled: bool = True, more: bool = Fal
     """
 
     def parse(*buffers: Any) -> int:
-        given = (*buffers, np.empty((len(buffers[-1]), 0), np.int64), np.empty(0, np.int64))  # no bags
+        given: tuple[Any, ...] = (*buffers, np.empty((len(buffers[-1]), 0), np.int64), np.empty(0, np.int64))  # no bags
         rows, _ = libsvm.parse(*given, labelled=labelled)
         libsvm.finish(buffers[-2], buffers[-1], limit)
         return rows

@@ -60,7 +60,12 @@ class ParquetLog(Log):
                 names = set(pq.read_schema(path).names)
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{path} is no readable Parquet file: {error}") from error
-            for key, wanted in (("label", self._labels), ("numbers", numbers), ("categories", categories), ("bags", bags)):
+            for key, wanted in (
+                ("label", self._labels),
+                ("numbers", numbers),
+                ("categories", categories),
+                ("bags", bags),
+            ):
                 if lost := [name for name in wanted if name not in names]:
                     raise DataError(
                         f"recipe.data.{key}: {path} has no column {lost[0]}; it has {', '.join(sorted(names)[:60])}"
@@ -134,7 +139,9 @@ class ParquetLog(Log):
         for field, name in enumerate(self._bags):
             column, seed = table.column(name).combine_chunks(), len(self._numbers) + len(self._categories) + field
             if _is_list(column.type):
-                lengths[:, field] = pc.call_function("list_value_length", [column]).fill_null(0).to_numpy(zero_copy_only=False)
+                lengths[:, field] = (
+                    pc.call_function("list_value_length", [column]).fill_null(0).to_numpy(zero_copy_only=False)
+                )
                 values.append(_keys(pc.call_function("list_flatten", [column]), seed))
             else:
                 values.append(_split(column, self._separator, seed, lengths[:, field]))

@@ -104,14 +104,18 @@ def generated(offsets: Sequence[int], numbers: int, bags: bool) -> dict[str, Any
         for f, (first, end) in enumerate(itertools.pairwise(offsets))
     ]
     more = {"bags": {"fields": [fields[-1] | {"column": "several"}], "id": "first + value"}} if bags else {}
-    return _dense("log", [f"I{d + 1}" for d in range(numbers)]) | more | {
-        "ids": {
-            "fields": fields,
-            "id": "first + value",
-            "value": "0 for the most frequent of a field, and so on",
-            "table_size": offsets[-1],
+    return (
+        _dense("log", [f"I{d + 1}" for d in range(numbers)])
+        | more
+        | {
+            "ids": {
+                "fields": fields,
+                "id": "first + value",
+                "value": "0 for the most frequent of a field, and so on",
+                "table_size": offsets[-1],
+            }
         }
-    }
+    )
 
 
 def _dense(integers: str, names: Sequence[str]) -> dict[str, Any]:

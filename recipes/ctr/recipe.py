@@ -140,9 +140,7 @@ class ClickThrough(Recipe):
         size, pooling = self.data.table_rows, self.model.pooling if self.data.bag_fields else None
         if not self.model.table_per_field:
             inputs = self._inputs
-            return {
-                "ids": Table(width, size, capacity or size, scale, () if inputs == ("ids",) else inputs, pooling)
-            }
+            return {"ids": Table(width, size, capacity or size, scale, () if inputs == ("ids",) else inputs, pooling)}
         rows = self.data.rows_of_fields()
         return {
             name: Table(width, size, capacity or rows[f], scale, (), pooling if f >= self.data.fields else None)
