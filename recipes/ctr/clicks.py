@@ -115,7 +115,8 @@ class Generated(Dataset):
 
     def fingerprint(self) -> str:
         bags = f", bags of {self._bag_values}" if self._bag_values else ""
-        return f"{self._rows} generated clicks, {self._stream}, {self._world.offsets.tolist()}, skew {self._world.skew}{bags}"
+        world = f"{self._world.offsets.tolist()}, skew {self._world.skew}"
+        return f"{self._rows} generated clicks, {self._stream}, {world}{bags}"
 
     def draw(self, rows: np.ndarray) -> Drawn:
         return self._world.draw(np.ascontiguousarray(rows), self._stream)

@@ -28,8 +28,8 @@ class DataOptions(ABC):
 
     @property
     def bag_fields(self) -> int:
-        """Categories of a row that have any number of values: `bags` has lengths (B, bag_fields), and is missing where it
-        is 0. Default: none.
+        """Categories of a row that have any number of values: `bags` has lengths (B, bag_fields), and is missing where
+        it is 0. Default: none.
         """
         return 0
 

@@ -31,8 +31,8 @@ class ClicksOptions(DataOptions):
         default=0,
         least=0,
         most=1 << 20,
-        doc="one more category of none to this many values of the last one, which say nothing of the click; 0: there is "
-        "none",
+        doc="one more category of none to this many values of the last one, which say nothing of the click; 0: there "
+        "is none",
     )
     skew: float = option(
         default=1.1,

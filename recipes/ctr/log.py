@@ -162,8 +162,9 @@ def avazu_text(labelled: bool = True) -> Text:
 
 
 def libsvm_text(fields: int, limit: int, labelled: bool = True, more: bool = False) -> Text:
-    """The ids as they are where they are below `limit`, those beyond are bad; limit 0: their hashes. `more`: pairs after
-    those of the fields are one more field, which has any number of values.
+    """The ids as they are where they are below `limit`, those beyond are bad; limit 0: their hashes.
+
+    `more`: pairs after those of the fields are one more field, which has any number of values.
     """
 
     def parse(*buffers: Any) -> int:
@@ -254,7 +255,7 @@ class TextLog(Log):
         return np.unique(np.concatenate(bounds))
 
     def _parse(self, number: int, first: int, rows: int, out: list[np.ndarray]) -> np.ndarray:
-        """Rows of one file into views of the output, of which the last are the lengths of bags; returns their values."""
+        """Rows of one file into views of the output, the last being lengths of bags; returns the values of these."""
         source, newlines = self._sources[number], self._newlines[number]
         # newlines in front of the first row, and up to the end of the last
         before, after = first + self._head, first + rows + self._head

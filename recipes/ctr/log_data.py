@@ -127,8 +127,8 @@ class LogOptions(DataOptions):
     )
     more_pairs: bool = option(
         default=False,
-        doc="for format=libsvm: pairs of a line after the first `pairs` are the values of one more field, which has any "
-        "number of them",
+        doc="for format=libsvm: pairs of a line after the first `pairs` are the values of one more field, which has "
+        "any number of them",
     )
     queue_rows: int = option(
         default=16_384,

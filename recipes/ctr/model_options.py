@@ -82,13 +82,13 @@ class ModelOptions(FineTuning):
     )
     table_per_field: bool = option(
         default=False,
-        doc="for table=sparse: each field has a table of its own, named after it, in place of one for all; `capacity` is "
-        "that of each",
+        doc="for table=sparse: each field has a table of its own, named after it, in place of one for all; `capacity` "
+        "is that of each",
     )
     pooling: Pooling = option(
         default=Pooling.sum,
-        doc="what the rows of a category's values become where it has several: their sum, their mean, or of each column "
-        "the largest number",
+        doc="what the rows of a category's values become where it has several: their sum, their mean, or of each "
+        "column the largest number",
     )
     scale: float = option(
         default=1e-4, above=0, doc="standard deviation of the numbers that rows of ids are drawn from"

@@ -104,8 +104,8 @@ class ClickThrough(Recipe):
         """Raise ConfigError for fields that this model cannot have."""
         if self.data.bag_fields and self.model.table is EmbeddingKind.dense:
             raise ConfigError(
-                "recipe.model.table=dense has one value of each category, and recipe.data has categories of several; use "
-                "recipe.model.table=sparse"
+                "recipe.model.table=dense has one value of each category, and recipe.data has categories of several; "
+                "use recipe.model.table=sparse"
             )
         if self.model.pooling is not Pooling.sum and not self.data.bag_fields:
             key = "recipe.model.pooling"
@@ -116,8 +116,8 @@ class ClickThrough(Recipe):
         twice = next((name for place, name in enumerate(names) if name in (*names[:place], "dense")), None)
         if twice is not None:
             raise ConfigError(
-                f"recipe.model.table_per_field=true names an input after each field, and {twice} would be two; rename the "
-                "column"
+                f"recipe.model.table_per_field=true names an input after each field, and {twice} would be two; rename "
+                "the column"
             )
 
     @property
