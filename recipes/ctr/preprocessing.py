@@ -40,8 +40,8 @@ STEPS = (
 
 BAGS = (
     "`bags`: `values`, int64, has the ids of all values of a row, field after field, made as those of `ids`, whose "
-    "fields they follow; `lengths`, int64, says how many each field has; a text has `between` between its values, empty "
-    "ones are none"
+    "fields they follow; `lengths`, int64, says how many each field has; a text has `between` between its values, "
+    "empty ones are none"
 )
 
 

@@ -137,25 +137,6 @@ def test_a_column_of_labels_need_not_be_in_parquet_files(tmp_path: Path) -> None
     ]
 
 
-@pytest.mark.parametrize("ids", [Ids.hash, Ids.vocabulary])
-def test_what_an_export_says_of_several_values_is_what_is_done_to_them(ids: Ids, tmp_path: Path) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rows = {"user": ["a", "b", "a"], "tags": ["x||y", None, "y|z|y"], "places": [[7], [7, 8], []], "label": [0, 1, 0]}
-    pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
-    path = str(tmp_path / "rows.parquet")
-    read = options(tmp_path, "parquet", categories=["user"], bags=["tags", "places"], ids=ids, train=path, eval=path)
-    values, lengths = read.inputs(tmp_path / "rows.parquet").fetch(np.arange(3), 0)[0]["bags"]
-    about, arrays = json.loads(json.dumps(read.preprocessing())), read.preprocessing_arrays()
-    told = []
-    for row in range(3):
-        for field, (name, each) in enumerate((("tags", about["bags"]["between"]), ("places", None))):
-            several = rows[name][row] or []
-            for value in [text for text in several.split(each) if text] if isinstance(several, str) else several:
-                alone = about | {"ids": about["ids"] | {"fields": [about["bags"]["fields"][field]]}}
-                told += encode(alone, arrays, {name: value}, 1 + field)["ids"]
-    assert values.tolist() == told and lengths.tolist() == [[2, 1], [0, 2], [3, 0]]
-
-
 def fnv(text: str) -> int:
     x = 0xCBF29CE484222325
     for byte in text.encode():
@@ -172,10 +153,8 @@ VALUES: dict[str, Callable[[Any], int]] = {
 }
 
 
-def encode(
-    about: dict[str, Any], arrays: dict[str, np.ndarray], row: dict[str, Any], first: int = 0
-) -> dict[str, list[Any]]:
-    """One row by the formulas of model.json, and nothing else. `first`: the number of the first field."""
+def encode(about: dict[str, Any], arrays: dict[str, np.ndarray], row: dict[str, Any]) -> dict[str, list[Any]]:
+    """One row by the formulas of model.json, and nothing else."""
     ids, found, names = (
         about["ids"],
         [],
@@ -187,7 +166,7 @@ def encode(
         exec(ids["mix"], inside)
         return inside["x"]
 
-    for f, field in enumerate(ids["fields"], first):
+    for f, field in enumerate(ids["fields"]):
         if row[field["column"]] == "":
             found.append(ids["missing"])
             continue
