@@ -79,3 +79,12 @@ class Placement(Enum):
     rows = "rows"  # noqa: PIE796
     columns = "columns"  # noqa: PIE796
     tables = "tables"  # noqa: PIE796
+
+
+Placements = Placement | dict[str, Placement]
+"""Of all tables alike, or of each by its name."""
+
+
+def placement_of(placements: Placements, name: str) -> Placement:
+    """That of one table."""
+    return placements[name] if isinstance(placements, dict) else placements

@@ -12,7 +12,7 @@ from dtf.api.leased_work import LeasedWork
 from dtf.api.recipe import Recipe
 from dtf.api.registry import name_of
 from dtf.api.schema import KeyProblem
-from dtf.api.sparse_table import Placement
+from dtf.api.sparse_table import Placement, Placements, placement_of
 from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError
 from dtf.core.renamed import accept_old_names
@@ -303,20 +303,25 @@ def check_layout(strategy: str, recipe: Recipe, what: str) -> None:
         )
 
 
-def check_tables(task: Task, placement: Placement, processes: int) -> None:
+def check_tables(task: Task, placements: Placements, processes: int) -> None:
     """Raise ConfigError for sparse tables that cannot be sharded in this way over so many processes. Torch-free."""
     widths = task.recipe.table_widths()
+    if isinstance(placements, dict) and placements.keys() != widths.keys():
+        wrong = next((name for name in placements if name not in widths), "")
+        why = f"there is no table {wrong}" if wrong else f"{next(n for n in widths if n not in placements)} is left out"
+        raise ConfigError(
+            f"strategy.tables: {why}; name each table of {type(task.recipe).__name__}: {', '.join(widths) or 'it has none'}"
+        )
     if processes == 1 or not widths:
         return
-    if placement is Placement.table_wise and len(widths) == 1:
-        raise ConfigError(
-            f"strategy.tables=table_wise puts whole tables on ranks, and {type(task.recipe).__name__} has one; use "
-            "strategy.tables=row_wise"
-        )
-    if placement is not Placement.column_wise:
-        return
     for name, width in widths.items():
-        if why := column_objection(name, width, processes, task.rows):
+        placement = placement_of(placements, name)
+        if placement is Placement.table_wise and len(widths) == 1:
+            raise ConfigError(
+                f"strategy.tables=table_wise puts whole tables on ranks, and {type(task.recipe).__name__} has one; use "
+                "strategy.tables=row_wise"
+            )
+        if placement is Placement.column_wise and (why := column_objection(name, width, processes, task.rows)):
             raise ConfigError(f"{why}; use strategy.tables=row_wise")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtf.api.sparse_table import Placement
+from dtf.api.sparse_table import Placement, placement_of
 from dtf.api.strategy import Strategy
 from dtf.api.task import Task
 from dtf.core.types import WHOLE
@@ -34,10 +34,11 @@ def table_plan(task: Task, strategy: Strategy, splits: Splits, epochs: Epochs, w
     Rank 0 reads a few global batches. A run that goes on with as many ranks keeps the plan of its start, where its
     record of that fits; numbers do not depend on it. Collective.
     """
-    if getattr(strategy, "tables", None) is not Placement.auto or world.size == 1:
-        return {}
-    tables, rule = task.recipe.tables(), task.rows
-    if not tables or rule is None:
+    chosen, rule = getattr(strategy, "tables", Placement.replicated), task.rows
+    tables = {
+        name: table for name, table in task.recipe.tables().items() if placement_of(chosen, name) is Placement.auto
+    }
+    if not tables or rule is None or world.size == 1:
         return {}
     plans, key = task.start_check.plans, f"sparse tables on {world.size} ranks"
     free = available_bytes()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dtf.api.sparse_table import Placement, Table
+from dtf.api.sparse_table import Placement, Placements, Table, placement_of
 from dtf.api.strategy import check_tables
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
@@ -31,7 +31,7 @@ def table_specs(task: Task) -> dict[str, Table]:
 
 
 def tables_of(
-    task: Task, world: World, placement: Placement, gives: bool = True, share: float = 1.0
+    task: Task, world: World, placements: Placements, gives: bool = True, share: float = 1.0
 ) -> ShardedTables | None:
     """The task's sparse tables over all ranks; None when it has none. Collective.
 
@@ -52,8 +52,8 @@ def tables_of(
     flags[world.rank] = int(gives)
     givers = [bool(flag) for flag in world.reduce(flags).tolist()]
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
-    check_tables(task, placement, world.size)  # again: elastic launchers change the number of ranks
-    chosen = {name: _placement(task, name, placement, world.size) for name in specs}
+    check_tables(task, placements, world.size)  # again: elastic launchers change the number of ranks
+    chosen = {name: _placement(task, name, placements, world.size) for name in specs}
     whole = {name: spec.width * spec.most_rows for name, spec in specs.items() if chosen[name] is Placement.table_wise}
     owners = greedy_balance(whole, world.size)
     spread: dict[str, ShardedTable] = {}
@@ -80,8 +80,9 @@ def tables_of(
     return tables
 
 
-def _placement(task: Task, name: str, placement: Placement, ranks: int) -> Placement:
+def _placement(task: Task, name: str, placements: Placements, ranks: int) -> Placement:
     """How one table lies on so many ranks."""
     if ranks == 1:
         return Placement.replicated
+    placement = placement_of(placements, name)
     return task.placements.get(name, Placement.row_wise) if placement is Placement.auto else placement

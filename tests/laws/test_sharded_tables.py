@@ -150,6 +150,12 @@ TABLED, SINGLE = (
 BY_SERVERS = ("strategy=pserver", "strategy.dense=allreduce")
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (
+        (*TABLED, "strategy=ddp", "strategy.tables={ids: rows}", "launcher.processes=2"),
+        "strategy.tables: who is left out; name each table of Tabled: ids, who",
+    ),
+    ((*TABLED, "strategy=fsdp", "strategy.tables={ids: rows, who: rows, what: rows}"), "there is no table what"),
+    ((*TABLED, "strategy=ddp", "strategy.tables={ids: some, who: rows}"), "strategy.tables.ids=some is no choice"),
+    (
         (*TABLED, "strategy=ddp", "strategy.tables=column_wise", "launcher.processes=3"),
         "strategy.tables=column_wise: table who has 2 columns, too few for 3 ranks",
     ),
@@ -220,6 +226,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 ]
 
 FINE = [
+    (*TABLED, "strategy=ddp", "strategy.tables={ids: row_wise, who: auto}", "launcher.processes=3"),
     (*TABLED, "strategy=ddp", "strategy.tables=auto", "sparse=rowwise_adagrad", "launcher.processes=3"),
     (*SINGLE, "recipe.model.table_per_field=true", "strategy.tables=tables", "launcher.processes=2"),
     (*TABLED, "strategy=ddp", "strategy.tables=columns", "launcher.processes=2"),
