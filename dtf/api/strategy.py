@@ -309,9 +309,8 @@ def check_tables(task: Task, placements: Placements, processes: int) -> None:
     if isinstance(placements, dict) and placements.keys() != widths.keys():
         wrong = next((name for name in placements if name not in widths), "")
         why = f"there is no table {wrong}" if wrong else f"{next(n for n in widths if n not in placements)} is left out"
-        raise ConfigError(
-            f"strategy.tables: {why}; name each table of {type(task.recipe).__name__}: {', '.join(widths) or 'it has none'}"
-        )
+        known = ", ".join(widths) or "it has none"
+        raise ConfigError(f"strategy.tables: {why}; name each table of {type(task.recipe).__name__}: {known}")
     if processes == 1 or not widths:
         return
     for name, width in widths.items():
