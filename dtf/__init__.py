@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dtf.api.registry import option, register, with_default
     from dtf.api.row_optimizer import RowOptimizer
     from dtf.api.sampler import RowTrait, Sampler, Tail
-    from dtf.api.sparse_table import Placement, Table
+    from dtf.api.sparse_table import Placement, Pooling, Table
     from dtf.api.strategy import Program, Strategy, check_divides, check_layout, check_tables
     from dtf.api.task import Source, Task, Weights
     from dtf.config.python_compose import compose
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         PeerError,
         Preempted,
     )
+    from dtf.core.nest import Bags
     from dtf.core.seeding import draws, seed_of
     from dtf.core.types import (
         Batch,
@@ -99,6 +100,7 @@ _PUBLIC = {
     "auc": "model.auc",
     "AucEvaluator": "model.auc",
     "AuthError": "core.errors",
+    "Bags": "core.nest",
     "Batch": "core.types",
     "Best": "jobs.outcome",
     "Box": "core.types",
@@ -161,6 +163,7 @@ _PUBLIC = {
     "ManualStart": "core.types",
     "Place": "core.types",
     "Placement": "api.sparse_table",
+    "Pooling": "api.sparse_table",
     "placing": "pserver.placement",
     "Precision": "api.precision",
     "predict": "jobs.calls",
@@ -235,6 +238,7 @@ __all__ = [
     "WORK",
     "AucEvaluator",
     "AuthError",
+    "Bags",
     "Batch",
     "Best",
     "Box",
@@ -276,6 +280,7 @@ __all__ = [
     "Peers",
     "Place",
     "Placement",
+    "Pooling",
     "Precision",
     "Predictions",
     "Preempted",

@@ -241,7 +241,9 @@ class Recipe(ABC):
         return Layout()
 
     def tables(self) -> dict[str, Table]:
-        """Sparse tables, by the name of the input that holds their ids. Inputs must then be a dict. Default: none."""
+        """Sparse tables by name: that of the input that holds their ids, unless `Table.inputs` names others. Inputs
+        must then be a dict. Default: none.
+        """
         return {}
 
     def table_widths(self) -> dict[str, int]:

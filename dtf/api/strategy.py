@@ -12,7 +12,7 @@ from dtf.api.leased_work import LeasedWork
 from dtf.api.recipe import Recipe
 from dtf.api.registry import name_of
 from dtf.api.schema import KeyProblem
-from dtf.api.sparse_table import KeepsChanges, Placement
+from dtf.api.sparse_table import KeepsChanges, Placement, Placements, placement_of
 from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError
 from dtf.core.renamed import accept_old_names
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from dtf.api.guard import Guard
     from dtf.api.options import Compile
+    from dtf.api.row_optimizer import RowOptimizer
     from dtf.core.types import Memory
     from dtf.distributed.world import World
 
@@ -318,36 +319,34 @@ def check_layout(strategy: str, recipe: Recipe, what: str) -> None:
         )
 
 
-def check_tables(task: Task, placement: Placement, processes: int) -> None:
+def check_tables(task: Task, placements: Placements, processes: int) -> None:
     """Raise ConfigError for sparse tables that cannot be sharded in this way over so many processes. Torch-free."""
     widths = task.recipe.table_widths()
+    if isinstance(placements, dict) and placements.keys() != widths.keys():
+        wrong = next((name for name in placements if name not in widths), "")
+        why = f"there is no table {wrong}" if wrong else f"{next(n for n in widths if n not in placements)} is left out"
+        known = ", ".join(widths) or "it has none"
+        raise ConfigError(f"strategy.tables: {why}; name each table of {type(task.recipe).__name__}: {known}")
     if processes == 1 or not widths:
         return
-    if placement is Placement.table_wise and len(widths) == 1:
-        raise ConfigError(
-            f"strategy.tables=table_wise puts whole tables on ranks, and {type(task.recipe).__name__} has one; use "
-            "strategy.tables=row_wise"
-        )
-    if placement is not Placement.column_wise:
-        return
-    if task.rows is not None and task.rows.disk:
-        raise ConfigError(
-            f"strategy.tables=column_wise divides rows, and sparse.disk={task.rows.disk} keeps whole ones; use "
-            "strategy.tables=row_wise"
-        )
     for name, width in widths.items():
-        if bounds(width, processes, processes - 1)[0] == width:  # nothing is left for the last
+        placement = placement_of(placements, name)
+        if placement is Placement.table_wise and len(widths) == 1:
             raise ConfigError(
-                f"strategy.tables=column_wise: table {name} has {width} columns, too few for {processes} ranks; use "
+                f"strategy.tables=table_wise puts whole tables on ranks, and {type(task.recipe).__name__} has one; use "
                 "strategy.tables=row_wise"
             )
-        states = (
-            [state for state, (count, _) in task.rows.states(width).items() if count != width]
-            if task.rows is not None
-            else []
-        )
-        if states:
-            raise ConfigError(
-                f"strategy.tables=column_wise divides rows, and {type(task.rows).__name__} keeps {states[0]} of whole "
-                "ones; use strategy.tables=row_wise"
-            )
+        if placement is Placement.column_wise and (why := column_objection(name, width, processes, task.rows)):
+            raise ConfigError(f"{why}; use strategy.tables=row_wise")
+
+
+def column_objection(name: str, width: int, processes: int, rule: RowOptimizer | None) -> str:
+    """Why the columns of a table of this width cannot be divided over so many processes; empty: they can."""
+    if rule is not None and rule.disk:
+        return f"strategy.tables=column_wise divides rows, and sparse.disk={rule.disk} keeps whole ones"
+    if bounds(width, processes, processes - 1)[0] == width:  # nothing is left for the last
+        return f"strategy.tables=column_wise: table {name} has {width} columns, too few for {processes} ranks"
+    states = [] if rule is None else [state for state, (count, _) in rule.states(width).items() if count != width]
+    if not states:
+        return ""
+    return f"strategy.tables=column_wise divides rows, and {type(rule).__name__} keeps {states[0]} of whole ones"

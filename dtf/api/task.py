@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dtf.api.sparse_table import inputs_of
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from dtf.api.precision import Precision
     from dtf.api.recipe import Recipe
     from dtf.api.row_optimizer import RowOptimizer
+    from dtf.api.sparse_table import Placement
 
 
 class Weights(Protocol):
@@ -100,8 +103,16 @@ class Task:
     None: as the recipe gives them.
     """
 
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    """What `strategy.tables=auto` has come to for each sparse table; empty: nothing was measured, rows are divided."""
+
     compiled: tuple[str, ...] = ()
     """Names of the modules that `step.compile` has chosen; "" is the model."""
+
+    @property
+    def looked_up(self) -> tuple[str, ...]:
+        """Names of the inputs that hold ids of sparse tables."""
+        return tuple(inputs_of(self.recipe.tables()))
 
 
 class Source(Protocol):

@@ -1,14 +1,15 @@
 """Nests of tensors, the form of a batch's inputs and targets: the one place that knows what they are made of.
 
-A nest is a tensor, or a dict, list, tuple or named tuple of nests. Rows are the first axis of every tensor. The rows of
-micro-batches that a data set makes one by one, as their shapes may differ, are a nest for each: `MicroBatches`.
+A nest is a tensor, or a dict, list, tuple or named tuple of nests. Rows are the first axis of every tensor. Rows that
+have any number of ids each are `Bags`. The rows of micro-batches that a data set makes one by one, as their shapes may
+differ, are a nest for each: `MicroBatches`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,39 @@ from torch import Tensor
 from dtf.core.errors import ConfigError
 
 _MICRO_BATCHES = "micro-batches"
-_named_tuples: dict[str, type] = {}
+
+
+class Bags(NamedTuple):
+    """Ids of a sparse table of which each row has any number, those of all rows one after the other. Memory follows the
+    number of ids. The table pools the rows of a bag as torch's EmbeddingBag does, see `Table.pooling`.
+    """
+
+    values: Tensor  # (n,) int64: the ids
+    lengths: Tensor  # (B,) int64: how many of them each row has; or (B, F): F bags a row, in order
+
+    def rows(self, first: int, last: int) -> Bags:
+        """Rows [first, last), in their memory. On meta, where no length is known, they have no ids."""
+        lengths = self.lengths.data[first:last]
+        if lengths.is_meta:
+            return Bags(self.values.data[:0], lengths)
+        before = int(self.lengths[:first].sum())
+        return Bags(self.values.data[before : before + int(lengths.sum())], lengths)
+
+    def fault(self, rows: int) -> str:
+        """What keeps it from being bags of so many rows; empty: nothing."""
+        values, lengths = self
+        if any(not isinstance(part, Tensor) or part.dtype is not torch.int64 for part in self):
+            return "values and lengths that are not int64 tensors"
+        if values.dim() != 1 or lengths.dim() not in (1, 2) or len(lengths) != rows:
+            return f"values {tuple(values.shape)} and lengths {tuple(lengths.shape)} that are not (n,) and ({rows},)"
+        if not lengths.is_meta and (lengths < 0).any():
+            return "lengths below 0"
+        if not lengths.is_meta and lengths.sum() != len(values):
+            return f"lengths that add up to {int(lengths.sum())}, and {len(values)} values"
+        return ""
+
+
+_named_tuples: dict[str, type] = {f"{__name__}.Bags": Bags}
 """Classes of named tuples that data of this process consist of: what is received names one of these, or is refused."""
 
 
@@ -39,16 +72,21 @@ class MicroBatches:
         return cut[0] if len(cut) == 1 else MicroBatches(cut)
 
 
-def map_leaves(function: Callable[[Tensor], Any], nest: Any) -> Any:
-    """A nest of the same form of what `function` makes of each tensor, in the order of `leaves`."""
+def map_leaves(function: Callable[[Tensor], Any], nest: Any, bags: Callable[[Bags], Any] | None = None) -> Any:
+    """A nest of the same form of what `function` makes of each tensor, in the order of `leaves`.
+
+    `bags`: what is made of Bags as a whole; None: what `function` makes of their tensors.
+    """
     if isinstance(nest, Tensor):
         return function(nest)
     if isinstance(nest, dict):
-        return {key: map_leaves(function, value) for key, value in nest.items()}
+        return {key: map_leaves(function, value, bags) for key, value in nest.items()}
     if isinstance(nest, MicroBatches):
-        return MicroBatches([map_leaves(function, part) for part in nest.parts])
+        return MicroBatches([map_leaves(function, part, bags) for part in nest.parts])
+    if bags is not None and isinstance(nest, Bags):
+        return bags(nest)
     if isinstance(nest, list | tuple):
-        return _like(nest, [map_leaves(function, value) for value in nest])
+        return _like(nest, [map_leaves(function, value, bags) for value in nest])
     return function(nest)
 
 
@@ -103,6 +141,8 @@ def count(nest: Any) -> int:
     while not isinstance(nest, Tensor):
         if isinstance(nest, MicroBatches):
             return nest.bounds[-1]
+        if isinstance(nest, Bags):
+            return len(nest.lengths)
         nest = next(iter(nest.values() if isinstance(nest, dict) else nest))
     return len(nest)
 
@@ -111,7 +151,7 @@ def rows(nest: Any, first: int, last: int) -> Any:
     """Rows [first, last), in their memory; each counts its own changes."""
     if isinstance(nest, MicroBatches):
         return nest.rows(first, last)
-    return map_leaves(lambda tensor: tensor.data[first:last], nest)
+    return map_leaves(lambda tensor: tensor.data[first:last], nest, lambda bags: bags.rows(first, last))
 
 
 def concatenate(nests: Sequence[Any]) -> Any:
@@ -120,11 +160,22 @@ def concatenate(nests: Sequence[Any]) -> Any:
 
 
 def formats(nest: Any, rows: int) -> list[tuple[torch.Size, torch.dtype]] | None:
-    """The shape of a row, and the number format, of each tensor. None where something is no tensor of so many rows."""
-    tensors = leaves(nest)
-    if any(not isinstance(tensor, Tensor) or tensor.shape[:1] != (rows,) for tensor in tensors):
+    """The shape of a row, and the number format, of each tensor, and of Bags the shape of a row's lengths. None where
+    something is no tensor or Bags of so many rows.
+    """
+    found: list[Any] = []
+    map_leaves(found.append, nest, found.append)
+    if any(part.fault(rows) if isinstance(part, Bags) else not _has_rows(part, rows) for part in found):
         return None
+    tensors = [part.lengths if isinstance(part, Bags) else part for part in found]
     return [(tensor.shape[1:], tensor.dtype) for tensor in tensors]
+
+
+def bags_of(nest: Any) -> list[Bags]:
+    """All Bags of a nest."""
+    found: list[Bags] = []
+    map_leaves(lambda tensor: tensor, nest, found.append)
+    return found
 
 
 def is_named_tuple(value: Any) -> bool:
@@ -171,6 +222,10 @@ def from_form(described: Any, tensors: Iterator[Tensor]) -> Any:
             "return a dict"
         )
     return _named_tuples[kind](*values)
+
+
+def _has_rows(tensor: Any, rows: int) -> bool:
+    return isinstance(tensor, Tensor) and tensor.shape[:1] == (rows,)
 
 
 def _class_name(kind: type) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dtf.api.recipe import Dataset, Recipe
+from dtf.api.sparse_table import inputs_of
 from dtf.core import nest
 from dtf.core.errors import ConfigError
 from dtf.data.map_style import refuse_streams
@@ -42,9 +45,28 @@ def check_fetched(dataset: Dataset, rows: int, answer: Any) -> None:
         raise ConfigError(f"{who} returned {what}; it must return two values, inputs and targets")
     for part, value in zip(("inputs", "targets"), answer, strict=True):
         _check_form(who, part, value)
-        for name, leaf in nest.named(value, part).items():
+        if fault := next((text for bags in nest.bags_of(value) if (text := bags.fault(rows))), ""):
+            raise ConfigError(
+                f"{who} returned Bags among {part} with {fault}; each row has as many values as its lengths"
+            )
+        for name, leaf in nest.named(nest.map_leaves(lambda t: t, value, lambda bags: bags.lengths), part).items():
             _check_tensor(who, name, leaf, rows)
         nest.know_classes(value)
+
+
+def refuse_loose_bags(rows: Dataset, recipe: Recipe, looked_up: Collection[str]) -> None:
+    """Raise ConfigError for Bags that no table pools. `looked_up`: inputs that hold ids of sparse tables."""
+    if type(recipe).receive is not Recipe.receive:
+        return  # it may make something else of them
+    inputs, targets = rows.fetch(np.arange(1), 0)
+    named = inputs if isinstance(inputs, dict) else {"inputs": inputs}
+    places = [f"inputs[{name!r}]" for name, value in named.items() if name not in looked_up and nest.bags_of(value)]
+    places += ["targets"] if nest.bags_of(targets) else []
+    if places:
+        raise ConfigError(
+            f"{_source(rows)} returned Bags as {places[0]}, and no table of {type(recipe).__name__}.tables() has them; "
+            "name the input in Table(inputs=...), or pad it"
+        )
 
 
 def varying_error(dataset: Dataset, first: list[Any], other: list[Any]) -> ConfigError:
@@ -55,6 +77,14 @@ def varying_error(dataset: Dataset, first: list[Any], other: list[Any]) -> Confi
         f"{_source(dataset)} returned rows of {one} and later of {two}; what a rank computes would depend on which "
         "rows it fetches together. Set shapes_vary=True there: each micro-batch is then fetched by itself"
     )
+
+
+def refuse_forms(splits: Iterable[Dataset], name: str, recipe: Recipe, compiles: str) -> None:
+    """Raise ConfigError for rows whose form does not suit the recipe, which is registered as `name`."""
+    looked_up = inputs_of(recipe.tables())
+    for rows in splits:
+        refuse_varying(rows, name, bool(looked_up), compiles)
+        refuse_loose_bags(rows, recipe, looked_up)
 
 
 def refuse_varying(rows: Dataset, recipe: str, tables: bool, compiles: str) -> None:

@@ -26,7 +26,7 @@ from dtf.core.errors import ConfigError, DataError, Preempted
 from dtf.core.own_code import CODE, own_code
 from dtf.core.types import Event, Note, Saved, Started
 from dtf.core.version import __version__
-from dtf.data.answers import refuse_varying
+from dtf.data.answers import refuse_forms
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.splits import Splits
@@ -40,6 +40,7 @@ from dtf.engine.preparing import prepare_once
 from dtf.engine.program_check import check_program
 from dtf.engine.rank import Rank, ignore
 from dtf.engine.start_record import StartRecord, start_digest
+from dtf.engine.table_plan import placements, table_plan, table_plan_row
 from dtf.engine.turns import Turns, build
 from dtf.host import heartbeat, starting
 from dtf.model.compiled_parts import choose_parts
@@ -111,8 +112,8 @@ class TaskInputs:
     mixed: list[str]
     """See `mixed_rows`."""
 
-    blocks: dict[str, str]
-    """For the start-up table: the blocks, where they were found in the model and are used; else empty."""
+    parts: dict[str, str]
+    """For the start-up table: the blocks, where they were found in the model and are used; how tables were placed."""
 
 
 @dataclass(frozen=True)
@@ -207,11 +208,11 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         task.built.append(model)
     chosen, compiled = choose_parts(settings.step.compile, recipe, model)
     compiles = settings.step.compile.value if chosen else ""
-    for split in (splits.train, splits.eval):
-        refuse_varying(split, rank.config["recipe"]["name"], bool(recipe.tables()), compiles)
+    refuse_forms((splits.train, splits.eval), rank.config["recipe"]["name"], recipe, compiles)
     start = _recall_start_check(joined, task, model, facts["training data"])
     last, memory_format = _choose_memory_format(joined, task, model)
-    task = replace(task, channels_last=last, compiled=chosen)
+    placed = table_plan(task, settings.strategy, splits, epochs, world) if joined.trains else {}
+    task = replace(task, channels_last=last, compiled=chosen, placements=placements(placed))
     numbers = sum(p.numel() for p in parameters.values())
     learning = sum(p.numel() for name, p in parameters.items() if name not in frozen)
     return TaskInputs(
@@ -228,7 +229,7 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         memory_format,
         compiled,
         mixed_rows(model, splits.train),
-        blocks_row(model, layout_of(recipe, model)) if _uses_blocks(rank) else {},
+        (blocks_row(model, layout_of(recipe, model)) if _uses_blocks(rank) else {}) | table_plan_row(placed),
     )
 
 

@@ -140,7 +140,7 @@ def _report_start(setup: TrainingSetup, resumed: Resumed, saving: Saving) -> lis
     table["allocator"] = f"{keep_freed_memory()}; {huge_pages()}"
     if inputs.memory_format:
         table["memory format"] = inputs.memory_format
-    table |= inputs.blocks
+    table |= inputs.parts
     if inputs.compiled:
         table["compile"] = inputs.compiled
     if inputs.weights and inputs.weights_fit:

@@ -5,6 +5,7 @@ outputs.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
 from dtf.checkpoint.manifest import ITEM_BYTES, volume
 from dtf.config.settings import Settings
+from dtf.core import nest
 from dtf.core.errors import ConfigError, DataError, DtfError
 from dtf.core.files import replace_text
 from dtf.core.types import Event, Place
@@ -75,7 +77,7 @@ def _export(rank: Rank) -> None:
         model = trained_model(settings, weights)
     inputs, targets = _trial_batch(settings.recipe, rows, model)
     with torch.no_grad():
-        expected = model(inputs)
+        expected = model(_plain(inputs))
     metadata = _metadata(settings.recipe, weights, inputs, expected, targets) | pruned
     if arrays := settings.recipe.preprocessing_arrays():
         from safetensors.numpy import save_file
@@ -99,7 +101,8 @@ def _export(rank: Rank) -> None:
                 program, told = _program(model, inputs), {METADATA: text}
                 reread = write_onnx(path, program, inputs, expected, told, rank.place.threads)
         differences[name] = max(
-            _difference(expected, reread(inputs)), _difference(_first(expected), reread(_first(inputs)))
+            _difference(expected, reread(_plain(inputs))),
+            _difference(_first(expected), reread(_plain(nest.rows(inputs, 0, 1)))),
         )
         if not differences[name] <= BOUND:
             raise DtfError(
@@ -174,7 +177,7 @@ def _trial_batch(recipe: Recipe, rows: Dataset, model: nn.Module) -> tuple[Any, 
             f"no trial without all of its rows: {next(iter(rows.bad.values()))}; repair it, or give others with "
             "job.input"
         )
-    return tree_map(lambda t: t.contiguous(), inputs), targets
+    return nest.map_leaves(Tensor.contiguous, inputs), targets
 
 
 def _metadata(recipe: Recipe, weights: Weights, inputs: Any, outputs: Any, targets: Tensor) -> dict[str, Any]:
@@ -199,10 +202,11 @@ Call = Callable[[Any], Any]
 
 def _program(model: nn.Module, inputs: Any) -> ExportedProgram:
     """What torch.export makes of a model, for any batch size."""
-    batch = torch.export.Dim("batch")
-    shapes = tree_map(lambda _: {0: batch}, inputs)
+    batch, inputs = torch.export.Dim("batch"), nest.map_leaves(lambda t: t, inputs, _with_ids)
+    ids = (torch.export.Dim(f"ids{number}") for number in itertools.count())  # of each input of bags
+    shapes = nest.map_leaves(lambda _: {0: batch}, inputs, lambda _: {"values": {0: next(ids)}, "lengths": {0: batch}})
     try:
-        return torch.export.export(model, (inputs,), dynamic_shapes=(shapes,))
+        return torch.export.export(model, (_plain(inputs),), dynamic_shapes=(shapes,))
     except Exception as error:  # whatever the compiler makes of a model
         reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         raise ConfigError(f"torch.export cannot follow this model: {reason}; use job.forms=[safetensors]") from error
@@ -238,6 +242,18 @@ def _quiet(model: Call) -> Call:
             return model(inputs)
 
     return call
+
+
+def _plain(inputs: Any) -> Any:
+    """Inputs as programs take them that know nothing of dtf: Bags as a dict."""
+    return nest.map_leaves(lambda tensor: tensor, inputs, lambda bags: bags._asdict())
+
+
+def _with_ids(bags: nest.Bags) -> nest.Bags:
+    """Bags with two ids more in the first: torch.export makes no program for any number of ids of none or one."""
+    more = torch.zeros_like(bags.lengths)
+    more.view(-1)[0] = 2
+    return nest.Bags(torch.cat([bags.values.new_zeros(2), bags.values]), bags.lengths + more)
 
 
 def _first(values: Any) -> Any:
@@ -278,7 +294,11 @@ def _meaning(recipe: Recipe, outputs: Tensor) -> dict[str, str]:
 def _described(values: Any) -> Any:
     """Format and shape of tensors; the first axis is the batch's."""
 
-    def one(tensor: Tensor) -> dict[str, Any]:
-        return {"format": str(tensor.dtype).removeprefix("torch."), "shape": ["batch", *tensor.shape[1:]]}
+    def one(tensor: Tensor, first: str = "batch") -> dict[str, Any]:
+        return {"format": str(tensor.dtype).removeprefix("torch."), "shape": [first, *tensor.shape[1:]]}
 
-    return tree_map(one, values)
+    def leaf(value: Any) -> Any:
+        is_bags = isinstance(value, nest.Bags)
+        return {"values": one(value.values, "ids"), "lengths": one(value.lengths)} if is_bags else one(value)
+
+    return tree_map(leaf, values, is_leaf=lambda value: isinstance(value, nest.Bags))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from dtf.api.precision import Cast
-from dtf.api.sparse_table import Table
+from dtf.api.sparse_table import Table, inputs_of
 from dtf.api.task import Task
 from dtf.core import nest
 from dtf.core.errors import ConfigError
@@ -155,9 +155,10 @@ def zero_rows_for_tables(inputs: Any, tables: Mapping[str, Table]) -> Any:
     """Inputs as the model gets them, with zeros in place of rows of sparse tables."""
     if not tables:
         return inputs
+    ids = {name: inputs[name].lengths if isinstance(inputs[name], nest.Bags) else inputs[name] for name in inputs}
     return inputs | {
-        name: torch.zeros(*inputs[name].shape, table.width, device=inputs[name].device)
-        for name, table in tables.items()
+        name: torch.zeros(*ids[name].shape, table.width, device=ids[name].device)
+        for name, table in inputs_of(tables).items()
     }
 
 

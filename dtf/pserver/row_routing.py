@@ -11,22 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtf.api.sparse_table import Pooling
 from dtf.api.task import Task
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
 from dtf.sparse.living_table import LivingTable
 from dtf.sparse.make_tables import memory_of, table_of, table_specs
-from dtf.sparse.sharded_tables import (
-    LIFE_COUNTS,
-    Clicks,
-    PartSizes,
-    ShardedTables,
-    boxes_of,
-    full,
-    part_sizes,
-    seen_in,
-)
-from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
+from dtf.sparse.sharded_tables import LIFE_COUNTS, Clicks, PartSizes, ShardedTables, boxes_of, full, part_sizes
+from dtf.sparse.store import SparseTable, segment_sum, squares, unique
+from dtf.sparse.table_inputs import TableInputs
 from dtf.sparse.table_layouts import Gradients, RowWiseTable, owned_hashes, owner_of
 
 
@@ -189,13 +182,15 @@ class RoutedTable(NamedTuple):
     width: int
     shards: int  # virtual ones, of which each server owns some
     lives: bool  # whether servers are told how often ids were shown
+    inputs: tuple[str, ...]  # see `Table.inputs`; never empty
+    pooling: Pooling | None
 
 
 def routed_tables(task: Task) -> dict[str, RoutedTable]:
     """The task's tables by name, as a trainer knows them."""
     rule = task.rows
     return {
-        name: RoutedTable(spec.width, rule.shards(spec), rule.lives)
+        name: RoutedTable(spec.width, rule.shards(spec), rule.lives, spec.inputs or (name,), spec.pooling)
         for name, spec in task.recipe.tables().items()
         if rule is not None
     }
@@ -208,7 +203,10 @@ ALL = slice(None)
 
 
 class RowRequest:
-    """The ids of one batch, each once and by the server that owns it; routes rows to the batch, and gradients back."""
+    """The ids of one batch, each once and by the server that owns it; routes rows to the batch, and gradients back.
+
+    A table's ids may lie in several inputs, and in Bags, see `Table`.
+    """
 
     def __init__(
         self,
@@ -220,61 +218,51 @@ class RowRequest:
     ) -> None:
         """`clicks`: see `Recipe.clicks`. `seen`: where the batch does not tell how often its ids were shown, (n, 2)."""
         self._widths, self._servers = {name: table.width for name, table in tables.items()}, servers
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        # ids, place of each position in them, places by server
-        self._by_table: dict[str, tuple[np.ndarray, np.ndarray, list[Places]]] = {}
+        # ids, and the places of the distinct ones by server
+        self._by_table: dict[str, tuple[TableInputs, list[Places]]] = {}
         self.seen: dict[str, np.ndarray] = {}
         """How often each distinct id was shown, and clicked: (U, 2), of tables whose rows have a life."""
         for name, table in tables.items():
-            ids = batch.inputs[name]
-            self._shapes[name] = tuple(ids.shape)
-            distinct, inverse = unique(ids.cpu().numpy().reshape(-1))
-            self._by_table[name] = distinct, inverse, _places(distinct, servers, table.shards)
+            asked = TableInputs(batch.inputs, table.inputs, table.pooling)
+            self._by_table[name] = asked, _places(asked.distinct, servers, table.shards)
             if table.lives:
-                each = seen_in(batch, name, clicks) if seen is None else seen[name]
-                self.seen[name] = segment_sum(each.astype(np.float32), inverse, len(distinct))
+                self.seen[name] = asked.seen(batch, clicks) if seen is None else asked.summed(seen[name])
 
     def ids(self, server: int) -> dict[str, np.ndarray]:
         """The ids that this server is asked for, by table."""
-        return {name: distinct[places[server]] for name, (distinct, _, places) in self._by_table.items()}
+        return {name: asked.distinct[places[server]] for name, (asked, places) in self._by_table.items()}
 
     def seen_of(self, server: int) -> dict[str, np.ndarray]:
         """How often each of these ids was shown, and clicked: (U, 2), of tables whose rows have a life."""
-        return {name: seen[self._by_table[name][2][server]] for name, seen in self.seen.items()}
+        return {name: seen[self._by_table[name][1][server]] for name, seen in self.seen.items()}
 
     def fill(self, batch: Batch, rows: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> Batch:
         """The batch with rows in place of ids. `rows`: by server, of what it was asked for."""
         if not self._by_table:
             return batch
         inputs = dict(batch.inputs)
-        for name, (distinct, inverse, places) in self._by_table.items():
-            width, kind = self._widths[name], rows[0][name].dtype
+        for name, (asked, places) in self._by_table.items():
             if places[0] is ALL:
                 distinct_rows = rows[0][name]
             else:
-                distinct_rows = np.zeros((len(distinct), width), kind)
+                distinct_rows = np.zeros((len(asked.distinct), self._widths[name]), rows[0][name].dtype)
                 for place, part in zip(places, rows, strict=True):
                     distinct_rows[place] = part[name]
-            out = gather(distinct_rows, inverse, np.empty((len(inverse), width), kind))
-            inputs[name] = torch.from_numpy(out).view(*self._shapes[name], width).to(device)
+            inputs |= {key: value.to(device) for key, value in asked.rows(distinct_rows).items()}
         return batch._replace(inputs=inputs)
 
     def gradients(self, gradients: Mapping[str, Tensor]) -> list[dict[str, RowGradients]]:
-        """By server and table, the ids and the summed gradients (U, width) of their rows, from those (B, F, width) of
-        `fill`'s inputs.
+        """By server and table, the ids and the summed gradients (U, width) of their rows, from those of `fill`'s
+        inputs.
         """
         parts: list[dict[str, RowGradients]] = [{} for _ in range(self._servers)]
-        for name, (distinct, inverse, places) in self._by_table.items():
-            width = self._widths[name]
+        for name, (asked, places) in self._by_table.items():
             seen = self.seen.get(name)
-            if name in gradients or seen is not None:  # what was shown counts, also where it has no gradient
-                summed = (
-                    segment_sum(gradients[name].detach().cpu().numpy().reshape(-1, width), inverse, len(distinct))
-                    if name in gradients
-                    else np.zeros((len(distinct), width), np.float32)
-                )
+            # what was shown counts, also where it has no gradient
+            if seen is not None or any(key in gradients for key in asked.names):
+                ids, summed = asked.distinct, asked.gradients(gradients, self._widths[name])
                 for part, place in zip(parts, places, strict=True):
-                    part[name] = RowGradients(distinct[place], summed[place], None if seen is None else seen[place])
+                    part[name] = RowGradients(ids[place], summed[place], None if seen is None else seen[place])
         return parts
 
 

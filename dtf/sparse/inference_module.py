@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding_bag
 
+from dtf.api.sparse_table import Pooling, Table
 from dtf.sparse.sharded_tables import ShardedTables
 from dtf.sparse.store import SparseTable
 
 
 class InferenceModule(nn.Module):
-    """`model`, called with ids (B, F) int64 in place of rows (B, F, width).
+    """`model`, called with ids (B, F) int64 in place of rows (B, F, width), and with the values and lengths of
+    `dtf.Bags`, or a dict of these two, in place of pooled rows.
 
     The row of an id that was never trained is zeros, the mean of new rows.
     """
 
-    def __init__(self, model: nn.Module, tables: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, model: nn.Module, tables: Mapping[str, tuple[Tensor, Tensor]], specs: Mapping[str, Table]
+    ) -> None:
         super().__init__()
-        self.model = model
-        self.tables = nn.ModuleDict({name: _InferenceTable(*table) for name, table in tables.items()})
+        self.model, self._specs = model, dict(specs)
+        # names of modules have no dots, and are no attributes
+        keys = {name: f"{number}_{re.sub(r'[^0-9A-Za-z_]', '_', name)}" for number, name in enumerate(specs)}
+        self.tables = nn.ModuleDict({keys[name]: _InferenceTable(*tables[name], specs[name].pooling) for name in specs})
+        self._key_of = {key: keys[name] for name, spec in specs.items() for key in spec.inputs or (name,)}
 
     @classmethod
     def of(
@@ -29,22 +39,18 @@ class InferenceModule(nn.Module):
     ) -> InferenceModule:
         """With copies of all rows, or of those whose ids `kept` gives, in the dtype that the model computes in."""
         like = next(parameter for parameter in model.parameters())
-        return cls(model, {name: (ids, rows.to(like.dtype)) for name, (ids, rows) in tables.learnt(kept).items()})
+        learnt = {name: (ids, rows.to(like.dtype)) for name, (ids, rows) in tables.learnt(kept).items()}
+        return cls(model, learnt, tables.specs())
 
     def bare(self, model: nn.Module) -> InferenceModule:
         """The same around another model, with tables of the same sizes and without learnt rows."""
-        return InferenceModule(
-            model,
-            {
-                name: (torch.zeros_like(table.ids), torch.zeros_like(table.rows[:-1]))  # type: ignore[arg-type,index,union-attr]
-                for name, table in self.tables.items()
-            },
-        )  # type: ignore[union-attr,index]
+        tables: Any = self.tables.values()
+        sizes = [(torch.zeros_like(table.ids), torch.zeros_like(table.rows[: len(table.ids)])) for table in tables]
+        return InferenceModule(model, dict(zip(self._specs, sizes, strict=True)), self._specs)
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self.model(
-            {name: self.tables[name](value) if name in self.tables else value for name, value in inputs.items()}
-        )
+    def forward(self, inputs: dict[str, Any]) -> Tensor:
+        found = {name: self.tables[key](inputs[name]) for name, key in self._key_of.items()}
+        return self.model(inputs | found)
 
 
 class _InferenceTable(nn.Module):
@@ -53,15 +59,28 @@ class _InferenceTable(nn.Module):
     ids: Tensor
     rows: Tensor
 
-    def __init__(self, ids: Tensor, rows: Tensor) -> None:
+    def __init__(self, ids: Tensor, rows: Tensor, pooling: Pooling | None) -> None:
         super().__init__()
         self.register_buffer("ids", ids)
-        # the last one of all other ids
-        self.register_buffer("rows", torch.cat([rows, rows.new_zeros(1, rows.shape[1])]))
+        self._pooling = pooling
+        # zeros of all other ids and, where there are bags, of -1, which counts for nothing
+        zeros = rows.new_zeros(1 if pooling is None else 2, rows.shape[1])
+        self.register_buffer("rows", torch.cat([rows, zeros]))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        last = len(self.rows) - 1
+    def forward(self, value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return self.rows[self._at(value)]
+        values, lengths = (value["values"], value["lengths"]) if isinstance(value, dict) else value
+        assert self._pooling is not None
+        none, flat = len(self.ids) + 1, lengths.reshape(-1)
+        at = torch.where(values == -1, none, self._at(values))
+        pooled = embedding_bag(at, self.rows, flat.cumsum(0) - flat, mode=self._pooling.value, padding_idx=none)
+        return pooled.view(*lengths.shape, self.rows.shape[1])
+
+    def _at(self, ids: Tensor) -> Tensor:
+        """The row of each id."""
+        last = len(self.ids)
         if not last:
-            return self.rows[torch.zeros_like(ids)]
+            return torch.zeros_like(ids)
         at = torch.searchsorted(self.ids, ids).clamp(max=last - 1)
-        return self.rows[torch.where(self.ids[at] == ids, at, last)]
+        return torch.where(self.ids[at] == ids, at, last)

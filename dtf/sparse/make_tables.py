@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dtf.api.sparse_table import Placement, Table
+from dtf.api.sparse_table import Placement, Placements, Table, placement_of
 from dtf.api.strategy import check_tables
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
@@ -69,7 +69,7 @@ def table_of(
 
 
 def tables_of(
-    task: Task, world: World, placement: Placement, gives: bool = True, share: float = 1.0
+    task: Task, world: World, placements: Placements, gives: bool = True, share: float = 1.0
 ) -> ShardedTables | None:
     """The task's sparse tables over all ranks; None when it has none. Collective.
 
@@ -88,12 +88,14 @@ def tables_of(
     flags = torch.zeros(world.size, dtype=torch.int64)
     flags[world.rank] = int(gives)
     givers = [bool(flag) for flag in world.reduce(flags).tolist()]
-    check_tables(task, placement, world.size)  # again: elastic launchers change the number of ranks
-    placement = Placement.replicated if world.size == 1 else placement
-    owners = greedy_balance({name: spec.width * spec.most_rows for name, spec in specs.items()}, world.size)
+    check_tables(task, placements, world.size)  # again: elastic launchers change the number of ranks
+    chosen = {name: _placement(task, name, placements, world.size) for name in specs}
+    whole = {name: spec.width * spec.most_rows for name, spec in specs.items() if chosen[name] is Placement.table_wise}
+    owners = greedy_balance(whole, world.size)
+    memory = memory_of(task, [name for name in specs if name not in whole or name in owners[world.rank]])
     spread: dict[str, ShardedTable] = {}
-    memory = memory_of(task, owners[world.rank] if placement is Placement.table_wise else specs)
     for name, spec in specs.items():
+        placement = chosen[name]
         columns = bounds(spec.width, world.size, world.rank) if placement is Placement.column_wise else (0, spec.width)
         divided = (world.size, world.rank) if placement is Placement.row_wise else (1, 0)
         hashes = owned_hashes(*divided, task.rows.shards(spec))
@@ -109,7 +111,17 @@ def tables_of(
                 spread[name] = TableWiseTable(
                     store, world, givers, next(rank for rank, names in enumerate(owners) if name in names)
                 )
+            case Placement.auto:
+                raise AssertionError(name)
     tables = ShardedTables(spread, world, share, task.recipe.clicks)
     if task.weights is not None:
         tables.start_from(task.weights, task.recipe)
     return tables
+
+
+def _placement(task: Task, name: str, placements: Placements, ranks: int) -> Placement:
+    """How one table lies on so many ranks."""
+    if ranks == 1:
+        return Placement.replicated
+    placement = placement_of(placements, name)
+    return task.placements.get(name, Placement.row_wise) if placement is Placement.auto else placement

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from dtf.api.recipe import Recipe
+from dtf.api.sparse_table import Table
 from dtf.api.task import Source, Weights
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
 from dtf.sparse.living_table import LivingTable
 from dtf.sparse.row_index import HashedIndex
-from dtf.sparse.store import DECAYED, SparseTable, columns_of, full, gather, segment_sum, unique
+from dtf.sparse.store import DECAYED, SparseTable, columns_of, full, unique
+from dtf.sparse.table_inputs import TableInputs
 from dtf.sparse.table_layouts import ShardedTable
 
 if TYPE_CHECKING:
@@ -50,7 +52,8 @@ class ShardedTables:
     """The sparse tables of a run on one rank.
 
     A step calls `lookup` for training, `backward` and `apply`, in this order. After `backward`, `norm` is the norm of
-    the gradient of all rows over all ranks. All methods are collective, but for `clear`, `learnt` and `byte_count`.
+    the gradient of all rows over all ranks. All methods are collective, but for `specs`, `clear`, `learnt` and
+    `byte_count`.
 
     `share`: the factor of each rank's gradients in their sum. `clicks`: see `Recipe.clicks`.
     """
@@ -59,8 +62,7 @@ class ShardedTables:
         self, tables: Mapping[str, ShardedTable], world: World, share: float, clicks: Clicks | None = None
     ) -> None:
         self._tables, self._world, self._share, self._clicks = tables, world, share, clicks
-        # ids that are there, and which of them each position had, -1 for none
-        self._asked: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._asked: dict[str, TableInputs] = {}  # of the last lookup for training
         self._coming: dict[str, np.ndarray] = {}  # distinct ids of the step after the next lookup, see `expect`
         self._seen: dict[str, np.ndarray] = {}  # of tables whose rows have a life, for ids of `_asked`
         self._told = dict.fromkeys(LIFE_COUNTS, 0)
@@ -68,17 +70,18 @@ class ShardedTables:
         self.norm = torch.zeros((), dtype=torch.float64)
 
     def lookup(self, batch: Batch, train: bool) -> Batch:
-        """The batch with rows (B, F, width) in place of ids (B, F). With `train`, rows that do not exist are made.
-        Collective.
+        """The batch with rows (B, F, width) in place of ids (B, F), pooled ones in place of Bags. With `train`, rows
+        that do not exist are made. Collective.
         """
         inputs = dict(batch.inputs)
         coming, self._coming = self._coming if train else {}, {} if train else self._coming
         for name, table in self._tables.items():
-            inputs[name] = self._rows(name, table, batch.inputs[name], train)
-            if train and table.lives:
-                ids, inverse = self._asked[name]
-                seen = seen_in(batch, name, self._clicks) if len(inverse) else np.empty((0, 2))
-                self._seen[name] = segment_sum(seen.astype(table.store.dtype), inverse, len(ids))
+            asked = _ids_in(batch, name, table)
+            inputs |= asked.rows(table.lookup(asked.distinct, train))
+            if train:
+                self._asked[name] = asked
+                if table.lives:
+                    self._seen[name] = asked.seen(batch, self._clicks).astype(table.store.dtype)
         for name, ids in coming.items():
             self._tables[name].read_ahead(ids)
         return batch._replace(inputs=inputs)
@@ -88,36 +91,26 @@ class ShardedTables:
         Not collective, but all ranks call it. None: this rank has nothing of that batch.
         """
         self._coming = {
-            name: unique(np.empty(0, np.int64) if batch is None else _flat(batch.inputs[name]))[0]
+            name: np.empty(0, np.int64) if batch is None else _ids_in(batch, name, table).distinct
             for name, table in self._tables.items()
             if table.on_disk
         }
 
     def backward(self, gradients: Mapping[str, Tensor]) -> None:
-        """Take the gradients (B, F, width) of the rows that the last `lookup` for training returned. Inputs that are
-        not named have no gradient on this rank. Sums them by id. Collective. ConfigError for a full table.
+        """Take the gradients of what the last `lookup` for training put in place of ids, by input. Inputs that are not
+        named have no gradient on this rank. Sums them by id. Collective. ConfigError for a full table.
         """
         total = torch.zeros(1 + len(self._tables), dtype=torch.float64)  # squares of the gradient, rows of each table
+        divided = [table for table in self._tables.values() if table.by_rows or table.by_columns]
         for name, table in self._tables.items():
-            ids, inverse = self._asked.pop(name)
-            if name in gradients:
-                flat = (
-                    gradients[name]
-                    .detach()
-                    .cpu()
-                    .numpy()
-                    .reshape(-1, table.width)
-                    .astype(table.store.dtype, copy=False)
-                )
-                summed = segment_sum(flat, inverse, len(ids))
-                summed[ids == -1] = 0
-            else:
-                summed = np.zeros((len(ids), table.width), table.store.dtype)
+            summed = self._asked.pop(name).gradients(gradients, table.width, table.store.dtype)
             if table.lives:
                 summed = np.concatenate([summed, self._seen.pop(name)], axis=1)
-            total[0] += table.merge(summed)
+            squares = table.merge(summed)
+            if table in divided or not divided or not self._world.rank:  # of replicated ones beside others once
+                total[0] += squares
         total[1:] = torch.tensor([len(table.store) for table in self._tables.values()])
-        if any(table.by_rows or table.by_columns for table in self._tables.values()):
+        if divided:
             self._world.reduce(total)
         for (name, table), rows in zip(self._tables.items(), total[1:].tolist(), strict=True):
             if table.by_rows and rows > table.store.spec.capacity:
@@ -190,6 +183,10 @@ class ShardedTables:
             )
         self.load(source, resume=False)
 
+    def specs(self) -> dict[str, Table]:
+        """The declarations of the tables, by name."""
+        return {name: table.store.spec for name, table in self._tables.items()}
+
     def clear(self) -> None:
         """Remove all rows on this rank. Not collective."""
         for table in self._tables.values():
@@ -225,22 +222,11 @@ class ShardedTables:
         """Bytes of all rows and their optimizer state on this rank. Not collective."""
         return sum(table.store.byte_count() for table in self._tables.values())
 
-    def _rows(self, name: str, table: ShardedTable, ids: Tensor, train: bool) -> Tensor:
-        distinct, inverse = unique(_flat(ids))
-        rows = table.lookup(distinct, train)
-        if train:
-            self._asked[name] = distinct, inverse
-        kind = torch.float64 if table.store.dtype == np.float64 else torch.float32
-        if ids.is_meta:
-            return torch.empty((*ids.shape, table.width), dtype=kind, device="meta")
-        out = np.empty((len(inverse), table.width), table.store.dtype)
-        gather(rows, inverse, out)
-        return torch.from_numpy(out).view(*ids.shape, table.width).to(ids.device)
 
-
-def _flat(ids: Tensor) -> np.ndarray:
-    """None of a rank that computes none of the first layers."""
-    return np.empty(0, np.int64) if ids.is_meta else ids.cpu().numpy().reshape(-1)
+def _ids_in(batch: Batch, name: str, table: ShardedTable) -> TableInputs:
+    """What a batch has for a table."""
+    spec = table.store.spec
+    return TableInputs(batch.inputs, spec.inputs or (name,), spec.pooling)
 
 
 def steps_of(source: Source) -> int:
@@ -456,12 +442,3 @@ def _load_shards(prefix: str, table: ShardedTable, store: LivingTable, source: S
 
 def _at(first: int, array: np.ndarray) -> tuple[int, ...]:
     return (first, *(0,) * (array.ndim - 1))
-
-
-def seen_in(batch: Batch, name: str, clicks: Clicks | None) -> np.ndarray:
-    """How often each position of a table's ids was shown, and clicked: (n, 2) of 0 and 1, of padding 0."""
-    shown = (batch.weight != 0).cpu()
-    clicked = clicks(batch.targets) if clicks is not None else None
-    columns = [shown, torch.zeros_like(shown) if clicked is None else shown & (clicked.cpu() != 0)]
-    each = batch.inputs[name].numel() // max(1, len(shown))
-    return np.repeat(torch.stack(columns, 1).numpy(), each, axis=0)

@@ -398,11 +398,16 @@ def gather(rows: np.ndarray, inverse: np.ndarray, out: np.ndarray) -> np.ndarray
 
 def segment_sum(gradients: np.ndarray, inverse: np.ndarray, count: int) -> np.ndarray:
     """Sums (count, width) of the gradients (n, width) of each distinct id, added in their order."""
+    sums = np.zeros((count, gradients.shape[1]), gradients.dtype)
+    add_segments(gradients, inverse, sums)
+    return sums
+
+
+def add_segments(gradients: np.ndarray, inverse: np.ndarray, sums: np.ndarray) -> None:
+    """Add the gradients (n, width) of each distinct id to its sum (U, width), in their order."""
     if len(gradients) != len(inverse):
         raise ValueError(f"{len(gradients)} gradients of {len(inverse)} ids")
-    sums = np.zeros((count, gradients.shape[1]), gradients.dtype)
     _kernels().segment_sum(np.ascontiguousarray(gradients), inverse, sums)
-    return sums
 
 
 def squares(values: np.ndarray) -> float:

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from dtf.api.registry import option, register, with_default
-from dtf.api.sparse_table import Placement
+from dtf.api.sparse_table import Placement, Placements
 from dtf.api.strategy import Program, Strategy, check_tables
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
@@ -75,10 +75,11 @@ class Ddp(Strategy):
         unit="steps",
     )
     backend: Backend = option(default=Backend.auto, doc="torch.distributed backend; auto: nccl on CUDA, gloo on CPU")  # type: ignore[assignment]
-    tables: Placement = option(
+    tables: Placements = option(
         default=Placement.replicated,
         doc="how sparse tables are sharded: `replicated`: not at all; `rows` (or `row_wise`): by a hash of the id; "
-        "`columns` (`column_wise`): some columns of all rows each; `tables` (`table_wise`): whole tables each",
+        "`columns` (`column_wise`): some columns of all rows each; `tables` (`table_wise`): whole tables each; "
+        "`auto`: for each table what sends least; or a mapping of tables to these",
     )
     shard_optimizer: bool = option(
         default=False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dtf.api.options import Compile
 from dtf.api.precision import Cast
 from dtf.api.registry import option, register
-from dtf.api.sparse_table import Placement
+from dtf.api.sparse_table import Placement, Placements
 from dtf.api.strategy import Program, Strategy, check_divides, check_tables
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
@@ -68,10 +68,11 @@ class Fsdp(Strategy):
     offload: bool = option(
         default=False, doc="keep parameters, gradients and optimizer state in host memory; the update runs there"
     )
-    tables: Placement = option(
+    tables: Placements = option(
         default=Placement.row_wise,
         doc="how sparse tables are sharded: `rows` (or `row_wise`): by a hash of the id; `columns` (`column_wise`): "
-        "each rank some columns of all rows; `tables` (`table_wise`): each rank whole tables; `replicated`: not at all",
+        "each rank some columns of all rows; `tables` (`table_wise`): each rank whole tables; `replicated`: not at "
+        "all; `auto`: for each table what sends least; or a mapping of tables to these",
     )
     prefetch: int = option(
         default=1,

@@ -93,7 +93,7 @@ class Replica:
         )
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._reach, self._warming = Reach(self._trained, forward if reach else None), False
-        self._looked_up = tuple(task.recipe.tables())
+        self._looked_up = task.looked_up
         self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=device, dtype=loss_dtype(task))
         self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
         self.trials: list[tuple[int, Footprint]] = []  # of the passes of `warmup`, with their rows

@@ -16,6 +16,7 @@ from numba import njit
 from torch import Tensor
 
 from dtf.api.recipe import Dataset
+from dtf.core.nest import Bags
 from dtf.core.seeding import seed_of
 from dtf.recipes.ctr.encode import log_of
 from dtf.recipes.ctr.lines import NONE
@@ -82,8 +83,10 @@ class Drawn:
 class Generated(Dataset):
     """Rows as `clicklog.Clicks` has them."""
 
-    def __init__(self, world: World, rows: int, seed: int, split: str, threads: int) -> None:
-        self._world, self._rows, self._stream = world, rows, seed_of(seed, split)
+    def __init__(self, world: World, rows: int, seed: int, split: str, threads: int, bag_values: int = 0) -> None:
+        """`bag_values`: see `ClicksOptions`."""
+        self._world, self._rows, self._stream, self._bag_values = world, rows, seed_of(seed, split), bag_values
+        self._bag_stream = seed_of(seed, split, "bags")
         self.queue_rows, self.threads = QUEUE_ROWS, threads
 
     @property
@@ -96,12 +99,24 @@ class Generated(Dataset):
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
         drawn = self.draw(ids)
-        return {"ids": torch.from_numpy(drawn.ids), "dense": torch.from_numpy(drawn.dense)}, torch.from_numpy(
-            drawn.labels
-        )
+        inputs: dict[str, Any] = {"ids": torch.from_numpy(drawn.ids), "dense": torch.from_numpy(drawn.dense)}
+        if self._bag_values:
+            inputs["bags"] = self._bags(np.ascontiguousarray(ids))
+        return inputs, torch.from_numpy(drawn.labels)
+
+    def _bags(self, rows: np.ndarray) -> Bags:
+        """Values of the last field, (B, 1) bags."""
+        lengths, world = np.empty((len(rows), 1), np.int64), self._world
+        first, last = world.offsets[-2:].tolist()
+        _draw_lengths(rows, np.uint64(self._bag_stream), self._bag_values, lengths)
+        values = np.empty(int(lengths.sum()), np.int64)
+        _draw_bags(rows, np.uint64(self._bag_stream), first, last, world.skew, lengths, values)
+        return Bags(torch.from_numpy(values), torch.from_numpy(lengths))
 
     def fingerprint(self) -> str:
-        return f"{self._rows} generated clicks, {self._stream}, {self._world.offsets.tolist()}, skew {self._world.skew}"
+        bags = f", bags of {self._bag_values}" if self._bag_values else ""
+        world = f"{self._world.offsets.tolist()}, skew {self._world.skew}"
+        return f"{self._rows} generated clicks, {self._stream}, {world}{bags}"
 
     def draw(self, rows: np.ndarray) -> Drawn:
         return self._world.draw(np.ascontiguousarray(rows), self._stream)
@@ -172,6 +187,32 @@ def _product(x, y):
         a, b = (x >> np.uint64(16 * k)) & np.uint64(0xFFFF), (y >> np.uint64(16 * k)) & np.uint64(0xFFFF)
         total += (np.float64(a) / 32767.5 - 1) * (np.float64(b) / 32767.5 - 1)
     return total
+
+
+@njit(cache=True, nogil=True)
+def _place(u, size, skew):
+    """The place of a value among `size`, from a uniform number: its density falls as place ** -skew from 1 on."""
+    power = 1 - skew
+    reach = math.log(size + 1.0) if power == 0 else (size + 1.0) ** power - 1
+    place = math.exp(u * reach) if power == 0 else (1 + u * reach) ** (1 / power)
+    return min(np.int64(place) - 1, size - 1)
+
+
+@njit(cache=True, nogil=True)
+def _draw_lengths(rows, stream, most, lengths):
+    for i in range(len(rows)):
+        lengths[i, 0] = np.int64(_uniform(mix(stream + np.uint64(rows[i]) * _GOLDEN)) * (most + 1))
+
+
+@njit(cache=True, nogil=True)
+def _draw_bags(rows, stream, first, last, skew, lengths, values):
+    at = 0
+    for i in range(len(rows)):
+        x = mix(stream + np.uint64(rows[i]) * _GOLDEN)
+        for _ in range(lengths[i, 0]):
+            x += _GOLDEN
+            values[at] = first + _place(_uniform(mix(x)), last - first, skew)
+            at += 1
 
 
 @njit(cache=True, nogil=True)

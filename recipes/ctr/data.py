@@ -24,7 +24,14 @@ class DataOptions(ABC):
     @property
     @abstractmethod
     def fields(self) -> int:
-        """Categories of a row: `ids` is (B, fields)."""
+        """Categories of a row that have one value: `ids` is (B, fields), and missing where it is 0."""
+
+    @property
+    def bag_fields(self) -> int:
+        """Categories of a row that have any number of values: `bags` has lengths (B, bag_fields), and is missing where
+        it is 0. Default: none.
+        """
+        return 0
 
     @property
     @abstractmethod
@@ -41,8 +48,14 @@ class DataOptions(ABC):
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        """Names of the fields, in their order. Default: none."""
+        """Names of the fields, in their order, those of bags last. Default: none."""
         return ()
+
+    def rows_of_fields(self) -> list[int]:
+        """How many ids each field may have, those of bags last; 0: any. Reads what `table_rows` reads. Default: each as
+        many as all.
+        """
+        return [self.table_rows] * (self.fields + self.bag_fields)
 
     @property
     def any_ids(self) -> bool:

@@ -13,7 +13,7 @@ from numba import njit
 
 from dtf.recipes.ctr.hashing import key_of, look_up, to_range
 from dtf.recipes.ctr.lines import NONE
-from dtf.recipes.ctr.log import Parsed
+from dtf.recipes.ctr.log import BagKeys, Parsed
 from dtf.recipes.ctr.vocabulary import Vocabulary
 
 
@@ -44,10 +44,32 @@ class Encoder:
         (log_of if self.integers == "log" else plain_of)(parsed.numbers, dense)
         return dense, ids
 
+    def bags(self, parsed: Parsed) -> BagKeys | None:
+        """Ids of fields that have any number of values, None where there are none."""
+        if parsed.bags is None:
+            return None
+        values, (keys, _) = np.empty_like(parsed.bags.values), parsed.bags
+        if self.vocabulary is not None:
+            fields = parsed.bags.by_field()
+            for rare, of_field in zip(self.vocabulary.rare[-1 - len(fields) : -1], fields, strict=True):
+                ids = np.empty((int(of_field.sum()), 1), np.int64)
+                look_up(keys[of_field, None], self.vocabulary.table, self.vocabulary.numbers, np.array([rare]), ids)
+                values[of_field] = ids[:, 0]
+        elif self.table_size:
+            to_range(keys[:, None], self.table_size, values[:, None])
+        else:
+            values = keys
+        return parsed.bags._replace(values=values)
+
     def about(self) -> str:
         """Text that is another one when the encoder makes other numbers."""
         hashed = "given" if self.given else f"hashed to {self.table_size or 'any'}"
         return f"integers {self.integers}, ids {f'vocabulary {self.vocabulary.digest}' if self.vocabulary else hashed}"
+
+    def by_field(self, parsed: Parsed) -> list[np.ndarray]:
+        """The keys of each field, those of bags last."""
+        bags = parsed.bags
+        return [*self.keys(parsed).T, *([bags.values[each] for each in bags.by_field()] if bags is not None else [])]
 
     def keys(self, parsed: Parsed) -> np.ndarray:
         """Keys of all categories (B, F); with `bucket` those of the integers come first."""

@@ -27,6 +27,13 @@ class ClicksOptions(DataOptions):
     values: int = option(
         default=5000, least=1, most=1 << 40, doc="values of all categories together, which are the ids 0 to values - 1"
     )
+    bag_values: int = option(
+        default=0,
+        least=0,
+        most=1 << 20,
+        doc="one more category of none to this many values of the last one, which say nothing of the click; 0: there "
+        "is none",
+    )
     skew: float = option(
         default=1.1,
         least=0,
@@ -39,10 +46,19 @@ class ClicksOptions(DataOptions):
     def fields(self) -> int:
         return self.categories
 
+    @property
+    def bag_fields(self) -> int:
+        return int(self.bag_values > 0)
+
+    def rows_of_fields(self) -> list[int]:
+        offsets = self.open("eval", 0).offsets
+        sizes = (offsets[1:] - offsets[:-1]).tolist()
+        return sizes + sizes[-1:] * self.bag_fields
+
     def preprocessing(self) -> dict[str, Any]:
         from dtf.recipes.ctr.preprocessing import generated
 
-        return generated(self.open("eval", 0).offsets.tolist(), self.integers_count)
+        return generated(self.open("eval", 0).offsets.tolist(), self.integers_count, bool(self.bag_values))
 
     @property
     def integers_count(self) -> int:
@@ -67,9 +83,8 @@ class ClicksOptions(DataOptions):
         from dtf.recipes.ctr.clicks import Generated, World
 
         world = World.make(self.seed, self.categories, self.values, self.skew)
-        return Generated(
-            world, self.train_rows if split == "train" else self.eval_rows, self.seed, split, torch.get_num_threads()
-        )
+        rows = self.train_rows if split == "train" else self.eval_rows
+        return Generated(world, rows, self.seed, split, torch.get_num_threads(), self.bag_values)
 
     def best_possible(self) -> dict[str, float]:
         """The best AUC and log loss to be expected over the evaluation rows."""

@@ -31,15 +31,23 @@ from dtf.recipes.ctr.lines import (
 
 
 @njit(cache=True, nogil=True)
-def parse(buffer, first, labels, numbers, keys, why, labelled):
-    """As `criteo.parse`; `numbers` (B, 0), `keys` (B, fields): the ids as they are."""
+def parse(buffer, first, labels, numbers, keys, why, lengths, values, labelled):
+    """As `criteo.parse`; `numbers` (B, 0), `keys` (B, fields): the ids as they are. Where `lengths` is (B, 1), further
+    pairs of a line are its values, as many as it says, in `values` one line after the other. Returns how many lines and
+    values there were.
+    """
+    count = 0
     for row in range(len(labels)):
         if first >= len(buffer):
-            return row
+            return row, count
         end = find(buffer, NEWLINE, first, len(buffer))
-        why[row] = _line(buffer, first, without_return(buffer, first, end), labels, keys, row, labelled)
+        last = without_return(buffer, first, end)
+        why[row], more = _line(buffer, first, last, labels, keys, lengths.shape[1] > 0, values[count:], row, labelled)
+        if lengths.shape[1] > 0:
+            lengths[row, 0] = more
+            count += more
         first = end + 1
-    return len(labels)
+    return len(labels), count
 
 
 @njit(cache=True, nogil=True)
@@ -55,18 +63,32 @@ def finish(keys, why, limit):
 
 
 @njit(cache=True, nogil=True)
-def _line(buffer, first, last, labels, keys, row, labelled):
+def finish_bags(values, lengths, why, field, limit):
+    """As `finish`, of the values of a field after the others."""
+    at = 0
+    for row in range(len(why)):
+        for i in range(at, at + lengths[row, 0]):
+            if limit == 0:
+                values[i] = key_of(field, np.uint64(values[i]))
+            elif values[i] >= limit and why[row] == GOOD:
+                why[row] = RANGE
+        at += lengths[row, 0]
+
+
+@njit(cache=True, nogil=True)
+def _line(buffer, first, last, labels, keys, bagged, values, row, labelled):
+    """Why the line is bad, or GOOD; and how many values it has beyond those of `keys`."""
     reason = first_look(buffer, first, last)
     if reason != GOOD:
-        return reason
+        return reason, 0
     labels[row], end = 0, first - 1
     if labelled:
         end = find(buffer, SPACE, first, last)
         signed = end == first + 2 and (buffer[first] == MINUS or buffer[first] == PLUS) and buffer[end - 1] == ZERO + 1
         if not (signed or (end == first + 1 and ZERO <= buffer[first] <= ZERO + 1)):
-            return why_not(buffer, first, end, LABEL)
+            return why_not(buffer, first, end, LABEL), 0
         labels[row] = buffer[end - 1] - ZERO if buffer[first] != MINUS else 0
-    field = 0
+    field, more = 0, 0
     while end < last:
         first = end + 1
         end = find(buffer, SPACE, first, last)
@@ -75,14 +97,18 @@ def _line(buffer, first, last, labels, keys, row, labelled):
         colon = find(buffer, COLON, first, end)
         number, stop = integer(buffer, first, colon, COLON)
         if stop < 0 or number < 0 or colon + 1 >= end:
-            return why_not(buffer, first, end, PAIR)
+            return why_not(buffer, first, end, PAIR), 0
         if not _is_one(buffer, colon + 1, end):
-            return why_not(buffer, first, end, VALUE)
-        if field == keys.shape[1]:
-            return LONG
-        keys[row, field] = number
-        field += 1
-    return GOOD if field == keys.shape[1] else SHORT
+            return why_not(buffer, first, end, VALUE), 0
+        if field < keys.shape[1]:
+            keys[row, field] = number
+            field += 1
+        elif bagged:
+            values[more] = number
+            more += 1
+        else:
+            return LONG, 0
+    return (GOOD, more) if field == keys.shape[1] else (SHORT, 0)
 
 
 @njit(cache=True, nogil=True)

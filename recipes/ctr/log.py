@@ -30,6 +30,23 @@ _FARTHEST = 64 << 20
 Parser = Callable[[np.ndarray, int, np.ndarray, np.ndarray, np.ndarray, np.ndarray], int]
 
 
+BagParser = Callable[..., tuple[int, int]]
+"""As Parser, with lengths (B, 1) and room for values after the others; returns rows and values."""
+
+
+class BagKeys(NamedTuple):
+    """Keys of fields that have any number of values."""
+
+    values: np.ndarray  # (n,) int64: row after row, within it field after field
+    lengths: np.ndarray  # (B, G) int64: how many of them each field of a row has
+
+    def by_field(self) -> list[np.ndarray]:
+        """Which of the values belong to each field, bool (n,)."""
+        rows, fields = self.lengths.shape
+        field = np.repeat(np.tile(np.arange(fields), rows), self.lengths.reshape(-1))
+        return [field == each for each in range(fields)]
+
+
 class Parsed(NamedTuple):
     """Rows as a log holds them. A bad row has label 0 and no values."""
 
@@ -37,6 +54,7 @@ class Parsed(NamedTuple):
     numbers: np.ndarray  # (B, D) int64, `lines.NONE` where there is none
     keys: np.ndarray  # (B, F) int64, MISSING where there is none
     why: np.ndarray  # (B,) uint8, `lines.GOOD`, or the index of the reason in `lines.REASONS`
+    bags: BagKeys | None = None  # None: no field has several values
 
     @staticmethod
     def empty(rows: int, integers: int, fields: int) -> Parsed:
@@ -44,11 +62,41 @@ class Parsed(NamedTuple):
         return Parsed(np.empty(rows, np.float32), numbers, keys, np.zeros(rows, np.uint8))
 
     def blanked(self) -> Parsed:
-        """Clear the bad rows in place, and return itself."""
+        """Clear the bad rows in place; returns all rows."""
         bad = np.flatnonzero(self.why)
         if len(bad):
             self.labels[bad], self.numbers[bad], self.keys[bad] = 0, lines.NONE, MISSING
+            if self.bags is not None:
+                good = np.repeat(self.why == lines.GOOD, self.bags.lengths.sum(1))
+                self.bags.lengths[bad] = 0
+                return self._replace(bags=self.bags._replace(values=self.bags.values[good]))
         return self
+
+    def part(self, first: int, last: int) -> Parsed:
+        """Rows [first, last)."""
+        bags = self.bags
+        if bags is not None:
+            lengths = bags.lengths[first:last]
+            before = int(bags.lengths[:first].sum())
+            bags = BagKeys(bags.values[before : before + int(lengths.sum())], lengths)
+        some = slice(first, last)
+        return Parsed(self.labels[some], self.numbers[some], self.keys[some], self.why[some], bags)
+
+    @staticmethod
+    def joined(parts: Sequence[Parsed]) -> Parsed:
+        """The rows of all parts, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        bags = [part.bags for part in parts if part.bags is not None]
+        return Parsed(
+            np.concatenate([part.labels for part in parts]),
+            np.concatenate([part.numbers for part in parts]),
+            np.concatenate([part.keys for part in parts]),
+            np.concatenate([part.why for part in parts]),
+            BagKeys(np.concatenate([each.values for each in bags]), np.concatenate([each.lengths for each in bags]))
+            if bags
+            else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -97,6 +145,7 @@ class Text:
     integers: int
     fields: int
     header: str = ""
+    bags: BagParser | None = None  # in place of `parse`, where the last field has any number of values
 
 
 def criteo_text(labelled: bool = True) -> Text:
@@ -112,15 +161,26 @@ def avazu_text(labelled: bool = True) -> Text:
     )
 
 
-def libsvm_text(fields: int, limit: int, labelled: bool = True) -> Text:
-    """The ids as they are where they are below `limit`, those beyond are bad; limit 0: their hashes."""
+def libsvm_text(fields: int, limit: int, labelled: bool = True, more: bool = False) -> Text:
+    """The ids as they are where they are below `limit`, those beyond are bad; limit 0: their hashes.
+
+    `more`: pairs after those of the fields are one more field, which has any number of values.
+    """
 
     def parse(*buffers: Any) -> int:
-        rows = libsvm.parse(*buffers, labelled=labelled)
+        given: tuple[Any, ...] = (*buffers, np.empty((len(buffers[-1]), 0), np.int64), np.empty(0, np.int64))  # no bags
+        rows, _ = libsvm.parse(*given, labelled=labelled)
         libsvm.finish(buffers[-2], buffers[-1], limit)
         return rows
 
-    return Text(parse, 0, fields)
+    def parse_bags(*buffers: Any) -> tuple[int, int]:
+        rows, count = libsvm.parse(*buffers, labelled=labelled)
+        keys, why, lengths, values = buffers[-4:]
+        libsvm.finish(keys, why, limit)
+        libsvm.finish_bags(values, lengths, why, fields, limit)
+        return rows, count
+
+    return Text(parse, 0, fields, bags=parse_bags if more else None)
 
 
 def first_line(paths: Sequence[Path]) -> bytes:
@@ -167,14 +227,16 @@ class TextLog(Log):
 
     def parse(self, first: int, last: int) -> Parsed:
         out = Parsed.empty(last - first, self._text.integers, self._text.fields)
+        lengths, values = np.zeros((last - first, 1), np.int64), list[np.ndarray]()
         number, done = bisect.bisect_right(self._starts, first) - 1, 0
         while done < last - first:
             start, end = self._starts[number], self._starts[number + 1]
             rows = min(last, end) - first - done
             if rows:
-                self._parse(number, first + done - start, rows, [part[done : done + rows] for part in out])
+                columns = [part[done : done + rows] for part in (*out[:4], lengths)]
+                values.append(self._parse(number, first + done - start, rows, columns))
             done, number = done + rows, number + 1
-        return out.blanked()
+        return out._replace(bags=BagKeys(np.concatenate(values), lengths) if self._text.bags else None).blanked()
 
     def blocks(self, rows: int) -> np.ndarray:
         bounds = [np.zeros(1, np.int64)]
@@ -192,16 +254,23 @@ class TextLog(Log):
             bounds.append(np.array([end]))
         return np.unique(np.concatenate(bounds))
 
-    def _parse(self, number: int, first: int, rows: int, out: list[np.ndarray]) -> None:
-        """Rows of one file into views of the output."""
+    def _parse(self, number: int, first: int, rows: int, out: list[np.ndarray]) -> np.ndarray:
+        """Rows of one file into views of the output, the last being lengths of bags; returns the values of these."""
         source, newlines = self._sources[number], self._newlines[number]
         # newlines in front of the first row, and up to the end of the last
         before, after = first + self._head, first + rows + self._head
         piece = max(0, int(np.searchsorted(newlines, before)) - 1)
         buffer = source.read(piece * PIECE, int(np.searchsorted(newlines, after)) * PIECE)
-        parsed_rows = self._text.parse(buffer, lines.after_newlines(buffer, before - newlines[piece]), *out)
+        start, values = lines.after_newlines(buffer, before - newlines[piece]), np.empty(0, np.int64)
+        if self._text.bags is None:
+            parsed_rows = self._text.parse(buffer, start, *out[:4])
+        else:
+            values = np.empty(len(buffer) // 3 + 1, np.int64)  # `1:1` and a space are the least
+            parsed_rows, count = self._text.bags(buffer, start, *out, values)
+            values = values[:count].copy()
         if parsed_rows != rows:
             raise DataError(f"{source.path} is not the file it was when the run began; leave it alone while it is read")
+        return values
 
     def _newlines_before(self, source: Source, number: int, position: int) -> int:
         piece = position // PIECE

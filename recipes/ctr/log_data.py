@@ -117,6 +117,19 @@ class LogOptions(DataOptions):
     label: str = option(default="label", doc="for format=parquet: the column that is 1 for a click, else 0")
     numbers: list[str] = option(factory=list, doc="for format=parquet: columns of integers")
     categories: list[str] = option(factory=list, doc="for format=parquet: columns of categories, texts or integers")
+    bags: list[str] = option(
+        factory=list,
+        doc="for format=parquet: columns of any number of categories a row, none too: lists, or texts with `separator` "
+        "between; their rows are pooled, see recipe.model.pooling",
+    )
+    separator: str = option(
+        default="|", doc="for recipe.data.bags: what is between the categories of a text, one ASCII character"
+    )
+    more_pairs: bool = option(
+        default=False,
+        doc="for format=libsvm: pairs of a line after the first `pairs` are the values of one more field, which has "
+        "any number of them",
+    )
     queue_rows: int = option(
         default=16_384,
         least=1,
@@ -158,7 +171,11 @@ class LogOptions(DataOptions):
 
     @property
     def fields(self) -> int:
-        return self.pairs if self.format is Format.libsvm else len(self.field_names)
+        return self.pairs if self.format is Format.libsvm else len(self.field_names) - len(self.bags)
+
+    @property
+    def bag_fields(self) -> int:
+        return int(self.more_pairs) if self.format is Format.libsvm else len(self.bags)
 
     @property
     def field_names(self) -> tuple[str, ...]:
@@ -168,7 +185,7 @@ class LogOptions(DataOptions):
             else ()
         )
         given = {Format.criteo: CRITEO, Format.avazu: AVAZU, Format.parquet: self.categories}.get(self.format, ())
-        return (*bucketed, *given)
+        return (*bucketed, *given, *self.bags)
 
     @property
     def integers_count(self) -> int:
@@ -182,6 +199,12 @@ class LogOptions(DataOptions):
             return len(vocabulary)
         return {Ids.raw: 0, Ids.given: self.table_size}.get(self.ids, self.table_size or 1 << 20)
 
+    def rows_of_fields(self) -> list[int]:
+        vocabulary = self._encoder().vocabulary
+        if vocabulary is None:
+            return super().rows_of_fields()
+        return (vocabulary.rare[1:] - vocabulary.rare[:-1]).tolist()
+
     @property
     def any_ids(self) -> bool:
         return self.ids is Ids.raw
@@ -192,6 +215,9 @@ class LogOptions(DataOptions):
             ("label", "label", self.format is Format.parquet, "format=parquet"),
             ("numbers", [], self.format is Format.parquet, "format=parquet"),
             ("categories", [], self.format is Format.parquet, "format=parquet"),
+            ("bags", [], self.format is Format.parquet, "format=parquet"),
+            ("separator", "|", bool(self.bags), "bags"),
+            ("more_pairs", False, self.format is Format.libsvm, "format=libsvm"),
             ("table_size", 0, self.ids in (Ids.hash, Ids.given), "ids=hash and ids=given"),
             ("min_count", 1, self.ids is Ids.vocabulary, "ids=vocabulary"),
             ("block_rows", 0, self.mode is Mode.queue, "mode=queue"),
@@ -199,13 +225,18 @@ class LogOptions(DataOptions):
             value = getattr(self, key)
             if value != default and not holds:
                 raise ConfigError(f"recipe.data.{key}={value} has a meaning for recipe.data.{where} only; leave it out")
-        if self.format is Format.libsvm and not self.pairs:
-            raise ConfigError("recipe.data.format=libsvm needs recipe.data.pairs: how many `id:1` each line has")
-        if self.format is Format.parquet and not self.categories:
+        if self.format is Format.libsvm and not self.pairs and not self.more_pairs:
+            raise ConfigError(
+                "recipe.data.format=libsvm needs recipe.data.pairs: how many `id:1` each line has; where that differs, "
+                "recipe.data.more_pairs=true"
+            )
+        if self.format is Format.parquet and not self.categories and not self.bags:
             raise ConfigError(
                 "recipe.data.format=parquet needs recipe.data.categories, the names of columns; recipe.data.numbers "
-                "may name columns of integers"
+                "may name columns of integers, recipe.data.bags those of several categories"
             )
+        if len(self.separator.encode()) != 1:
+            raise ConfigError(f"recipe.data.separator={self.separator!r} must be one ASCII character")
         if not self._numbers and self.integers is not Integers.log:
             raise ConfigError(
                 f"recipe.data.integers={self.integers.name}: recipe.data.format={self.format.name} has no integers; "
@@ -264,7 +295,10 @@ class LogOptions(DataOptions):
     def preprocessing(self) -> dict[str, Any]:
         from dtf.recipes.ctr.preprocessing import of_log
 
-        return of_log(self.format.name, self.pairs, self.numbers, self.categories, self._encoder())
+        bags = ["more pairs"] if self.more_pairs else self.bags
+        return of_log(
+            self.format.name, self.pairs, self.numbers, self.categories, self._encoder(), bags, self.separator
+        )
 
     def preprocessing_arrays(self) -> dict[str, np.ndarray]:
         vocabulary = self._encoder().vocabulary
@@ -296,7 +330,8 @@ class LogOptions(DataOptions):
     def _shape(self) -> list[Any]:
         """The options that decide how a file is parsed, and which ids it may hold."""
         limit = self.table_size if self.ids is Ids.given else 0
-        return [self.format.name, self.pairs, self.label, self.numbers, self.categories, limit]
+        bags = [self.bags, self.separator, self.more_pairs] if self.bag_fields else []
+        return [self.format.name, self.pairs, self.label, self.numbers, self.categories, limit, *bags]
 
     def _log(self, paths: list[Path], threads: int, labels: bool = True) -> Log:
         """The log of these files. `threads=0`: one for each core. `labels`: whether each row must have one."""
@@ -308,12 +343,20 @@ class LogOptions(DataOptions):
             from dtf.recipes.ctr.parquet import ParquetLog
 
             return ParquetLog(
-                paths, self.label if labels else None, self.numbers, self.categories, self._cache, threads
+                paths,
+                self.label if labels else None,
+                self.numbers,
+                self.categories,
+                self._cache,
+                threads,
+                self.bags,
+                self.separator,
             )
         lines = {Format.criteo: criteo, Format.avazu: avazu, Format.libsvm: libsvm}[self.format]
         labelled = labels or lines.has_label(log.first_line(paths))
         if self.format is Format.libsvm:
-            text = log.libsvm_text(self.pairs, self.table_size if self.ids is Ids.given else 0, labelled)
+            limit = self.table_size if self.ids is Ids.given else 0
+            text = log.libsvm_text(self.pairs, limit, labelled, self.more_pairs)
         else:
             text = log.criteo_text(labelled) if self.format is Format.criteo else log.avazu_text(labelled)
         return log.TextLog(paths, text, self._cache, threads)
@@ -331,7 +374,9 @@ class LogOptions(DataOptions):
 
         def make(folder: Path) -> dict[str, Any]:
             return count(
-                keys_of(self._log(paths, self.threads), plain, self.threads or cores()), self.fields, self.min_count
+                keys_of(self._log(paths, self.threads), plain, self.threads or cores()),
+                self.fields + self.bag_fields,
+                self.min_count,
             ).save(folder)
 
         key = ["vocabulary", stamp(paths), *self._shape, self.integers.name, self.min_count]

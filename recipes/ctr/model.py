@@ -1,6 +1,7 @@
 """Models of click-through rates: inputs {"ids": (B, F)[, "dense": (B, D)]} to the logit of a click, (B,).
 
-Where a sparse table holds the rows, `ids` are these rows already, (B, F, W). Nothing here knows of ranks.
+Where sparse tables hold the rows, inputs have these rows already, (B, F, W): `ids` all of them, or several inputs some
+fields each. Nothing here knows of ranks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Inputs(NamedTuple):
     fields: int  # F
     numbers: int  # D
     size: int  # rows of the table; 0: it lies outside of the model
+    names: Sequence[str] = ("ids",)  # inputs that have ids or rows; their fields follow each other
 
 
 class Tower(NamedTuple):
@@ -49,7 +51,12 @@ class Model(nn.Module):
     def __init__(self, inputs: Inputs, width: int) -> None:
         super().__init__()
         self.table = DenseTable(inputs.size, width) if inputs.size else nn.Identity()
-        self._numbers = inputs.numbers
+        self._numbers, self._names = inputs.numbers, tuple(inputs.names)
+
+    def rows(self, inputs: dict[str, Tensor]) -> Tensor:
+        """The rows of all fields, (B, F, W)."""
+        parts = [inputs[name] for name in self._names]
+        return self.table(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
 
     def dense(self, inputs: dict[str, Tensor]) -> Tensor | None:
         return inputs["dense"] if self._numbers else None
@@ -67,7 +74,7 @@ class LogisticRegression(Model):
         self.first = FirstOrder(inputs.numbers, bias=True)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self.first(self.table(inputs["ids"])[..., 0], self.dense(inputs))
+        return self.first(self.rows(inputs)[..., 0], self.dense(inputs))
 
 
 class FactorizationMachine(Model):
@@ -79,7 +86,7 @@ class FactorizationMachine(Model):
         self.pairs = PairwiseProducts()
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        rows = self.table(inputs["ids"])
+        rows = self.rows(inputs)
         return self.first(rows[..., -1], self.dense(inputs)) + self.pairs(rows[..., :-1]).sum(1)
 
 
@@ -92,7 +99,7 @@ class DNN(Model):
         self.head = nn.Linear(deep.widths[-1], 1)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self.head(self.deep(self.flat(self.table(inputs["ids"]), inputs)))[:, 0]
+        return self.head(self.deep(self.flat(self.rows(inputs), inputs)))[:, 0]
 
 
 class WideDeep(Model):
@@ -110,7 +117,7 @@ class WideDeep(Model):
         self.head = nn.Linear(deep.widths[-1], 1)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        rows = self.table(inputs["ids"])
+        rows = self.rows(inputs)
         vectors = rows[..., :-1]
         shallow = self.first(rows[..., -1], self.dense(inputs))
         if self.pairs is not None:
@@ -138,7 +145,7 @@ class DCN(Model):
         self.parallel = not stacked
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        first = self.flat(self.table(inputs["ids"]), inputs)
+        first = self.flat(self.rows(inputs), inputs)
         x = first
         for cross in self.cross:
             x = cross(first, x)
@@ -162,7 +169,7 @@ class XDeepFM(Model):
         self.head = nn.Linear(deep.widths[-1], 1)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        rows = self.table(inputs["ids"])
+        rows = self.rows(inputs)
         vectors = rows[..., :-1]
         shallow = self.first(rows[..., -1], self.dense(inputs))
         x, sums = vectors, []
@@ -189,7 +196,7 @@ class DLRM(Model):
         self.head = nn.Linear(deep.widths[-1], 1)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        rows = self.table(inputs["ids"])
+        rows = self.rows(inputs)
         if self.bottom is None:
             return self.head(self.deep(self.dots(rows)))[:, 0]
         numbers = self.bottom(inputs["dense"])

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numba import njit
 
 from dtf.core.errors import DataError
 from dtf.recipes.ctr.cache import cached, stamp
 from dtf.recipes.ctr.files import Plain
-from dtf.recipes.ctr.hashing import MISSING, key_of, values_of
+from dtf.recipes.ctr.hashing import MISSING, key_of, value_of, values_of
 from dtf.recipes.ctr.lines import GOOD, LABEL, NONE
-from dtf.recipes.ctr.log import Log, Parsed, RowLocations
+from dtf.recipes.ctr.log import BagKeys, Log, Parsed, RowLocations
 
 
 class ParquetLog(Log):
@@ -38,8 +39,13 @@ class ParquetLog(Log):
         categories: Sequence[str],
         cache: Path,
         threads: int,
+        bags: Sequence[str] = (),
+        separator: str = "",
     ) -> None:
-        """`label=None`: labels are 0, whether the files have a column of them or not."""
+        """`label=None`: labels are 0, whether the files have a column of them or not. `bags`: columns of any number of
+        categories, lists or texts with `separator` between.
+        """
+        self._bags, self._separator = list(bags), ord(separator or "|")
         self._labels, self._numbers, self._categories, self._kept = (
             [] if label is None else [label],
             list(numbers),
@@ -54,7 +60,12 @@ class ParquetLog(Log):
                 names = set(pq.read_schema(path).names)
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{path} is no readable Parquet file: {error}") from error
-            for key, wanted in (("label", self._labels), ("numbers", numbers), ("categories", categories)):
+            for key, wanted in (
+                ("label", self._labels),
+                ("numbers", numbers),
+                ("categories", categories),
+                ("bags", bags),
+            ):
                 if lost := [name for name in wanted if name not in names]:
                     raise DataError(
                         f"recipe.data.{key}: {path} has no column {lost[0]}; it has {', '.join(sorted(names)[:60])}"
@@ -65,7 +76,8 @@ class ParquetLog(Log):
         self._bounds = np.array([0, *itertools.accumulate(lengths)], np.int64)
         self.places = RowLocations(self._files, starts, 1, " row ")
         _, said = cached(cache, ["digests", stamp(paths)], lambda _: {"digests": _digests(paths, threads)})
-        self.digest = f"{zlib.crc32(str([said['digests'], label, numbers, categories]).encode()):08x}"
+        more = [[*bags], separator] if bags else []
+        self.digest = f"{zlib.crc32(str([said['digests'], label, numbers, categories, *more]).encode()):08x}"
         self._cached: OrderedDict[int, Parsed] = OrderedDict()
         self._lock, self._locks = threading.Lock(), [threading.Lock() for _ in self._groups]
 
@@ -75,9 +87,9 @@ class ParquetLog(Log):
             group = int(np.searchsorted(self._bounds, first, "right")) - 1
             start = int(self._bounds[group])
             decoded = self._decoded(group)
-            parts.append([column[first - start : last - start] for column in decoded])
+            parts.append(decoded.part(first - start, last - start))
             first = min(last, int(self._bounds[group + 1]))
-        return Parsed(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        return Parsed.joined(parts)
 
     def blocks(self, rows: int) -> np.ndarray:
         return np.unique(self._bounds)
@@ -92,7 +104,7 @@ class ParquetLog(Log):
             path = self._files[number]
             try:
                 table = pq.ParquetFile(path).read_row_group(
-                    inside, [*self._labels, *self._numbers, *self._categories], use_threads=False
+                    inside, [*self._labels, *self._numbers, *self._categories, *self._bags], use_threads=False
                 )
                 decoded = self._columns(table)
             except (pa.ArrowException, OSError) as error:
@@ -113,8 +125,50 @@ class ParquetLog(Log):
         for d, name in enumerate(self._numbers):
             out.numbers[:, d] = table.column(name).cast(pa.int64()).fill_null(NONE).to_numpy()
         for field, name in enumerate(self._categories):
-            out.keys[:, field] = _keys(table.column(name).combine_chunks(), len(self._numbers) + field)
-        return out.blanked()
+            column = table.column(name).combine_chunks()
+            if _is_list(column.type):
+                raise DataError(
+                    f"recipe.data.categories: column {name} holds lists; name it in recipe.data.bags, which have any "
+                    "number of values"
+                )
+            out.keys[:, field] = _keys(column, len(self._numbers) + field)
+        return out._replace(bags=self._bag_keys(table) if self._bags else None).blanked()
+
+    def _bag_keys(self, table: pa.Table) -> BagKeys:
+        lengths, values = np.zeros((len(table), len(self._bags)), np.int64), list[np.ndarray]()
+        for field, name in enumerate(self._bags):
+            column, seed = table.column(name).combine_chunks(), len(self._numbers) + len(self._categories) + field
+            if _is_list(column.type):
+                lengths[:, field] = (
+                    pc.call_function("list_value_length", [column]).fill_null(0).to_numpy(zero_copy_only=False)
+                )
+                values.append(_keys(pc.call_function("list_flatten", [column]), seed))
+            else:
+                values.append(_split(column, self._separator, seed, lengths[:, field]))
+        rows = [np.repeat(np.arange(len(table)), lengths[:, field]) for field in range(len(self._bags))]
+        order = np.argsort(np.concatenate(rows), kind="stable")  # field after field within a row
+        return BagKeys(np.concatenate(values)[order], lengths)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _split(column: pa.Array, separator: int, field: int, lengths: np.ndarray) -> np.ndarray:
+    """hash(field, value) of the values of each text, and how many it has, into `lengths`. What is empty is none."""
+    content, bounds = _bytes(column)
+    keys = np.empty(len(content) // 2 + len(bounds), np.int64)
+    return keys[: _split_texts(content, bounds, np.uint8(separator), field, keys, lengths)].copy()
+
+
+def _bytes(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of all texts, and where each begins and the last one ends."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    binary = column.cast(pa.large_binary())
+    bounds = np.frombuffer(binary.buffers()[1], np.int64)[binary.offset : binary.offset + len(binary) + 1]
+    content = binary.buffers()[2]
+    return np.frombuffer(content, np.uint8) if content is not None else np.zeros(0, np.uint8), bounds
 
 
 def _keys(column: pa.Array, field: int) -> np.ndarray:
@@ -124,11 +178,9 @@ def _keys(column: pa.Array, field: int) -> np.ndarray:
     if pa.types.is_integer(column.type):
         values = column.fill_null(0).cast(pa.int64()).to_numpy(zero_copy_only=False).view(np.uint64)
     else:
-        binary = column.cast(pa.large_binary())
-        bounds = np.frombuffer(binary.buffers()[1], np.int64)[binary.offset : binary.offset + len(binary) + 1]
-        content = binary.buffers()[2]
-        values = np.empty(len(binary), np.uint64)
-        values_of(np.frombuffer(content, np.uint8) if content is not None else np.zeros(0, np.uint8), bounds, values)
+        content, bounds = _bytes(column)
+        values = np.empty(len(column), np.uint64)
+        values_of(content, bounds, values)
     keys = np.empty(len(values), np.int64)
     _hash(values, field, keys)
     keys[column.is_null().to_numpy(zero_copy_only=False)] = MISSING
@@ -139,6 +191,21 @@ def _keys(column: pa.Array, field: int) -> np.ndarray:
 def _hash(values, field, keys):
     for i in range(len(values)):
         keys[i] = key_of(field, values[i])
+
+
+@njit(cache=True, nogil=True)
+def _split_texts(content, bounds, separator, field, keys, lengths):
+    count = 0
+    for i in range(len(lengths)):
+        before, first = count, bounds[i]
+        for at in range(bounds[i], bounds[i + 1] + 1):
+            if at == bounds[i + 1] or content[at] == separator:
+                if at > first:
+                    keys[count] = key_of(field, value_of(content, first, at))
+                    count += 1
+                first = at + 1
+        lengths[i] = count - before
+    return count
 
 
 def _digests(paths: Sequence[Path], threads: int) -> list[int]:

@@ -38,12 +38,26 @@ STEPS = (
 )
 
 
+BAGS = (
+    "`bags`: `values`, int64, has the ids of all values of a row, field after field, made as those of `ids`, whose "
+    "fields they follow; `lengths`, int64, says how many each field has; a text has `between` between its values, "
+    "empty ones are none"
+)
+
+
 def of_log(
-    format: str, pairs: int, numbers: Sequence[str], categories: Sequence[str], encoder: Encoder
+    format: str,
+    pairs: int,
+    numbers: Sequence[str],
+    categories: Sequence[str],
+    encoder: Encoder,
+    bags: Sequence[str] = (),
+    between: str = "",
 ) -> dict[str, Any]:
     """Of the rows of a log, as they are without a label.
 
-    `pairs`: of libsvm; `numbers`, `categories`: names of columns, of Parquet files.
+    `pairs`: of libsvm; `numbers`, `categories`, `bags`: names of columns, of Parquet files. `between`: the values of a
+    text in a column of `bags`.
     """
     match format:
         case "criteo":
@@ -64,33 +78,44 @@ def of_log(
         for f, name in enumerate(categories)
     ]
     described = [{"column": name, "value": kind, "seed": seed} for name, kind, seed in fields]
+    several = [
+        {"column": name, "value": value, "seed": len(numbers) + len(categories) + g} for g, name in enumerate(bags)
+    ]
     return {
-        "steps": STEPS,
+        "steps": (*STEPS, *([BAGS] if bags else [])),
         "rows": {"format": format, "separator": separator, "columns": columns},
         **({} if bucket else _dense(encoder.integers, numbers)),
+        **({"bags": {"fields": several, "between": between if format == "parquet" else separator}} if bags else {}),
         "ids": {
             "fields": described,
             "missing": MISSING,
-            "values": {kind: VALUES[kind] for _, kind, _ in fields},
+            "values": {kind: VALUES[kind] for kind in dict.fromkeys(each["value"] for each in (*described, *several))},
             **_id(encoder),
         },
     }
 
 
-def generated(offsets: Sequence[int], numbers: int) -> dict[str, Any]:
-    """Of clicks that are drawn: their ids are numbers already."""
+def generated(offsets: Sequence[int], numbers: int, bags: bool) -> dict[str, Any]:
+    """Of clicks that are drawn: their ids are numbers already. `bags`: there is one more category, of several values of
+    the last one.
+    """
     fields = [
         {"column": f"C{f + 1}", "first": first, "values": end - first}
         for f, (first, end) in enumerate(itertools.pairwise(offsets))
     ]
-    return _dense("log", [f"I{d + 1}" for d in range(numbers)]) | {
-        "ids": {
-            "fields": fields,
-            "id": "first + value",
-            "value": "0 for the most frequent of a field, and so on",
-            "table_size": offsets[-1],
+    more = {"bags": {"fields": [fields[-1] | {"column": "several"}], "id": "first + value"}} if bags else {}
+    return (
+        _dense("log", [f"I{d + 1}" for d in range(numbers)])
+        | more
+        | {
+            "ids": {
+                "fields": fields,
+                "id": "first + value",
+                "value": "0 for the most frequent of a field, and so on",
+                "table_size": offsets[-1],
+            }
         }
-    }
+    )
 
 
 def _dense(integers: str, names: Sequence[str]) -> dict[str, Any]:

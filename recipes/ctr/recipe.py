@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from dtf.api.layout import Layout
-from dtf.api.options import FineTuning
 from dtf.api.recipe import Dataset, Recipe, Split
 from dtf.api.registry import option, register
 from dtf.api.sampler import RowTrait
-from dtf.api.schema import KeyProblem, show
-from dtf.api.sparse_table import Table
+from dtf.api.schema import KeyProblem
+from dtf.api.sparse_table import Pooling, Table
 from dtf.core.errors import ConfigError
 from dtf.recipes.ctr.data import DataOptions
 from dtf.recipes.ctr.generated_data import ClicksOptions
 from dtf.recipes.ctr.log_data import LogOptions, Mode
+from dtf.recipes.ctr.model_options import OF_KINDS, EmbeddingKind, Kind, ModelOptions, Structure
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,141 +25,6 @@ if TYPE_CHECKING:
 
     from dtf.core.types import Batch, Names
     from dtf.model.auc import AucEvaluator
-
-
-class Kind(Enum):
-    """Models by name; the class of each in `model.py` has its source."""
-
-    lr = "lr"
-    fm = "fm"
-    dnn = "dnn"
-    wide_deep = "wide_deep"
-    deepfm = "deepfm"
-    dcn = "dcn"
-    dcnv2 = "dcnv2"
-    xdeepfm = "xdeepfm"
-    dlrm = "dlrm"
-
-
-DEEP = frozenset(Kind) - {Kind.lr, Kind.fm}
-"""Models with a multilayer perceptron."""
-
-WIDE = frozenset({Kind.lr, Kind.fm, Kind.wide_deep, Kind.deepfm, Kind.xdeepfm})
-"""Models with a first-order term, whose weight is the last number of a row of the table."""
-
-
-OF_KINDS = {
-    "dim": frozenset(Kind) - {Kind.lr},
-    "hidden": DEEP,
-    "batch_norm": DEEP,
-    "dropout": DEEP,
-    "cross_layers": {Kind.dcn, Kind.dcnv2},
-    "cross_rank": {Kind.dcnv2},
-    "structure": {Kind.dcnv2},
-    "maps": {Kind.xdeepfm},
-    "bottom": {Kind.dlrm},
-}
-"""Option of a model -> the kinds that have it."""
-
-
-class EmbeddingKind(Enum):
-    dense = "dense"
-    sparse = "sparse"
-
-
-class Structure(Enum):
-    parallel = "parallel"
-    stacked = "stacked"
-
-
-@dataclass(kw_only=True)
-class ModelOptions(FineTuning):
-    kind: Kind = option(
-        default=Kind.dnn,
-        doc="`lr` logistic regression; `fm` factorization machine; `dnn` multilayer perceptron; `wide_deep`, `deepfm`, "
-        "`xdeepfm` it beside a logistic regression, a factorization machine, a compressed interaction network; `dcn`, "
-        "`dcnv2` it with cross layers; `dlrm` it on products of pairs of vectors",
-    )
-    table: EmbeddingKind = option(
-        default=EmbeddingKind.dense,
-        doc="where the rows of ids are: `dense` in a parameter of the model, which every step of the optimizer goes "
-        "over, so that L2 and Adam are exact; "
-        "`sparse` in a table beside it, of which a step changes only the rows of its batch",
-    )
-    capacity: int = option(
-        default=0,
-        least=0,
-        most=1 << 40,
-        doc="for table=sparse: rows it may come to hold, over all ranks; 0: one for each id",
-        unit="rows",
-    )
-    scale: float = option(
-        default=1e-4, above=0, doc="standard deviation of the numbers that rows of ids are drawn from"
-    )
-    dim: int = option(default=10, least=1, most=4096, doc="numbers of an id's vector; not of kind=lr")
-    hidden: list[int] = option(
-        factory=lambda: [400, 400, 400],
-        least=1,
-        most=65536,
-        doc="widths of the hidden layers of the multilayer perceptron",
-    )
-    batch_norm: bool = option(default=False, doc="normalise these hidden layers by batch statistics")
-    dropout: float = option(
-        default=0.0, least=0, below=1, doc="share of the activations of these hidden layers that is dropped"
-    )
-    cross_layers: int = option(default=3, least=1, most=64, doc="of kind=dcn and dcnv2")
-    cross_rank: int = option(
-        default=0, least=0, most=65536, doc="of kind=dcnv2: rank of the matrices of cross layers; 0: full"
-    )
-    structure: Structure = option(
-        default=Structure.parallel,
-        doc="of kind=dcnv2: multilayer perceptron beside the cross layers, or `stacked` on them",
-    )
-    maps: list[int] = option(
-        factory=lambda: [64],
-        least=1,
-        most=4096,
-        doc="of kind=xdeepfm: feature maps of the layers of its interaction network",
-    )
-    bottom: list[int] = option(
-        factory=lambda: [512, 256],
-        least=1,
-        most=65536,
-        doc="of kind=dlrm: hidden widths of the multilayer perceptron that makes a vector of the numbers of a row",
-    )
-
-    def check(self) -> None:
-        """Raise ConfigError for values that make no model, and for those that this kind of model does not have."""
-        default = ModelOptions()
-        for key, kinds in OF_KINDS.items():
-            value = getattr(self, key)
-            if value != getattr(default, key) and self.kind not in kinds:
-                given = show(value.name if isinstance(value, Enum) else value)
-                names = ", ".join(kind.name for kind in Kind if kind in kinds)
-                full = f"recipe.model.{key}"
-                raise KeyProblem(
-                    full,
-                    f"{full}={given} does not apply to recipe.model.kind={self.kind.name}, only to {names}; leave it "
-                    "out",
-                )
-        for key in ("hidden", "maps"):
-            if not getattr(self, key):
-                raise KeyProblem(
-                    f"recipe.model.{key}",
-                    f"recipe.model.{key}=[] must name at least one layer; kind=lr and kind=fm have none",
-                )
-        if self.capacity and self.table is EmbeddingKind.dense:
-            key = "recipe.model.capacity"
-            raise KeyProblem(
-                key,
-                f"{key}={self.capacity} has a meaning for recipe.model.table=sparse only; set that too, or leave it "
-                "out",
-            )
-
-    @property
-    def width(self) -> int:
-        """Numbers of a row of the table."""
-        return (0 if self.kind is Kind.lr else self.dim) + (self.kind in WIDE)
 
 
 @dataclass(kw_only=True)
@@ -208,7 +72,7 @@ class ClickThrough(Recipe):
             if self.model.kind not in kinds
         }
         of_table = (
-            ("sparse", "recipe.model.capacity")
+            ("sparse", "recipe.model.capacity", "recipe.model.table_per_field")
             if self.model.table is EmbeddingKind.dense
             else ("optimizer.weight_decays.table",)
         )
@@ -227,32 +91,76 @@ class ClickThrough(Recipe):
                 "table may come to hold"
             )
         self.data.check()
+        self._check_fields()
         if self.group >= self.data.fields:
-            named = ", ".join(f"{number} {name}" for number, name in enumerate(self.data.field_names))
+            single = self.data.field_names[: self.data.fields]
+            named = ", ".join(f"{number} {name}" for number, name in enumerate(single))
             raise ConfigError(
                 f"recipe.group={self.group} must be -1 for none, or a field of a row, 0 to "
                 f"{self.data.fields - 1}{named and f': {named}'}"
             )
 
+    def _check_fields(self) -> None:
+        """Raise ConfigError for fields that this model cannot have."""
+        if self.data.bag_fields and self.model.table is EmbeddingKind.dense:
+            raise ConfigError(
+                "recipe.model.table=dense has one value of each category, and recipe.data has categories of several; "
+                "use recipe.model.table=sparse"
+            )
+        if self.model.pooling is not Pooling.sum and not self.data.bag_fields:
+            key = "recipe.model.pooling"
+            raise KeyProblem(
+                key, f"{key}={self.model.pooling.name}: no category of recipe.data has several values; leave it out"
+            )
+        names = self._inputs
+        twice = next((name for place, name in enumerate(names) if name in (*names[:place], "dense")), None)
+        if twice is not None:
+            raise ConfigError(
+                f"recipe.model.table_per_field=true names an input after each field, and {twice} would be two; rename "
+                "the column"
+            )
+
+    @property
+    def _inputs(self) -> tuple[str, ...]:
+        """Names of the inputs that hold ids."""
+        data, count = self.data, self.data.fields + self.data.bag_fields
+        if self.model.table_per_field:
+            return data.field_names or tuple(f"field{number}" for number in range(count))
+        return (*(("ids",) if data.fields else ()), *(("bags",) if data.bag_fields else ()))
+
     def table_widths(self) -> dict[str, int]:
-        return {} if self.model.table is EmbeddingKind.dense else {"ids": self.model.width}
+        if self.model.table is EmbeddingKind.dense:
+            return {}
+        return dict.fromkeys(self._inputs if self.model.table_per_field else ("ids",), self.model.width)
 
     def tables(self) -> dict[str, Table]:
         if self.model.table is EmbeddingKind.dense:
             return {}
-        size = self.data.table_rows
-        return {"ids": Table(self.model.width, size, self.model.capacity or size, self.model.scale)}
+        width, capacity, scale = self.model.width, self.model.capacity, self.model.scale
+        size, pooling = self.data.table_rows, self.model.pooling if self.data.bag_fields else None
+        if not self.model.table_per_field:
+            inputs = self._inputs
+            return {"ids": Table(width, size, capacity or size, scale, () if inputs == ("ids",) else inputs, pooling)}
+        rows = self.data.rows_of_fields()
+        return {
+            name: Table(width, size, capacity or rows[f], scale, (), pooling if f >= self.data.fields else None)
+            for f, name in enumerate(self._inputs)
+        }
 
     def open_data(self, split: str, seed: int) -> Dataset:
-        return self._grouped(self.data.open(split, seed))
+        return self._wrapped(self.data.open(split, seed))
 
-    def _grouped(self, rows: Dataset) -> Dataset:
-        """The same rows, with a group for each where `group` is set."""
-        if self.group < 0:
-            return rows
-        from dtf.recipes.ctr.grouped import Grouped
+    def _wrapped(self, rows: Dataset) -> Dataset:
+        """The same rows, with a group for each where `group` is set, and an input for each field where those are."""
+        if self.group >= 0:
+            from dtf.recipes.ctr.grouped import Grouped
 
-        return Grouped(rows, self.group)
+            rows = Grouped(rows, self.group)
+        if self.model.table_per_field:
+            from dtf.recipes.ctr.by_field import ByField
+
+            rows = ByField(rows, self._inputs)
+        return rows
 
     def build_model(self) -> nn.Module:
         from dtf.recipes.ctr.model import draw
@@ -267,7 +175,10 @@ class ClickThrough(Recipe):
 
         o = self.model
         inputs = models.Inputs(
-            self.data.fields, self.data.integers_count, self.data.table_rows if o.table is EmbeddingKind.dense else 0
+            self.data.fields + self.data.bag_fields,
+            self.data.integers_count,
+            self.data.table_rows if o.table is EmbeddingKind.dense else 0,
+            self._inputs,
         )
         tower = models.Tower(o.hidden, o.batch_norm, o.dropout)
         match o.kind:
@@ -361,7 +272,7 @@ class ClickLog(ClickThrough):
 
     def open_inputs(self, path: Path) -> tuple[Names, Dataset]:
         rows = self.data.inputs(path)
-        return rows.places, self._grouped(rows)
+        return rows.places, self._wrapped(rows)
 
 
 @register("recipe", "ctr_generated")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +50,16 @@ class Vocabulary:
         return Vocabulary(*(np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("keys", "rare")))
 
 
-def count(blocks: Iterable[np.ndarray], fields: int, least: int) -> Vocabulary:
-    """The values that occur at least `least` times in `blocks` of keys (B, F). The order of the rows does not change
-    the result.
+def count(blocks: Iterable[Sequence[np.ndarray]], fields: int, least: int) -> Vocabulary:
+    """The values that occur at least `least` times in `blocks`, each the keys (n,) of every field. Their order does not
+    change the result.
 
     Memory: 32 to 64 bytes for each value that occurs at all.
     """
     tables = [_Counts() for _ in range(fields)]
     for keys in blocks:
         for field, table in enumerate(tables):
-            table.add(np.ascontiguousarray(keys[:, field]))
+            table.add(np.ascontiguousarray(keys[field]))
     often = [np.sort(table.keys[(table.keys != MISSING) & (table.counts >= least)]) for table in tables]
     rare = np.concatenate([[0], np.cumsum([1 + len(keys) for keys in often])]).astype(np.int64)
     return Vocabulary(np.concatenate(often).astype(np.int64), rare)

@@ -153,6 +153,7 @@ def test_dependencies_are_declared_and_explained() -> None:
         "dtf.sparse.id_kernels": {"numba", "llvmlite"},
         "dtf.sparse.row_kernels": {"numba"},
         "dtf.sparse.life_kernels": {"numba"},
+        "dtf.sparse.pool_kernels": {"numba"},
         "dtf.sparse.disk.cache_kernels": {"numba"},
         "dtf.sparse.disk.page_kernels": {"numba", "llvmlite"},
         "dtf.pserver.net.rpc": {"grpc"},

@@ -30,21 +30,23 @@ from tests.support.sparse_toy import Tabled
 slow = pytest.mark.slow
 ANY: dict[str, Any] = {"name": "tabled", "rows": ROWS, "scale": -(2**54) - 1}  # ids of up to 62 bits below 0
 RANGE: dict[str, Any] = {"name": "tabled", "rows": ROWS, "size": 150}
+KINDS = {"any": ANY, "range": RANGE, "bags": ANY | {"bags": True}}
 
 
 def cases() -> list[Any]:
-    """All strategies, numbers of processes and kinds of ids; each program on three processes, and ranges of ids under
-    ddp, run by default.
+    """All strategies, numbers of processes and kinds of ids; each program on three processes with bags of ids, and
+    ranges of ids under ddp, run by default.
     """
     strategies = sorted({name for name, _ in variants()})
     found = []
-    for strategy, processes, kind in product(strategies, (1, 2, 3, 4), ("any", "range")):
-        usual = processes == 3 and strategy not in SAME_PROGRAM and (kind == "any" or strategy == "ddp")
+    for strategy, processes, kind in product(strategies, (1, 2, 3, 4), KINDS):
+        usual = processes == 3 and strategy not in SAME_PROGRAM
+        usual = usual and (kind == "bags" or (kind, strategy) == ("range", "ddp"))
         found.append(
             pytest.param(
                 strategy,
                 processes,
-                ANY if kind == "any" else RANGE,
+                KINDS[kind],
                 id=f"{strategy}-{processes}-{kind}",
                 marks=() if usual else slow,
             )
@@ -141,21 +143,18 @@ def test_other_precisions_stay_close(strategy: str, precision: str) -> None:
     assert difference(a, b, () if precision == "fp32" else ("optimizer/", "table/")) <= bound
 
 
-@pytest.mark.parametrize(
-    "tables", ["rows", *(pytest.param(name, marks=slow) for name in ("columns", "replicated", "tables"))]
-)
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=slow), "tensor", pytest.param("pipeline", marks=slow)])
-def test_wherever_the_rows_lie(strategy: str, tables: str) -> None:
-    """Width 2 of the second table: two ranks have a column each."""
-    assert difference(reference(recipe=ANY), spread(strategy, 2, options={"tables": tables}, recipe=ANY)) <= 1e-10
-
-
 TABLED, SINGLE = (
     ("plugins=[tests.support.sparse_toy]", "recipe=tabled", "train.steps=1"),
     ("recipe=ctr_clicks", "recipe.model.table=sparse"),
 )
 BY_SERVERS = ("strategy=pserver", "strategy.dense=allreduce")
 REFUSED: list[tuple[tuple[str, ...], str]] = [
+    (
+        (*TABLED, "strategy=ddp", "strategy.tables={ids: rows}", "launcher.processes=2"),
+        "strategy.tables: who is left out; name each table of Tabled: ids, who",
+    ),
+    ((*TABLED, "strategy=fsdp", "strategy.tables={ids: rows, who: rows, what: rows}"), "there is no table what"),
+    ((*TABLED, "strategy=ddp", "strategy.tables={ids: some, who: rows}"), "strategy.tables.ids=some is no choice"),
     (
         (*TABLED, "strategy=ddp", "strategy.tables=column_wise", "launcher.processes=3"),
         "strategy.tables=column_wise: table who has 2 columns, too few for 3 ranks",
@@ -212,6 +211,15 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         "checkpoint.delta_every=5 must be less than checkpoint.every_steps=5",
     ),
     ((*TABLED, "checkpoint=off", "checkpoint.delta_every=5"), "has no saves to come between, as checkpoint=off saves"),
+    (
+        (SINGLE[0], "recipe.data.bag_values=3", "recipe.model.table=dense"),
+        "recipe.model.table=dense has one value of each category",
+    ),
+    ((*SINGLE, "recipe.model.pooling=max"), "recipe.model.pooling=max: no category of recipe.data has several values"),
+    (
+        (SINGLE[0], "recipe.model.table=dense", "recipe.model.table_per_field=true"),
+        "recipe.model.table_per_field=true has a meaning for recipe.model.table=sparse only",
+    ),
     (("sparse.lr_factor=2",), "ResnetShapes has none; leave sparse=... out"),
     (
         (*TABLED, "sparse=sgd", "sparse.weight_decay=20", "lr.peak=0.1"),
@@ -224,6 +232,9 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 ]
 
 FINE = [
+    (*TABLED, "strategy=ddp", "strategy.tables={ids: row_wise, who: auto}", "launcher.processes=3"),
+    (*TABLED, "strategy=ddp", "strategy.tables=auto", "sparse=rowwise_adagrad", "launcher.processes=3"),
+    (*SINGLE, "recipe.model.table_per_field=true", "strategy.tables=tables", "launcher.processes=2"),
     (*TABLED, "strategy=ddp", "strategy.tables=columns", "launcher.processes=2"),
     (*TABLED, "strategy=fsdp", "strategy.tables=columns", "launcher.processes=1"),
     (*TABLED, *BY_SERVERS, "strategy.servers=2", "launcher.processes=3", "precision=fp16"),

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from dtf.api.recipe import Dataset
 from dtf.api.registry import option, register
 from dtf.recipes.ctr.data import DataOptions
-from dtf.recipes.ctr.recipe import ClickThrough, Kind, ModelOptions, Structure
+from dtf.recipes.ctr.model_options import Kind, ModelOptions, Structure
+from dtf.recipes.ctr.recipe import ClickThrough
 
 if TYPE_CHECKING:
     import numpy as np

@@ -19,6 +19,7 @@ from dtf.api.options import Compile, FineTuning, Remat, StepOptions
 from dtf.api.recipe import Dataset
 from dtf.api.registry import lookup, registered
 from dtf.api.sampler import Tail
+from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Strategy
 from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer
@@ -101,9 +102,9 @@ class Case:
     sampler_options: dict[str, Any] = field(default_factory=dict)
     sparse: str = "adagrad"
     sparse_options: dict[str, Any] = field(default_factory=dict)
+    placements: dict[str, str] = field(default_factory=dict)  # of sparse tables, where options say tables=auto
     checked: dict[str, str] | None = None  # what an earlier check at the start has found
-    # the seed of a bad one between processes of several roles; its faults are counted in `met`
-    network: int | None = None
+    network: int | None = None  # the seed of a bad one between several roles, whose faults are counted in `met`
     deaths: int | None = None  # the seed of the deaths of trainers, which are counted in `died`
 
     def task(self) -> Task:
@@ -120,14 +121,14 @@ class Case:
             ema=self.ema,
             compile=Compile(self.compile),
         )
-        weights = None
-        if self.weights:
-            weights = match_weights(open_weights(self.weights, "weights"), toy, construct(toy), "weights")[0]
+        read = open_weights(self.weights, "weights") if self.weights else None
+        weights = match_weights(read, toy, construct(toy), "weights")[0] if read is not None else None
         stepper = with_ema(lookup("optimizer", self.optimizer)(lr_factors=self.lr_factors), self.ema)
         rule = lookup("sparse", self.sparse)
         rows = rule(**_enums(rule, self.sparse_options))
         precision, last = PRECISIONS[self.precision], self.channels_last
-        task = Task(toy, stepper, precision, step, 0, weights=weights, rows=rows, channels_last=last)
+        placed = {name: Placement(value) for name, value in self.placements.items()}
+        task = Task(toy, stepper, precision, step, 0, weights=weights, rows=rows, channels_last=last, placements=placed)
         return replace(task, compiled=parts_to_compile(step.compile, toy, construct(toy)))
 
     def epochs(self, training: Dataset) -> Epochs:
@@ -139,7 +140,6 @@ class Case:
         return lookup("lr", self.lr)(**{"peak": 0.1, **self.lr_options})
 
     def chosen(self, task: Task) -> Strategy:
-        """The strategy with its options."""
         cls = lookup("strategy", self.strategy)
         return cls(**_enums(cls, self.options))
 

@@ -8,6 +8,7 @@ import gzip
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from dtf.core.errors import DataError
 from dtf.recipes.ctr import cache, files
 from dtf.recipes.ctr import log as log_module
-from dtf.recipes.ctr.hashing import key_of
+from dtf.recipes.ctr.hashing import key_of, value_of
 from dtf.recipes.ctr.log_data import BadRecords, Format, Ids, Integers, LogOptions, Mode
 from tests.support.ctr_log import ROWS, content, numbers, options, written
 
@@ -165,6 +166,89 @@ def test_parquet_is_read_by_the_names_of_columns(tmp_path: Path) -> None:
     assert (ids[:, 0] != ids[:, 1])[ids[:, 0] >= 0].all() and ids[3, 2] == key_of(3, np.uint64(25))
     with pytest.raises(DataError, match="has no column clicks; it has again, click"):
         options(tmp_path, **columns | {"label": "clicks"}).open("train", 0)
+
+
+def bags_of(inputs: dict[str, Any]) -> list[list[list[int]]]:
+    """The ids of each bag of each row."""
+    values, lengths = inputs["bags"]
+    parts = iter(values.split(lengths.view(-1).tolist()))
+    return [[next(parts).tolist() for _ in row] for row in lengths]
+
+
+@pytest.mark.parametrize("ids", [Ids.raw, Ids.hash, Ids.vocabulary])
+def test_columns_of_lists_and_of_texts_with_a_separator_are_bags(ids: Ids, tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [None if i % 7 == 0 else "|".join(f"w{k}" for k in range(i % 4)) + "|" * (i % 3 == 0) for i in range(ROWS)]
+    lists = [None if i % 11 == 0 else [i % 5, None, i % 13][: i % 4] for i in range(ROWS)]
+    table = {"click": [3 if i == 77 else i % 2 for i in range(ROWS)], "user": list(range(ROWS)), "t": texts, "l": lists}
+    (tmp_path / "train").mkdir()
+    pq.write_table(pa.table(table), tmp_path / "train" / "a.parquet", row_group_size=300)
+    columns: dict[str, Any] = {"label": "click", "categories": ["user"], "bags": ["t", "l"], "format": Format.parquet}
+    columns |= {"bad_records": BadRecords["skip"], "integers": Integers.log, "ids": ids}
+    found = []
+    for mode in Mode:
+        made = options(tmp_path, mode=mode, **columns)
+        assert (made.fields, made.bag_fields, made.field_names) == (1, 2, ("user", "t", "l"))
+        some = np.random.default_rng(0).permutation(ROWS)[:700]
+        data = made.open("train", 0)
+        found.append(bags_of(data.fetch(some, 0)[0]))
+        assert data.fetch(np.array([77]), 0)[0]["bags"].values.tolist() == []
+    assert found[0] == found[1]
+    words = [[] if row == 77 else [f"w{k}".encode() for k in range(row % 4 if row % 7 else 0)] for row in some]
+    numbers_of = [[] if row == 77 else lists[row] or [] for row in some]
+    expected = [
+        [
+            [key_of(1, np.uint64(value_of(np.frombuffer(word, np.uint8), 0, len(word)))) for word in row],
+            [-1 if number is None else key_of(2, np.uint64(number)) for number in others],
+        ]
+        for row, others in zip(words, numbers_of, strict=True)
+    ]
+    if ids is Ids.hash:
+        expected = [[[key % (1 << 20) if key >= 0 else -1 for key in bag] for bag in row] for row in expected]
+    if ids is Ids.vocabulary:  # one number for each value, fields one after the other
+        made_ids = {
+            key: one
+            for a, b in zip(expected, found[0], strict=True)
+            for key, one in zip(chain(*a), chain(*b), strict=True)
+        }
+        assert len(set(made_ids.values())) == len(made_ids) == 1 + 3 + 13
+        rows = made.rows_of_fields()
+        assert rows == [ROWS, 4, 14] and min(one for one in made_ids.values() if one >= 0) >= rows[0]
+        assert max(made_ids.values()) < made.table_rows == sum(rows)
+    else:
+        assert found[0] == expected
+    with pytest.raises(DataError, match="column l holds lists; name it in recipe.data.bags"):
+        other = columns | {"categories": ["l"], "bags": ["t"], "ids": Ids.raw}
+        options(tmp_path, mode=Mode.queue, **other).open("train", 0).fetch(np.arange(3), 0)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("pairs", [0, 2])
+@pytest.mark.parametrize("ids", [Ids.raw, Ids.given])
+def test_further_pairs_of_a_line_are_a_bag(ids: Ids, pairs: int, mode: Mode, tmp_path: Path) -> None:
+    draw = np.random.default_rng(1)
+    rows = [draw.integers(0, 99, 2 + int(draw.integers(0, 40))).tolist() for _ in range(ROWS)]
+    rows[5] += [100] * (ids is Ids.given)  # a bad one
+    text = "".join(f"{i % 2} {' '.join(f'{number}:1' for number in row)}\n" for i, row in enumerate(rows))
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "a").write_text(text)
+    size = {"table_size": 100} if ids is Ids.given else {}
+    chosen: dict[str, Any] = {"format": Format.libsvm, "pairs": pairs, "more_pairs": True, "ids": ids, **size}
+    chosen |= {"integers": Integers.log, "bad_records": BadRecords["skip"]}
+    data = options(tmp_path, mode=mode, **chosen).open("train", 0)
+    some = draw.permutation(ROWS)[:600]
+    inputs, _ = data.fetch(some, 0)
+    bad = {5} if ids is Ids.given else set()
+
+    def wanted(row: int, field: int, number: int) -> int:
+        return number if ids is Ids.given else int(key_of(field, np.uint64(number)))
+
+    assert bags_of(inputs) == [
+        [[] if row in bad else [wanted(row, pairs, number) for number in rows[row][pairs:]]] for row in some
+    ]
+    single = [[-1 if row in bad else wanted(row, f, rows[row][f]) for f in range(pairs)] for row in some]
+    assert inputs["ids"].tolist() == single if pairs else "ids" not in inputs
 
 
 def test_a_parquet_file_edited_in_place_is_another_log(tmp_path: Path) -> None:

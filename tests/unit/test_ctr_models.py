@@ -32,7 +32,8 @@ from dtf.recipes.ctr.model import (
     WideDeep,
     XDeepFM,
 )
-from dtf.recipes.ctr.recipe import WIDE, ClickLog, EmbeddingKind, Kind, ModelOptions, Structure
+from dtf.recipes.ctr.model_options import WIDE, EmbeddingKind, Kind, ModelOptions, Structure
+from dtf.recipes.ctr.recipe import ClickLog
 from dtf.strategies.pipeline.graph_split import GraphSplit
 from tests.support.arrays import plain
 from tests.support.ctr_toy import FIELDS, SIZE, CtrToy, Drawn, DrawnOptions, options

@@ -86,7 +86,9 @@ class GroupReader:
         counts = [dict(zip(self._tables, map(len, part[2:]), strict=False)) for part in parts]
         shown = {name: np.concatenate(each).reshape(-1, 2) for name, each in zip(self._tables, seen, strict=True)}
         tables = {
-            name: table._replace(lives=table.lives and lease.kind == TRAIN) for name, table in self._tables.items()
+            # ids of all processes, as one list by table
+            name: table._replace(lives=table.lives and lease.kind == TRAIN, inputs=(name,))
+            for name, table in self._tables.items()
         }
         row_request = GroupRowRequest(batch, tables, self._servers, seen=shown)
         row_request.number, row_request.own_batch, row_request.counts, row_request.oldest = (

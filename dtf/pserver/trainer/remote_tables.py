@@ -72,7 +72,8 @@ class RemoteTables(ShardedTables):
         rows = [{name: answer.arrays[f"rows/{name}"] for name in self._routed} for answer in answers]
         filled = row_request.fill(batch, rows, self._world.device)
         if train:
-            self._wanted = row_request, {name: filled.inputs[name] for name in self._routed}
+            names = (name for table in self._routed.values() for name in table.inputs)
+            self._wanted = row_request, {name: filled.inputs[name] for name in names}
         return filled
 
     def backward(self, gradients: Mapping[str, Tensor]) -> None:

@@ -89,7 +89,7 @@ class PipelineProgram(ReadsAhead):
         self._copied = CopiedBuffers(shared, {stage.index: stage.model for stage in stages})
         for stage in stages:
             shared.refuse_changed(stage.index, stage.changing.names)
-        self.tables, self._tables, self._looked_up = tables, tables, tuple(task.recipe.tables())
+        self.tables, self._tables, self._looked_up = tables, tables, task.looked_up
         self._stages = {stage.index: stage for stage in stages}
         self._pipeline, self._update, self._task, self._world, self._dims = pipeline, update, task, world, dims
         self.shard = dims.dp_shard if dims.broadcast.reads else None

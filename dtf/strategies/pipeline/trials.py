@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.api.precision import Format
+from dtf.api.sparse_table import inputs_of
 from dtf.api.task import StartCheck, Task
 from dtf.core.consistency import Peers
 from dtf.core.types import Batch, Evaluated
@@ -235,7 +236,7 @@ class StartTrials:
             for parameter in stage.model.parameters():
                 parameter.grad = None
         if compiled and self._stages[0].index == 0:
-            for name, norm in row_sizes(rows, self._recipe.tables()).items():
+            for name, norm in row_sizes(rows, inputs_of(self._recipe.tables())).items():
                 names.append(name)
                 norms.append(norm.reshape(1))
         total = self._dims.total(sums.double().clone())
