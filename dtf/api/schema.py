@@ -326,8 +326,8 @@ def _fit_union(hint: Any, arms: tuple[Any, ...], value: Any, key: str) -> Any:
             return coerce(arm, value, key)
         except KeyProblem as problem:
             problems.append(problem)
-    inner = [problem for problem in problems if problem.key != key]  # the arm fitted, something inside it did not
-    raise inner[0] if inner else _unfit(hint, value, key)
+    inner = [p for arm, p in zip(arms, problems, strict=True) if p.key != key or isinstance(arm, enum.EnumType)]
+    raise inner[0] if inner else _unfit(hint, value, key)  # of what is inside an arm that fitted, or of its choices
 
 
 def _unfit(hint: Any, value: Any, key: str) -> KeyProblem:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +12,7 @@ from dtf.api.recipe import Dataset, Recipe
 from dtf.api.sparse_table import inputs_of
 from dtf.core import nest
 from dtf.core.errors import ConfigError
+from dtf.core.types import Batch
 from dtf.data.map_style import refuse_streams
 
 
@@ -54,18 +53,18 @@ def check_fetched(dataset: Dataset, rows: int, answer: Any) -> None:
         nest.know_classes(value)
 
 
-def refuse_loose_bags(rows: Dataset, recipe: Recipe, looked_up: Collection[str]) -> None:
-    """Raise ConfigError for Bags that no table pools. `looked_up`: inputs that hold ids of sparse tables."""
+def refuse_loose_bags(dataset: Dataset, rows: Batch, recipe: Recipe) -> None:
+    """Raise ConfigError for Bags among some rows that no sparse table pools."""
     if type(recipe).receive is not Recipe.receive:
         return  # it may make something else of them
-    inputs, targets = rows.fetch(np.arange(1), 0)
-    named = inputs if isinstance(inputs, dict) else {"inputs": inputs}
+    looked_up = inputs_of(recipe.tables())
+    named = rows.inputs if isinstance(rows.inputs, dict) else {"inputs": rows.inputs}
     places = [f"inputs[{name!r}]" for name, value in named.items() if name not in looked_up and nest.bags_of(value)]
-    places += ["targets"] if nest.bags_of(targets) else []
+    places += ["targets"] if nest.bags_of(rows.targets) else []
     if places:
         raise ConfigError(
-            f"{_source(rows)} returned Bags as {places[0]}, and no table of {type(recipe).__name__}.tables() has them; "
-            "name the input in Table(inputs=...), or pad it"
+            f"{_source(dataset)} returned Bags as {places[0]}, and no table of {type(recipe).__name__}.tables() has "
+            "them; name the input in Table(inputs=...), or pad it"
         )
 
 
@@ -77,14 +76,6 @@ def varying_error(dataset: Dataset, first: list[Any], other: list[Any]) -> Confi
         f"{_source(dataset)} returned rows of {one} and later of {two}; what a rank computes would depend on which "
         "rows it fetches together. Set shapes_vary=True there: each micro-batch is then fetched by itself"
     )
-
-
-def refuse_forms(splits: Iterable[Dataset], name: str, recipe: Recipe, compiles: str) -> None:
-    """Raise ConfigError for rows whose form does not suit the recipe, which is registered as `name`."""
-    looked_up = inputs_of(recipe.tables())
-    for rows in splits:
-        refuse_varying(rows, name, bool(looked_up), compiles)
-        refuse_loose_bags(rows, recipe, looked_up)
 
 
 def refuse_varying(rows: Dataset, recipe: str, tables: bool, compiles: str) -> None:

@@ -12,7 +12,7 @@ from dtf.api.registry import name_of
 from dtf.api.sampler import Sampler, row_traits
 from dtf.core.errors import DataError
 from dtf.core.types import WHOLE, Batch, Shard
-from dtf.data.answers import opened
+from dtf.data.answers import opened, refuse_loose_bags
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.samplers import Sequential
@@ -98,20 +98,26 @@ class Splits:
         return evaluation_loader(self.eval, shard, micro_batch_rows, count, self._pin)
 
     def first_rows(self, index: int, count: int = 8) -> Batch:
-        """The first rows of a global batch of training, the same on all ranks, for a trial."""
+        """The first rows of a global batch of training, the same on all ranks, for a trial. Here and in
+        `first_eval_rows`: ConfigError for Bags that no table has.
+        """
         loader = self.loader("train", WHOLE, count)
         try:
-            return loader.rows(self._epochs.ids(0, index)[:count], 0)
+            rows = loader.rows(self._epochs.ids(0, index)[:count], 0)
         finally:
             loader.close()
+        refuse_loose_bags(self.train, rows, self._recipe)
+        return rows
 
     def first_eval_rows(self, count: int) -> Batch:
         """The first rows of the evaluation, for a trial; so many at most. The same on all ranks."""
         loader = evaluation_loader(self.eval, WHOLE, count)
         try:
-            return loader.rows(np.arange(min(count, len(self.eval))), 0)
+            rows = loader.rows(np.arange(min(count, len(self.eval))), 0)
         finally:
             loader.close()
+        refuse_loose_bags(self.eval, rows, self._recipe)
+        return rows
 
     def sample(self, rows: int) -> Any:
         """Inputs of so many training rows, as the model gets them, with zeros in place of rows of sparse tables."""

@@ -26,7 +26,7 @@ from dtf.core.errors import ConfigError, DataError, Preempted
 from dtf.core.own_code import CODE, own_code
 from dtf.core.types import Event, Note, Saved, Started
 from dtf.core.version import __version__
-from dtf.data.answers import refuse_forms
+from dtf.data.answers import refuse_varying
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.splits import Splits
@@ -194,9 +194,8 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
     check_used("optimizer.lr_factors", settings.optimizer.lr_factors, parameters, frozen)
     check_used("optimizer.weight_decays", settings.optimizer.weight_decays, parameters, frozen)
     weights, weights_digest, weights_fit = _weights(recipe, model, world)
-    optimizer = with_ema(settings.optimizer, settings.step.ema)
     parts = settings.precision, settings.step, settings.seed, splits.sample, weights, settings.sparse
-    task = Task(recipe, optimizer, *parts)
+    task = Task(recipe, with_ema(settings.optimizer, settings.step.ema), *parts)
     if not draws_by_name(recipe):
         holds = turns is None or turns.holds
         if joined.trains:
@@ -208,7 +207,8 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         task.built.append(model)
     chosen, compiled = choose_parts(settings.step.compile, recipe, model)
     compiles = settings.step.compile.value if chosen else ""
-    refuse_forms((splits.train, splits.eval), rank.config["recipe"]["name"], recipe, compiles)
+    for split in (splits.train, splits.eval):
+        refuse_varying(split, rank.config["recipe"]["name"], bool(recipe.tables()), compiles)
     start = _recall_start_check(joined, task, model, facts["training data"])
     last, memory_format = _choose_memory_format(joined, task, model)
     placed = table_plan(task, settings.strategy, splits, epochs, world) if joined.trains else {}

@@ -350,7 +350,7 @@ def _load_rows(
     """Take this rank's rows: each from the newest layer that has its id, unless a newer one removes it."""
     prefix = f"table/{name}/"
     layers, count, found, owns_all = _layers(prefix, source), int(source.read(f"{prefix}{COUNT}")), 0, True
-    step = source.scalars.get("program", source.scalars).get("table_steps", 0) if resume else 0
+    step = steps_of(source) if resume else 0
     newer = _IdSet()
     for layer in [*reversed(layers), 0]:
         at = f"{prefix}delta_{layer}/" if layer else prefix

@@ -76,11 +76,12 @@ def test_bags_need_a_pooling_and_an_input_one_table() -> None:
 def test_bags_that_no_table_pools_are_refused() -> None:
     recipe = Tabled(bags=True)
     data = recipe.open_data("train", 0)
-    refuse_loose_bags(data, recipe, inputs_of(recipe.tables()))
+    rows = Batch(*data.fetch(np.arange(2), 0), torch.ones(2), np.arange(2))
+    refuse_loose_bags(data, rows, recipe)
     with pytest.raises(
         ConfigError, match=r"Clicks.fetch\(\) returned Bags as inputs\['tags'\], and no table of Tabled"
     ):
-        refuse_loose_bags(data, recipe, ["ids", "who", "words", "more"])
+        refuse_loose_bags(data, rows, Tabled())
 
 
 class Two(Tabled):
