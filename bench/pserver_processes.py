@@ -37,8 +37,9 @@ from dtf.pserver.net.rpc import Client, Service
 from dtf.pserver.options import Mode
 from dtf.pserver.server.program import ServerProgram
 from dtf.pserver.strategy import Pserver
+from dtf.sparse.id_arrays import unique
 from dtf.sparse.row_optimizers import LazyAdam, RowAdagrad
-from dtf.sparse.store import SparseTable, unique
+from dtf.sparse.store import SparseTable
 
 ADAM = Optimizers(Adam(), LazyAdam(), 0.001)
 ALONE, SERVER, TRAINER, ECHO = "alone", "server", "trainer", "echo"

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from bench.rows import Row, table, with_ratios
 from dtf.api.sparse_table import Table
+from dtf.sparse.id_arrays import gather, segment_sum, unique
 from dtf.sparse.row_optimizers import RowAdagrad
-from dtf.sparse.store import SparseTable, gather, segment_sum, unique
+from dtf.sparse.store import SparseTable
 
 FIELDS, WIDTH, LR = 26, 16, 0.05
 PHASES = ("unique", "lookup", "gather", "segment_sum", "update")

@@ -21,8 +21,8 @@ import numpy as np
 from bench.sparse import FIELDS, draw_batches
 from bench.turns import Turns, contestant
 from dtf.core.seeding import mix
+from dtf.sparse.id_arrays import gather, segment_sum, unique
 from dtf.sparse.row_kernels import rowwise_adagrad
-from dtf.sparse.store import gather, segment_sum, unique
 
 WIDTH = 8
 SLACK = 48 << 20

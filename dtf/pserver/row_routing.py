@@ -15,10 +15,12 @@ from dtf.api.sparse_table import Pooling
 from dtf.api.task import Task
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
+from dtf.sparse.id_arrays import segment_sum, squares, unique
 from dtf.sparse.living_table import LivingTable
 from dtf.sparse.make_tables import memory_of, table_of, table_specs
-from dtf.sparse.sharded_tables import LIFE_COUNTS, Clicks, PartSizes, ShardedTables, boxes_of, full, part_sizes
-from dtf.sparse.store import SparseTable, segment_sum, squares, unique
+from dtf.sparse.sharded_tables import LIFE_COUNTS, Clicks, ShardedTables
+from dtf.sparse.store import SparseTable, full
+from dtf.sparse.table_checkpoints import PartSizes, boxes_of, part_sizes
 from dtf.sparse.table_inputs import TableInputs
 from dtf.sparse.table_layouts import Gradients, RowWiseTable, owned_hashes, owner_of
 

@@ -9,8 +9,8 @@ import numpy as np
 from dtf.api.task import Source
 from dtf.core.errors import ConfigError
 from dtf.sparse.living_table import LivingTable
-from dtf.sparse.sharded_tables import steps_of
 from dtf.sparse.store import SparseTable
+from dtf.sparse.table_checkpoints import steps_of
 
 
 @dataclass(frozen=True)

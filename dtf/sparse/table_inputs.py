@@ -15,7 +15,7 @@ from dtf.api.sparse_table import Pooling
 from dtf.core.errors import ConfigError
 from dtf.core.nest import Bags
 from dtf.core.types import Batch
-from dtf.sparse.store import add_segments, gather, segment_sum, unique
+from dtf.sparse.id_arrays import add_segments, gather, segment_sum, unique
 
 
 class _Input(NamedTuple):

@@ -18,7 +18,8 @@ from dtf.api.row_life import SHARDS
 from dtf.core.seeding import mix
 from dtf.distributed.sharding import bounds
 from dtf.distributed.world import World
-from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
+from dtf.sparse.id_arrays import gather, segment_sum, squares, unique
+from dtf.sparse.store import SparseTable
 
 
 class Gradients(NamedTuple):

@@ -18,11 +18,12 @@ from dtf.api.row_optimizer import RowOptimizer
 from dtf.api.schema import KeyProblem
 from dtf.api.sparse_table import Table
 from dtf.core.seeding import seed_of
+from dtf.sparse.id_arrays import unique
 from dtf.sparse.life import LAST_STEP, SCORE
 from dtf.sparse.living_table import table_class
 from dtf.sparse.row_index import HashedIndex
 from dtf.sparse.row_optimizers import RowAdagrad, RowSgd
-from dtf.sparse.store import SparseTable, unique
+from dtf.sparse.store import SparseTable
 from dtf.sparse.table_layouts import bounds_of_shards, owner_of
 
 WIDTH, CAPACITY, MASK = 2, 300, 2**64 - 1

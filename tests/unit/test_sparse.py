@@ -15,8 +15,9 @@ from dtf.api.row_optimizer import RowOptimizer
 from dtf.api.sparse_table import Table
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.seeding import mix, seed_of
+from dtf.sparse.id_arrays import gather, segment_sum, unique
 from dtf.sparse.row_optimizers import RowAdagrad, RowSgd
-from dtf.sparse.store import SparseTable, gather, segment_sum, unique
+from dtf.sparse.store import SparseTable
 
 LEAST, LARGEST = -(2**63), 2**63 - 1
 WIDTH = 3

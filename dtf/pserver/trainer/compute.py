@@ -338,7 +338,7 @@ class TrainerModel:
             at += size
 
     def _norm(self, rows: Sequence[ByTable]) -> float:
-        from dtf.sparse.store import squares
+        from dtf.sparse.id_arrays import squares
 
         total = sum(squares(rounded(gradients, self._wire)) for part in rows for _, gradients, *_ in part.values())
         for gradients in self._outgoing[0].views:
