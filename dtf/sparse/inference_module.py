@@ -29,7 +29,12 @@ class InferenceModule(nn.Module):
         super().__init__()
         self.model, self._specs = model, dict(specs)
         # names of modules have no dots, and are no attributes
-        keys = {name: f"{number}_{re.sub(r'[^0-9A-Za-z_]', '_', name)}" for number, name in enumerate(specs)}
+        keys = {
+            name: name
+            if name.isidentifier() and not hasattr(nn.ModuleDict, name)
+            else f"{number}_{re.sub(r'[^0-9A-Za-z_]', '_', name)}"
+            for number, name in enumerate(specs)
+        }
         self.tables = nn.ModuleDict({keys[name]: _InferenceTable(*tables[name], specs[name].pooling) for name in specs})
         self._key_of = {key: keys[name] for name, spec in specs.items() for key in spec.inputs or (name,)}
 

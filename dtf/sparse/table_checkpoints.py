@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -31,8 +31,8 @@ ROWS_PER_READ = 1 << 18
 
 
 def load_table(name: str, table: ShardedTable, source: Source, resume: bool) -> None:
-    """Take this rank's part of a table from a checkpoint. `resume=False`: only the rows, as an evaluation sees them, for
-    another run. DataError where the checkpoint has no such table.
+    """Take this rank's part of a table from a checkpoint. `resume=False`: only the rows, as an evaluation sees them,
+    for another run. DataError where the checkpoint has no such table.
     """
     prefix, names = f"table/{name}/", source.names()
     if resume and isinstance(table.store, LivingTable):

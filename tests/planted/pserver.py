@@ -255,7 +255,7 @@ FAULTS = [
     ),
     Fault(
         "the filter of ids without rows is not saved",
-        "dtf/sparse/sharded_tables.py",
+        "dtf/sparse/table_checkpoints.py",
         "    if isinstance(table.store, LivingTable) and (first or table.by_rows):\n",
         "    if isinstance(table.store, LivingTable) and not (first or table.by_rows):\n",
         ("tests/laws/test_sharded_tables.py::test_a_life_goes_on_from_any_step[rows-two servers-3]",),

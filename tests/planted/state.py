@@ -201,7 +201,7 @@ FAULTS = [
     ),
     Fault(
         "what left before a save comes back from an older layer",
-        "dtf/sparse/sharded_tables.py",
+        "dtf/sparse/table_checkpoints.py",
         "for ids in (all_ids, removed)",
         "for ids in (all_ids,)",
         ("tests/unit/test_layers.py::test_whatever_happened_layers_hold_what_the_table_held[evict]",),

@@ -240,8 +240,7 @@ class _Run:
         if not self.case.start:
             return None, None
         reader = self._saver(self.case.start, self.case.start)
-        path = reader.find(0)
-        assert path is not None
+        assert (path := reader.find(0)) is not None
         source = reader.load(path)
         state, window, source.scalars = source.scalars["clock"], source.scalars["window"], source.scalars["program"]
         self.program.load(source)
@@ -287,8 +286,8 @@ class _Run:
         self.program.sync()
         state = self.program.state()
         for box in [*state.boxes, *boxes_of_others(state, self.task)]:
-            tensor = box.tensor if box.tensor.dtype is torch.int64 else box.tensor.double()
-            self.found["tensors"].setdefault(box.name, []).append([list(box.shape), list(box.offset), tensor.tolist()])
+            values = (box.tensor if box.tensor.dtype is torch.int64 else box.tensor.double()).tolist()
+            self.found["tensors"].setdefault(box.name, []).append([list(box.shape), list(box.offset), values])
         self.program.leased.end()
         self.found |= {"start_check": self.task.start_check.found, "row_flops": self.program.row_flops}
         if self.helpers:

@@ -262,7 +262,9 @@ def test_the_documented_reader_reads_layers_and_exports(tmp_path: Path) -> None:
     third = save(tmp_path, 3, {"rows_0.delta_2.safetensors": layer(2, [5], 3, [3])}, second, "rows")
     found = page["lookup"](*page["rows_of_checkpoint"](third, "t"), ids)
     assert (found == RowReader(third).lookup("t", ids).rows).all() and sorted(set(found[:, 0])) == [0, 1, 2, 3]
-    module = InferenceModule(torch.nn.Linear(1, 1), {"t": (torch.tensor([3, 7]), torch.ones(2, WIDTH))})
+    module = InferenceModule(
+        torch.nn.Linear(1, 1), {"t": (torch.tensor([3, 7]), torch.ones(2, WIDTH))}, {"t": Table(WIDTH, 0, 9, 0.1)}
+    )
     save_file(module.state_dict(), tmp_path / "model.safetensors")
     found = page["lookup"](*page["rows_of_export"](tmp_path / "model.safetensors", "t"), ids)
     assert np.flatnonzero(found[:, 0]).tolist() == [3, 7]
