@@ -128,6 +128,9 @@ class Saver:
 
     def ready(self) -> None: ...
 
+    def layer(self, whole: bool) -> int | None:
+        return None
+
     def save(self, step: int, state: State, scalars: dict, value: float | None, told: Any, check: Any) -> None:
         check()
         self.saved.append(step)

@@ -240,8 +240,7 @@ class _Run:
         if not self.case.start:
             return None, None
         reader = self._saver(self.case.start, self.case.start)
-        assert (path := reader.find(0)) is not None
-        source = reader.load(path)
+        source = reader.load(reader.find(0) or Path())
         state, window, source.scalars = source.scalars["clock"], source.scalars["window"], source.scalars["program"]
         self.program.load(source)
         return state, window

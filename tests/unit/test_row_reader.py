@@ -238,7 +238,7 @@ def test_what_cannot_be_read_leaves_the_answers_as_they_are(tmp_path: Path) -> N
 def documented() -> dict[str, Any]:
     """The reader of docs/serving.md that needs no dtf."""
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    (block,) = re.findall(r"^```python\n(# read_rows\.py\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (block,) = re.findall(r"^```python\n(# in read_rows\.py\n.*?)^```", page, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(block, names)
     return names
