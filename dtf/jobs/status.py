@@ -21,7 +21,7 @@ from dtf.cluster.platform import JobState, State
 from dtf.core.endpoint_file import NAME as LIVE
 from dtf.core.endpoint_file import EndpointFile, find
 from dtf.core.errors import ConfigError, Exit, PeerError
-from dtf.core.text import harmless
+from dtf.core.text import bytes_text, harmless
 from dtf.host import network
 from dtf.launch.manual import TlsOptions
 from dtf.launch.manual_checks import token
@@ -186,9 +186,14 @@ def lines(servers: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{'table':<24} {'server':>6} {'rows':>13} {'MiB':>9}  rows all servers may hold"
         for name, number, table in tables:
             life = [f"{table[key]:,} {key}" for key in ("admitted", "refused", "evicted") if key in table]
+            on_disk = ""
+            if "disk_bytes" in table:
+                asked = table["found"] + table["read"]
+                share = f", {table['found'] / asked:.1%} of rows found in memory" if asked else ""
+                on_disk = f"; {bytes_text(table['disk_bytes'])} on disk{share}"
             yield (
                 f"{name[:24]:<24} {number:>6} {table['rows']:>13,} {table['bytes'] / 2**20:>9.2f}  "
-                f"{table['capacity']:,}{'; since the start ' * bool(life)}{', '.join(life)}"
+                f"{table['capacity']:,}{on_disk}{'; since the start ' * bool(life)}{', '.join(life)}"
             )
     if "trainers" not in first:
         return

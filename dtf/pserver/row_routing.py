@@ -148,12 +148,7 @@ class ServerShards(ShardedTables):
 
     def sizes(self) -> dict[str, dict[str, int]]:
         """Per table, on this server: see `ServerState.tables`. Not collective."""
-        stores = {name: table_shard.store for name, table_shard in self._shards.items()}
-        return {
-            name: {"rows": len(store), "bytes": store.byte_count(), "capacity": store.spec.capacity}
-            | ({key: getattr(store.life, key) for key in LIFE_COUNTS} if isinstance(store, LivingTable) else {})
-            for name, store in stores.items()
-        }
+        return {name: table_shard.store.about() for name, table_shard in self._shards.items()}
 
 
 def server_shards(task: Task, world: World) -> ServerShards | None:

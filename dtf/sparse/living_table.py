@@ -31,6 +31,9 @@ class LivingTable(SparseTable):
     def byte_count(self) -> int:
         return super().byte_count() + self.life.byte_count()
 
+    def about(self) -> dict[str, int]:
+        return super().about() | {key: getattr(self.life, key) for key in ("admitted", "refused", "evicted")}
+
     def lookup(self, ids: np.ndarray, create: bool) -> np.ndarray:
         """Rows (U, width) of distinct ids (U,), those that do not exist as they are drawn; none is made."""
         return super().lookup(ids, create=False)

@@ -95,6 +95,10 @@ class SparseTable:
         since = 0 if self._since is None else len(self) * self._since.itemsize
         return len(self) * self._records.shape[1] * self._records.itemsize + since + self._index.slots.nbytes
 
+    def about(self) -> dict[str, int]:
+        """What `job=status` shows of it."""
+        return {"rows": len(self), "bytes": self.byte_count(), "capacity": self.spec.capacity}
+
     def lookup(self, ids: np.ndarray, create: bool) -> np.ndarray:
         """Rows (U, width) of distinct ids (U,). A row that does not exist is drawn, and kept only if `create`.
 

@@ -81,6 +81,11 @@ class TieredTable(SparseTable):
         """Memory of the rows that are in memory, their state and the index."""
         return self.tiers.byte_count()
 
+    def about(self) -> dict[str, int]:
+        tiers = self.tiers
+        on_disk = sum(file.stored.size for file in tiers.run.files)
+        return super().about() | {"disk_bytes": on_disk, "found": tiers.hits, "read": tiers.misses}
+
     def lookup(self, ids: np.ndarray, create: bool) -> np.ndarray:
         lookup, most = super().lookup, max(1, self.tiers.cache.capacity // _SHARE)
         if create or len(ids) <= most:

@@ -184,21 +184,6 @@ def walk(lists, next_at, out):
 
 
 @njit(cache=True, nogil=True)
-def flagged(ids, flags, wanted, top, low, high, out):
-    """Positions below `top` with any of the flags `wanted`, and hashes in [low, high], into `out`; returns how many, at
-    most its length.
-    """
-    count = 0
-    for at in range(top):
-        if flags[at] & wanted and count < len(out):
-            hashed = hash_of(ids[at])
-            if low <= hashed <= high:
-                out[count] = at
-                count += 1
-    return count
-
-
-@njit(cache=True, nogil=True)
 def begin_writing(positions, flags, removed):
     """A sweep takes these rows: not DIRTY but WRITING, and `removed` 1 for those that are ABSENT."""
     for i in range(len(positions)):

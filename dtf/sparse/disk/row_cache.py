@@ -141,12 +141,6 @@ class RowCache:
         page_kernels.hashes(self.ids[found], hashed)
         return found[(hashed >= np.uint64(low)) & (hashed <= np.uint64(high))]
 
-    def flagged(self, flags: int, low: int, high: int, most: int) -> np.ndarray:
-        """At most `most` positions with any of these flags and hashes in [low, high], by ascending hash."""
-        found = np.empty(most, np.int64)
-        count = kernels.flagged(self.ids, self.flags, flags, self._top, np.uint64(low), np.uint64(high), found)
-        return by_hash(self.ids, found[:count])
-
     def begin_writing(self, positions: np.ndarray, low: int, high: int) -> np.ndarray:
         """Some dirty rows of a range are clean as soon as what is encoded now is written. Returns which of them are
         removed, bool (n,).

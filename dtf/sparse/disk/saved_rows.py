@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +19,12 @@ import numpy as np
 
 from dtf.checkpoint import storage
 from dtf.checkpoint.manifest import BLOCK_BYTES, StoredFile
-from dtf.core.errors import DataError, io_failure
-from dtf.sparse.disk.cache_kernels import ABSENT, DIRTY, WRITING
+from dtf.core.errors import DataError, SaveError, io_failure
+from dtf.sparse.disk.cache_kernels import ABSENT
 from dtf.sparse.disk.page_kernels import hashes
 from dtf.sparse.disk.partitioned_run import PartitionedRun, Range, contents
 from dtf.sparse.disk.record_format import RecordFormat
-from dtf.sparse.disk.row_cache import decoded
+from dtf.sparse.disk.row_cache import by_hash, decoded
 from dtf.sparse.disk.segment import LAST, PAGES, Segment, layout_of, write_segment
 from dtf.sparse.disk.tiered_records import ENDING, TieredRecords
 
@@ -31,7 +32,6 @@ SEGMENTS, CHANGED, REMOVED = "segments", "changed", "removed"
 """The tensors of a part."""
 
 _IDS = RecordFormat(0, 0)  # of REMOVED
-_SLICE = 1 << 20  # dirty rows that are sorted at a time, about
 _PART = re.compile(rf"disk_\d+/({SEGMENTS}|{CHANGED}|{REMOVED})")
 
 Files = list[tuple[Path, StoredFile]]
@@ -70,7 +70,9 @@ class RowsSetAside:
         """Links the segments, writes what is newer. The table is as before. OSError where the disk is full or fails:
         nothing of the folder is there.
         """
-        self._folder, self._form = table.folder / "set_aside", table.form
+        self._folder = table.folder / "set_aside"
+        with suppress(SaveError):  # its rows are newer than any file then
+            table.finish_sweep()
         try:
             self.forget()
             self._folder.mkdir(mode=0o700)
@@ -110,19 +112,15 @@ class RowsSetAside:
 
 
 def _dirty(table: TieredRecords, removed: bool) -> Iterator[np.ndarray]:
-    """Records of the rows that differ from those in segments, by ascending hash; of removed ones the ids alone."""
-    low, high = table.run.low, table.run.high
-    slices = -(-table.cache.capacity // _SLICE)
-    for index in range(slices):
-        first, after = (low + (high + 1 - low) * at // slices for at in (index, index + 1))
-        positions = table.cache.flagged(DIRTY | WRITING, first, after - 1, table.cache.capacity)
-        positions = positions[(table.cache.flags[positions] & ABSENT != 0) == removed]
-        for at in range(0, len(positions), BLOCK_BYTES // table.form.size):
-            some = positions[at : at + BLOCK_BYTES // table.form.size]
-            if removed:
-                yield table.cache.ids[some].view(np.uint8).reshape(len(some), 8)
-            else:
-                yield table.cache.encode(some)
+    """Records of the rows that differ from those in segments, by ascending hash; of removed ones the ids alone. No
+    sweep goes on.
+    """
+    cache, most = table.cache, BLOCK_BYTES // table.form.size
+    for part in table.run.ranges:
+        positions = by_hash(cache.ids, cache.dirty_in(part.low, part.high))
+        positions = positions[(cache.flags[positions] & ABSENT != 0) == removed]
+        for some in (positions[at : at + most] for at in range(0, len(positions), most)):
+            yield cache.ids[some].view(np.uint8).reshape(len(some), 8) if removed else cache.encode(some)
 
 
 # ---------------------------------------------------------------- loading
