@@ -14,6 +14,7 @@ import numpy as np
 from dtf.api.row_optimizer import RowOptimizer
 from dtf.api.sparse_table import Table
 from dtf.core.errors import ConfigError
+from dtf.host.devices import allow_files
 from dtf.host.scratch import scratch_folder
 from dtf.sparse.disk import saved_rows
 from dtf.sparse.disk.record_format import RecordFormat
@@ -23,6 +24,7 @@ from dtf.sparse.store import DECAYED, Rows, SparseTable, full
 
 _PREFIX = "dtf-rows-"
 _SINCE = 8  # bytes of `extra`, where steps shrink rows: see `SparseTable.decayed`
+_FILES = 1 << 16  # of all tables of a process: up to nine for 128 MB of rows
 _SHARE = 4  # of the rows that memory holds, what is put at a time
 
 
@@ -45,6 +47,7 @@ class TieredTable(SparseTable):
     ) -> None:
         self._memory_bytes, self._hashes, self._step = memory_bytes, hashes, 0
         self._folders = ExitStack()
+        allow_files(_FILES)
         # here, as the base class makes the rows
         parent = Path(rule.disk).expanduser()
         try:

@@ -13,12 +13,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from dtf.core.errors import ConfigError, SaveError, io_failure
+from dtf.core.errors import ConfigError, DataError, SaveError, io_failure
 from dtf.sparse.disk.cache_kernels import ABSENT, DIRTY, NOT_CACHED, STORED, WRITING
 from dtf.sparse.disk.partitioned_run import PartitionedRun, Range, Reading, Sweeper, contents
 from dtf.sparse.disk.record_format import RecordFormat
@@ -95,7 +96,7 @@ class TieredRecords:
         self._depth = depth
         self._sweeper = Sweeper(form, max(1, segment_bytes // form.size), filters, self.new_path)
         self._most_dirty = int(dirty_share * self.cache.capacity)
-        self._readers = _small_threads(depth)
+        self._readers = _readers(depth, os.getpid())
         self._writer = ThreadPoolExecutor(1, "sweep")
         self._sweep: _Sweep | None = None
         self._prefetch: _Prefetch | None = None
@@ -208,9 +209,11 @@ class TieredRecords:
                 raise io_failure(error, self.folder) or error from error
 
     def close(self) -> None:
-        """End all threads and remove all files."""
-        for threads in (self._writer, self._readers):
-            threads.shutdown(cancel_futures=True)
+        """End what goes on and remove all files."""
+        self._writer.shutdown(cancel_futures=True)
+        if self._prefetch is not None:
+            with suppress(OSError, DataError):  # nobody wants these rows
+                self._prefetch.reading.wait()
         self._sweep = self._prefetch = None
         self.run = PartitionedRun(self.form, self.run.low, self.run.high)
         self._remove_files()
@@ -341,8 +344,11 @@ class TieredRecords:
                 os.unlink(self.folder / name)
 
 
-def _small_threads(count: int) -> ThreadPoolExecutor:
-    """Threads that have begun, with stacks so small that none takes a large page of memory."""
+@lru_cache(1)
+def _readers(count: int, process: int) -> ThreadPoolExecutor:
+    """Threads for all tables of a process that have begun, with stacks so small that none takes a large page of memory.
+    `process`: its id, as a fork has none of them.
+    """
     before, all_run = threading.stack_size(_STACK_BYTES), threading.Barrier(count + 1)
     try:
         threads = ThreadPoolExecutor(count, "rows")
