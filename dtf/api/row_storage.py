@@ -12,6 +12,9 @@ from pathlib import Path
 from dtf.api.registry import option
 from dtf.api.schema import KeyProblem
 
+MOST_RECORD_BYTES = 4096 - 8
+"""Of a row on disk with its id and state: it lies in one page, beside a checksum."""
+
 
 class Values(Enum):
     param = "param"

@@ -28,6 +28,10 @@ def config_beside(checkpoint: Path) -> Path | None:
     return file if file.is_file() else None
 
 
+_OF_THE_RUN = ("recipe.model.weights", "sparse.disk", "sparse.memory_gb")
+"""Keys that say where a run began, or where it kept rows: a job may be on another host."""
+
+
 def overrides_from_run(
     model: str, keys: Collection[str], chosen: Mapping[str, str], plugins: Collection[str]
 ) -> list[str]:
@@ -94,7 +98,7 @@ def _overrides(saved: dict[str, Any], keys: Collection[str], chosen: Mapping[str
         rest = dict(value)
         if "name" in rest:
             overrides.append(f"{key}={rest.pop('name')}")
-        overrides += [f"{name}={_written(leaf)}" for name, leaf in _leaves(rest, key) if name != "recipe.model.weights"]
+        overrides += [f"{name}={_written(leaf)}" for name, leaf in _leaves(rest, key) if name not in _OF_THE_RUN]
     return overrides
 
 

@@ -20,7 +20,7 @@ from dtf.api.precision import Format
 from dtf.api.recipe import Recipe
 from dtf.api.registry import groups, lookup, name_of, option, registered
 from dtf.api.row_optimizer import DEFAULT
-from dtf.api.row_storage import Values
+from dtf.api.row_storage import MOST_RECORD_BYTES, Values
 from dtf.api.sampler import Tail
 from dtf.api.schema import KeyProblem, build, build_option, coerce, coerce_option, option_node, show, unset
 from dtf.api.sparse_table import NO_NUMBA
@@ -158,13 +158,7 @@ class Settings(Root):
                 "that; use step.ema=0, or a dense table",
             )
         self.sparse.check_rows()
-        if self.sparse.disk and self.checkpoint.delta_every is not None:
-            raise KeyProblem(
-                "checkpoint.delta_every",
-                f"checkpoint.delta_every={self.checkpoint.delta_every} saves changed rows of tables in memory, and "
-                f"sparse.disk={self.sparse.disk} is set, where every save links what did not change; leave it out, and "
-                "set checkpoint.every_steps",
-            )
+        self._check_disk()
         if self.sparse.values is Values.bf16 and self.precision.param is Format.fp64:
             raise KeyProblem(
                 "sparse.values",
@@ -173,6 +167,28 @@ class Settings(Root):
             )
         # schedules of other people may have none: then ranks find out
         self.sparse.shrinkage(self.sparse.rate(getattr(self.lr, "peak", 0.0)))
+
+    def _check_disk(self) -> None:
+        """Raise KeyProblem for sparse tables that cannot lie on disk."""
+        if not self.sparse.disk:
+            return
+        if self.checkpoint.delta_every is not None:
+            raise KeyProblem(
+                "checkpoint.delta_every",
+                f"checkpoint.delta_every={self.checkpoint.delta_every} saves changed rows of tables in memory, and "
+                f"sparse.disk={self.sparse.disk} is set, where every save links what did not change; leave it out, and "
+                "set checkpoint.every_steps",
+            )
+        item = 8 if self.precision.param is Format.fp64 else 4
+        for name, width in self.recipe.table_widths().items():
+            size = 8 + item * self.sparse.record_columns(width) + 8 * self.sparse.decays
+            if size > MOST_RECORD_BYTES:
+                raise KeyProblem(
+                    "sparse.disk",
+                    f"sparse.disk={self.sparse.disk}: a row of table {name} takes {size:,} bytes with its state, and a "
+                    f"page of {MOST_RECORD_BYTES:,} holds none; use a narrower table, a rule with less state "
+                    "(sparse=rowwise_adagrad), or leave sparse.disk out",
+                )
 
 
 def coerce_config(config: dict[Any, Any]) -> dict[str, Any]:

@@ -54,11 +54,23 @@ def check_fetched(dataset: Dataset, rows: int, answer: Any) -> None:
 
 
 def refuse_loose_bags(dataset: Dataset, rows: Batch, recipe: Recipe) -> None:
-    """Raise ConfigError for Bags among some rows that no sparse table pools."""
+    """Raise ConfigError for Bags among some rows that no sparse table pools, and for tables without an input."""
     if type(recipe).receive is not Recipe.receive:
         return  # it may make something else of them
     looked_up = inputs_of(recipe.tables())
     named = rows.inputs if isinstance(rows.inputs, dict) else {"inputs": rows.inputs}
+    absent = next((name for name in looked_up if name not in named), None)
+    if absent is not None:
+        raise ConfigError(
+            f"{type(recipe).__name__}.tables() has a table for inputs[{absent!r}], and {_source(dataset)} returned "
+            f"{', '.join(map(repr, named))}; name one of these"
+        )
+    unpooled = [name for name, table in looked_up.items() if table.pooling is None and nest.bags_of(named[name])]
+    if unpooled:
+        raise ConfigError(
+            f"{_source(dataset)} returned Bags as inputs[{unpooled[0]!r}], and their table does not say how rows of a "
+            "bag are pooled; give it Table(pooling=Pooling.sum), mean or max"
+        )
     places = [f"inputs[{name!r}]" for name, value in named.items() if name not in looked_up and nest.bags_of(value)]
     places += ["targets"] if nest.bags_of(rows.targets) else []
     if places:

@@ -23,6 +23,7 @@ from dtf.core.types import Event, Failed, Place
 from dtf.engine.time_limit import TimeLimit
 from dtf.host import heartbeat
 from dtf.host.allocator import keep_freed_memory
+from dtf.host.scratch import held_folders
 from dtf.host.signals import asked_to_stop
 from dtf.model.author_errors import author_error, memory_error
 
@@ -93,7 +94,7 @@ def run_rank(
     try:
         beat("start", 0)
         keep_freed_memory()
-        with stop_signals() as received:
+        with held_folders(), stop_signals() as received:
             body(
                 Rank(
                     parse_settings(config),

@@ -6,8 +6,9 @@ import fcntl
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 LOCK = "lock"
@@ -32,6 +33,32 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
             yield Path(name)
         finally:
             os.close(lock)
+
+
+_held: set[weakref.finalize] = set()
+
+
+def hold_scratch_folder(owner: object, prefix: str, parent: Path) -> Path:
+    """A scratch folder that is removed with its `owner`, at the end of the context `held_folders`, or with the process."""
+    stack = ExitStack()
+    folder = stack.enter_context(scratch_folder(prefix, parent))
+    _held.add(weakref.finalize(owner, _close, stack))
+    return folder
+
+
+@contextmanager
+def held_folders() -> Iterator[None]:
+    """At the end of this context nobody needs the folders that are held: forked processes have no interpreter's end."""
+    try:
+        yield
+    finally:
+        while _held:
+            _held.pop()()
+
+
+def _close(stack: ExitStack) -> None:
+    with suppress(OSError):  # a thread still writes there: the next run removes the folder
+        stack.close()
 
 
 def _remove_unlocked(folder: Path) -> None:

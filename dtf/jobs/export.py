@@ -28,11 +28,11 @@ class Form(Enum):
 
 @register("job", "export")
 class ExportJob(Job):
-    """Write model.pt2 (torch.export), model.safetensors and model.json to a run folder, read them back, and compare
-    what they say with the model itself.
+    """Write a model to a run folder in the forms that are asked for, read them back, and compare what they say with the
+    model itself.
 
-    model.json holds class names, preprocessing, how to call the program and where the numbers come from; both files
-    hold it too. One process does it.
+    model.json holds class names, preprocessing, how to call the program and where the numbers come from; each of the
+    files holds it too. One process does it.
     """
 
     uses_model = True
@@ -49,7 +49,6 @@ class ExportJob(Job):
         factory=lambda: [Form.pt2, Form.safetensors],
         doc="which files to write: `pt2` for torch.export, `safetensors` for the tensors, `onnx` for ONNX Runtime",
     )
-
     min_score: float = option(
         default=0.0,
         least=0,

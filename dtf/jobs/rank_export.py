@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
-from dtf.checkpoint.manifest import ITEM_BYTES, volume
 from dtf.config.settings import Settings
 from dtf.core import nest
 from dtf.core.errors import ConfigError, DataError, DtfError
@@ -36,6 +35,7 @@ from dtf.model.class_probabilities import class_probabilities
 from dtf.model.forward import cast_floating
 from dtf.model.init import init_model
 from dtf.model.pretrained import Weights
+from dtf.sparse.table_checkpoints import COUNT
 
 ROWS = 5
 """Rows to try an exported model on, beside a single one."""
@@ -124,7 +124,7 @@ def _with_tables(rank: Rank, job: ExportJob, weights: Weights, rows: Dataset) ->
 
     settings, pruning = rank.settings, Pruning(job.min_score, job.max_rows)
     if not pruning:
-        _refuse_large(weights, job.forms)
+        _refuse_large(weights, job.forms, settings.recipe)
         return trained_model(settings, weights), {}
 
     def look(pruning: Pruning | None) -> tuple[nn.Module, dict[str, int], dict[str, float] | None]:
@@ -143,14 +143,14 @@ def _with_tables(rank: Rank, job: ExportJob, weights: Weights, rows: Dataset) ->
     return model, told
 
 
-def _refuse_large(weights: Weights, forms: list[Form]) -> None:
+def _refuse_large(weights: Weights, forms: list[Form], recipe: Recipe) -> None:
     source = weights.source()
     if Form.pt2 not in forms or source is None:
         return
-    for name, tensor in source.manifest.tensors.items():
-        size = volume(tensor.shape) * ITEM_BYTES[tensor.dtype]
-        if name.startswith("table/") and name.endswith("/rows") and size > MOST_TABLE_BYTES:
-            table, count = name.split("/")[1], tensor.shape[0]
+    for table, spec in recipe.tables().items():
+        count = int(source.read(f"table/{table}/{COUNT}"))
+        size = count * spec.width * 4
+        if size > MOST_TABLE_BYTES:
             raise ConfigError(
                 f"table {table} has {count:,} rows ({size / 1e9:.1f} GB), and a program gets more than 1 GiB only "
                 f"where job.max_rows says so; use job.max_rows=N or job.min_score=S for fewer, job.max_rows={count} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,7 +45,7 @@ def memory_of(task: Task, here: Collection[str]) -> dict[str, int]:
     assert task.rows is not None
     specs, rule, item = table_specs(task), task.rows, DTYPES[task.precision.param].itemsize
     needs = {name: specs[name].most_rows * (item * rule.record_columns(specs[name].width) + _BESIDE) for name in here}
-    left, bounds_of = int(rule.memory_gb * 1e9), dict.fromkeys(specs, 0)
+    left, bounds_of = int(rule.memory_gb * 1e9), dict[str, int]()
     for number, name in enumerate(sorted(needs, key=lambda name: needs[name])):
         bounds_of[name] = min(needs[name], left // (len(needs) - number))
         left -= bounds_of[name]
@@ -52,10 +53,10 @@ def memory_of(task: Task, here: Collection[str]) -> dict[str, int]:
 
 
 def table_of(
-    task: Task, name: str, columns: tuple[int, int] | None, memory_bytes: int, hashes: tuple[int, int]
+    task: Task, name: str, columns: tuple[int, int] | None, memory_bytes: int | None, hashes: tuple[int, int]
 ) -> SparseTable:
-    """An empty table, or these `columns` of one, in one process, as the options of `sparse` say. `hashes`: the least
-    and the largest of the ids that come.
+    """An empty table, or these `columns` of one, in one process, as the options of `sparse` say. `memory_bytes`: see
+    `memory_of`; None: the process never has a row of it. `hashes`: the least and the largest of the ids that come.
     """
     from dtf.sparse.living_table import table_class
     from dtf.sparse.tiered_table import TieredTable
@@ -63,7 +64,9 @@ def table_of(
     rule, spec = task.rows, task.recipe.tables()[name]
     assert rule is not None
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
-    if rule.disk and memory_bytes:
+    if memory_bytes is None:
+        spec = replace(spec, capacity=1)
+    elif rule.disk:
         return TieredTable(spec, rule, task.seed, name, kind, memory_bytes, hashes)
     return table_class(rule)(spec, rule, task.seed, name, kind, columns)
 
@@ -99,7 +102,7 @@ def tables_of(
         columns = bounds(spec.width, world.size, world.rank) if placement is Placement.column_wise else (0, spec.width)
         divided = (world.size, world.rank) if placement is Placement.row_wise else (1, 0)
         hashes = owned_hashes(*divided, task.rows.shards(spec))
-        store = table_of(task, name, columns, memory[name], hashes)
+        store = table_of(task, name, columns, memory.get(name), hashes)
         match placement:
             case Placement.replicated:
                 spread[name] = DataParallelTable(store, world, givers)

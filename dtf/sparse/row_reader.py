@@ -142,7 +142,7 @@ class RowReader:
         now, self.fault = self._now, ""
         try:
             folders = resolve_checkpoints(self._path, "path")
-        except DataError as error:
+        except (DataError, OSError) as error:
             self.fault = str(error)
             return False
         steps = [storage.step_of(folder.name) for folder in folders]

@@ -123,11 +123,11 @@ def _size(table: Table, rule: RowOptimizer, item: int) -> int:
 
 def _reason(chosen: Placement, costs: Mapping[Placement, float], use: TableUse, too_large: int) -> str:
     """`458 kB a rank and step (replicated 463 kB), 5,982 distinct of 59,332 ids`."""
-    others = {placement: cost for placement, cost in costs.items() if placement is not chosen}
-    second = min(others, key=lambda placement: others[placement])
-    full = f", replicated would take {bytes_text(too_large)}" if too_large else ""
-    here, there = (bytes_text(round(costs[each])) for each in (chosen, second))
+    others = sorted((cost, placement.value) for placement, cost in costs.items() if placement is not chosen)
+    texts = [f"{name} {bytes_text(round(cost))}" for cost, name in others[:1]]
+    texts += [f"replicated would take {bytes_text(too_large)}"] if too_large else []
+    beside = f" ({', '.join(texts)})" if texts else ""
     return (
-        f"{here} a rank and step ({second.value} {there}{full}), "
+        f"{bytes_text(round(costs[chosen]))} a rank and step{beside}, "
         f"{use.distinct:,.0f} distinct ids a rank of {use.shown:,.0f} in a batch"
     )

@@ -4,9 +4,7 @@ table in memory, bit for bit.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from dtf.api.row_optimizer import RowOptimizer
 from dtf.api.sparse_table import Table
 from dtf.core.errors import ConfigError
 from dtf.host.devices import allow_files
-from dtf.host.scratch import scratch_folder
+from dtf.host.scratch import hold_scratch_folder
 from dtf.sparse.disk import saved_rows
 from dtf.sparse.disk.record_format import RecordFormat
 from dtf.sparse.disk.saved_rows import Part, RowsSetAside
@@ -46,18 +44,16 @@ class TieredTable(SparseTable):
         hashes: tuple[int, int],
     ) -> None:
         self._memory_bytes, self._hashes, self._step = memory_bytes, hashes, 0
-        self._folders = ExitStack()
         allow_files(_FILES)
         # here, as the base class makes the rows
         parent = Path(rule.disk).expanduser()
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._folder = self._folders.enter_context(scratch_folder(_PREFIX, parent)) / "rows"
+            self._folder = hold_scratch_folder(self, _PREFIX, parent) / "rows"
         except OSError as error:
             raise ConfigError(f"sparse.disk={rule.disk} cannot be used: {error}") from error
         self._tiers: TieredRecords | None = None
         super().__init__(spec, rule, seed, name, dtype)
-        weakref.finalize(self, self._folders.close)
 
     def clear(self) -> None:
         """Remove all rows."""

@@ -78,10 +78,14 @@ def test_bags_that_no_table_pools_are_refused() -> None:
     data = recipe.open_data("train", 0)
     rows = Batch(*data.fetch(np.arange(2), 0), torch.ones(2), np.arange(2))
     refuse_loose_bags(data, rows, recipe)
-    with pytest.raises(
-        ConfigError, match=r"Clicks.fetch\(\) returned Bags as inputs\['tags'\], and no table of Tabled"
-    ):
+    with pytest.raises(ConfigError, match=r"returned Bags as inputs\['who'\], and their table does not"):
         refuse_loose_bags(data, rows, Tabled())
+    loose = rows._replace(inputs=rows.inputs | {"more": rows.inputs["tags"]})
+    with pytest.raises(ConfigError, match=r"returned Bags as inputs\['more'\], and no table of Tabled"):
+        refuse_loose_bags(data, loose, recipe)
+    named = rows._replace(inputs={name: value for name, value in rows.inputs.items() if name != "who"})
+    with pytest.raises(ConfigError, match=r"has a table for inputs\['who'\], and Clicks.fetch\(\) returned"):
+        refuse_loose_bags(data, named, recipe)
 
 
 class Two(Tabled):

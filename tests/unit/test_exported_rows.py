@@ -45,11 +45,11 @@ def test_without_scores_rows_of_large_norm_go_along() -> None:
 
 
 def test_a_large_table_is_put_into_a_program_where_somebody_says_so(tmp_path: Path) -> None:
-    tensor = SimpleNamespace(shape=(1 << 23, 64), dtype="F32")
-    source = SimpleNamespace(manifest=SimpleNamespace(tensors={"table/ids/rows": tensor, "model/w": tensor}))
-    weights: Any = SimpleNamespace(source=lambda: source)
+    counts = {"table/ids/count": 1 << 23}
+    weights: Any = SimpleNamespace(source=lambda: SimpleNamespace(read=counts.__getitem__))
+    recipe: Any = SimpleNamespace(tables=lambda: {"ids": Table(64, 0, 1 << 24, 0.1)})
     with pytest.raises(ConfigError, match=r"8,388,608 rows \(2.1 GB\).*job.max_rows=8388608 for all"):
-        rank_export._refuse_large(weights, [Form.pt2])
-    rank_export._refuse_large(weights, [Form.safetensors])
-    tensor.shape = (1 << 22, 64)
-    rank_export._refuse_large(weights, [Form.pt2])
+        rank_export._refuse_large(weights, [Form.pt2], recipe)
+    rank_export._refuse_large(weights, [Form.safetensors], recipe)
+    counts["table/ids/count"] = 1 << 22
+    rank_export._refuse_large(weights, [Form.pt2], recipe)

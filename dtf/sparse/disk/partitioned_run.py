@@ -48,8 +48,8 @@ class PartitionedRun:
     """
 
     def __init__(self, form: RecordFormat, low: int, high: int, ranges: int = 1, files: Sequence[Segment] = ()) -> None:
-        """With `files` that lie in it; with none, so many empty `ranges`. DataError where two are the same, or one is
-        missing.
+        """With `files` that lie in it; the rest is divided as if all were, into so many `ranges`. DataError where two
+        are the same, or one is missing.
         """
         self.form, self.low, self.high = form, low, high
         self.ranges, at = list[Range](), low
@@ -57,14 +57,17 @@ class PartitionedRun:
             some = tuple(found)
             if first < at or [file.place for file in some] != list(range(len(some))):
                 raise DataError(f"{some[0].path}: a file of hashes {first} to {last} is missing, or is there twice")
-            if first > at:
-                self.ranges.append(Range(at, first - 1, ()))
+            self._leave_empty(at, first - 1, ranges)
             self.ranges.append(Range(first, last, some))
             at = last + 1
-        if at <= high:
-            ends = split(at, high, 1 if files else min(ranges, high - at + 1))
-            self.ranges += [Range(first, last, ()) for first, last in ends]
+        self._leave_empty(at, high, ranges)
         self._settle()
+
+    def _leave_empty(self, low: int, high: int, ranges: int) -> None:
+        if low <= high:
+            count = -(-(high - low + 1) * ranges // (self.high - self.low + 1))
+            ends = split(low, high, min(count, high - low + 1))
+            self.ranges += [Range(first, last, ()) for first, last in ends]
 
     def _settle(self) -> None:
         self.files = [file for each in self.ranges for file in each.files[::-1]]

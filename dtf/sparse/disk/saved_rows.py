@@ -8,8 +8,10 @@ after the last.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +34,7 @@ SEGMENTS, CHANGED, REMOVED = "segments", "changed", "removed"
 """The tensors of a part."""
 
 _IDS = RecordFormat(0, 0)  # of REMOVED
+_NUMBERS = itertools.count()
 _PART = re.compile(rf"disk_\d+/({SEGMENTS}|{CHANGED}|{REMOVED})")
 
 Files = list[tuple[Path, StoredFile]]
@@ -70,11 +73,11 @@ class RowsSetAside:
         """Links the segments, writes what is newer. The table is as before. OSError where the disk is full or fails:
         nothing of the folder is there.
         """
-        self._folder = table.folder / "set_aside"
+        self._folder = table.folder / f"{next(_NUMBERS)}_set_aside"
+        weakref.finalize(self, shutil.rmtree, self._folder, True)  # where a save fails before `write`
         with suppress(SaveError):  # its rows are newer than any file then
             table.finish_sweep()
         try:
-            self.forget()
             self._folder.mkdir(mode=0o700)
             self._kinds: dict[str, list[Segment]] = {SEGMENTS: list(table.run.files)}
             for segment in self._kinds[SEGMENTS]:
@@ -142,7 +145,7 @@ def load(table: TieredRecords, parts: list[Part]) -> None:
         there = [opened(table.form, *file) for part in parts for file in part.segments]
         ranges = [each for each in PartitionedRun(table.form, 0, LAST, files=there).ranges if each.files]
         mine = [file for each in ranges if each.low <= high and each.high >= low for file in _linked(table, each)]
-        table.run = PartitionedRun(table.form, low, high, files=mine)
+        table.run = PartitionedRun(table.form, low, high, table.least_ranges, mine)
         table.rows = sum(file.new for file in mine)
         most = max(1, table.cache.capacity // 4)  # the memory may be smaller than it was
         for part in parts:

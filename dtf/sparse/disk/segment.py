@@ -187,11 +187,12 @@ def write_segment(
             os.unlink(draft)
             return made
         os.rename(draft, path)
+        return made.open(path, stored)
     except BaseException:
-        with suppress(OSError):
-            os.unlink(draft)
+        for each in (draft, path):
+            with suppress(OSError):
+                os.unlink(each)
         raise
-    return made.open(path, stored)
 
 
 def _head(made: Segment) -> bytes:

@@ -90,6 +90,7 @@ class TieredRecords:
         self.records, self.extra = self.cache.records, self.cache.extra
         if ranges is None:
             ranges = max(RANGES[0], min(1 << (self.cache.capacity * form.size // RANGE_BYTES).bit_length(), RANGES[1]))
+        self.least_ranges = ranges
         self.run = PartitionedRun(form, low, high, ranges)
         self.rows = self.dirty = 0
         self.hits = self.misses = self.pages_read = self.rows_swept = self.bytes_swept = 0
@@ -355,6 +356,10 @@ def _readers(count: int, process: int) -> ThreadPoolExecutor:
         for _ in range(count):
             threads.submit(all_run.wait)
         all_run.wait()
+    except RuntimeError as error:  # the machine has no more threads now
+        all_run.abort()
+        threads.shutdown(cancel_futures=True)
+        raise ConfigError(f"sparse.disk reads by {count} threads, and this host lets no more start: {error}") from error
     finally:
         threading.stack_size(before)
     return threads
