@@ -65,8 +65,9 @@ class LivingTable(SparseTable):
         crowded, coming = life.crowded(shards)
         if len(crowded):
             self._leave(life.lowest(crowded, coming, step))
-            fits = life.fits(ids[new], shards, scores)
-            new, scores, shards = new[fits], scores[fits], shards[fits]
+            if len(life.crowded(shards)[0]):
+                fits = life.fits(ids[new], shards, scores)
+                new, scores, shards = new[fits], scores[fits], shards[fits]
         life.refused += asking - len(new)
         made = life.settle(ids[new], shards, scores, step)
         self._index.insert(ids[new], made)
