@@ -13,7 +13,7 @@ import numpy as np
 
 from dtf.api.row_optimizer import RowOptimizer
 from dtf.api.sparse_table import Table
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, io_failure
 from dtf.host.scratch import scratch_folder
 from dtf.sparse.disk import saved_rows
 from dtf.sparse.disk.record_format import RecordFormat
@@ -30,7 +30,8 @@ class TieredTable(SparseTable):
     """See `SparseTable`. `memory_bytes`: of rows and their index. `hashes`: the least and the largest hash of the ids
     that come, see `owned_hashes`. Positions hold until the next call.
 
-    Also raises SaveError where the disk is full or fails, DataError where a page is damaged.
+    Also raises SaveError where the disk is full or fails, DataError where a page is damaged. ConfigError for a folder
+    that cannot be used.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class TieredTable(SparseTable):
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder = self._folders.enter_context(scratch_folder(_PREFIX, parent)) / "rows"
         except OSError as error:
-            raise ConfigError(f"sparse.disk={rule.disk} cannot be used: {error}") from error
+            raise io_failure(error) or ConfigError(f"sparse.disk={rule.disk} cannot be used: {error}") from error
         self._tiers: TieredRecords | None = None
         super().__init__(spec, rule, seed, name, dtype)
         weakref.finalize(self, self._folders.close)
