@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dtf.api.row_optimizer import RowOptimizer
+from dtf.api.row_storage import FOLDERS
 from dtf.api.sparse_table import Table
 from dtf.core.errors import ConfigError, io_failure
 from dtf.host.scratch import scratch_folder
@@ -21,7 +22,6 @@ from dtf.sparse.disk.saved_rows import Part, RowsSetAside
 from dtf.sparse.disk.tiered_records import TieredRecords
 from dtf.sparse.store import DECAYED, Rows, SparseTable, full
 
-_PREFIX = "dtf-rows-"
 _SINCE = 8  # bytes of `extra`, where steps shrink rows: see `SparseTable.decayed`
 _SHARE = 4  # of the rows that memory holds, what is put at a time
 
@@ -50,7 +50,7 @@ class TieredTable(SparseTable):
         parent = Path(rule.disk).expanduser()
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._folder = self._folders.enter_context(scratch_folder(_PREFIX, parent)) / "rows"
+            self._folder = self._folders.enter_context(scratch_folder(FOLDERS, parent)) / "rows"
         except OSError as error:
             raise io_failure(error) or ConfigError(f"sparse.disk={rule.disk} cannot be used: {error}") from error
         self._tiers: TieredRecords | None = None
