@@ -139,12 +139,15 @@ def _merged(layers: dict[int, dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     What a layer does not keep of its rows, as none had it yet, is 0.
     """
     ids, known, picks = np.empty(0, np.int64), np.empty(0, np.int64), dict[int, np.ndarray]()
+    merged: dict[str, np.ndarray] = {}
     for layer in sorted(layers, reverse=True):
         here = layers[layer].pop("ids", known[:0])
         picks[layer] = np.flatnonzero(~np.isin(here, known))
         ids = np.concatenate([ids, here[picks[layer]]])
         known = np.union1d(known, np.concatenate([here, layers[layer].pop("removed", here[:0])]))
-    order, merged = np.argsort(ids), {"ids": ids} if layers else {}
+    if layers:
+        merged["ids"] = ids
+    order = np.argsort(ids)
     for key in {key: None for layer in sorted(layers) for key in layers[layer]}:
         width = next(arrays[key].shape[1:] for arrays in layers.values() if key in arrays)
         parts = [
@@ -164,7 +167,8 @@ def name_counts(name: str) -> bool:
 
 def whole_tensor(checkpoint: Path, name: str, stored: StoredTensor) -> np.ndarray:
     """One tensor of a checkpoint, see `checkpoint_tensors`; rows of tables in the order of the checkpoint."""
-    tensor = np.full(stored.shape, np.nan) if not name.endswith("/ids") else np.empty(stored.shape, np.int64)
+    holds_ids = name.endswith(("/ids", "/removed"))
+    tensor = np.empty(stored.shape, np.int64) if holds_ids else np.full(stored.shape, np.nan)
     for box in stored.boxes:
         part = tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))
         if stored.dtype == "BF16":  # numpy has no such numbers
