@@ -5,12 +5,19 @@ row optimizers have. Torch-free.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from dtf.api.registry import option
 from dtf.api.schema import KeyProblem
+from dtf.host.scratch import remove_scratch
+
+FOLDERS = "dtf-rows-"
+"""What names begin with in the folder `disk`: each table of each process has a folder of its own."""
 
 MOST_RECORD_BYTES = 4096 - 8
 """Of a row on disk with its id and state: it lies in one page, beside a checksum."""
@@ -68,3 +75,15 @@ class RowStorage:
         texts = [f"{self.memory_gb:g} GB a process in memory, the others in {self.disk}"] if self.disk else []
         texts += ["rounded to bfloat16"] if self.values is Values.bf16 else []
         return "; ".join(texts)
+
+
+@contextmanager
+def rows_removed(config: dict[str, Any]) -> Iterator[None]:
+    """A context in which the ranks of this host run. Afterwards nothing is left of the rows that they kept on disk,
+    however they ended.
+    """
+    try:
+        yield
+    finally:
+        if disk := config.get("sparse", {}).get("disk"):
+            remove_scratch(FOLDERS, Path(disk).expanduser())

@@ -14,6 +14,8 @@ from pathlib import Path
 LOCK = "lock"
 """The file in such a folder that is locked as long as its process lives."""
 
+_own: set[Path] = set()
+
 
 @contextmanager
 def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
@@ -25,6 +27,7 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
         with suppress(OSError):
             _remove_unlocked(path)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name:
+        _own.add(Path(name).absolute())
         made = Path(name, ".made")
         lock = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -33,13 +36,23 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
             yield Path(name)
         finally:
             os.close(lock)
+            _own.discard(Path(name).absolute())
+
+
+def remove_scratch(prefix: str, parent: Path) -> None:
+    """Remove the folders in `parent` of this process, and those of this user whose processes have ended."""
+    for path in parent.absolute().glob(f"{prefix}*"):
+        if path in _own:
+            shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            _remove_unlocked(path)
 
 
 _held: set[weakref.finalize] = set()
 
 
 def hold_scratch_folder(owner: object, prefix: str, parent: Path) -> Path:
-    """A scratch folder that is removed with its `owner`, at the end of the context `held_folders`, or with the process."""
+    """A scratch folder that is removed with its `owner`, by `held_folders`, or with the process."""
     stack = ExitStack()
     folder = stack.enter_context(scratch_folder(prefix, parent))
     _held.add(weakref.finalize(owner, _close, stack))

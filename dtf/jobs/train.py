@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dtf.api.job import Job
 from dtf.api.observer import Observers
 from dtf.api.registry import register
+from dtf.api.row_storage import rows_removed
 from dtf.cluster.submit import refuse_submitted
 from dtf.core.errors import BudgetError, ConfigError, DtfError, Exit, io_failure
 from dtf.core.types import Ended, Event, Failed, Measured, Note
@@ -119,7 +120,7 @@ class TrainJob(Job):
             observers.open(run.folder, run.redacted())
             for text in run.notes:
                 see(Note("warning", text))
-            with meter or nullcontext():
+            with meter or nullcontext(), rows_removed(run.config):
                 exit = Exit(launcher.launch(run, see))
         except (DtfError, OSError) as error:
             failure = io_failure(error, run.folder) or error

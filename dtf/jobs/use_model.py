@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf.api.recipe import Recipe, Split
+from dtf.api.row_storage import rows_removed
 from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.cluster.submit import refuse_submitted
 from dtf.core.errors import ConfigError, DtfError, Exit
@@ -62,7 +63,8 @@ def launch(composed: Composed, entry: str, splits: Collection[Split], one_rank: 
         print_event(event)
 
     try:
-        exit = Exit(launcher.launch(run, see, entry))
+        with rows_removed(run.config):
+            exit = Exit(launcher.launch(run, see, entry))
         cause = cause if exit else "finished"
     except DtfError as error:
         exit, cause, raised = error.exit, str(error), type(error).__name__

@@ -18,7 +18,7 @@ from dtf.checkpoint.storage import checkpoints, read_manifest, step_of
 from dtf.core.errors import DataError
 from dtf.core.text import count_text
 from dtf.runs.compare import first_module, relative
-from dtf.runs.recorded_run import TABLES, RecordedRun, in_order, name_counts, records, whole_tensor
+from dtf.runs.recorded_run import TABLES, RecordedRun, group_tensors, records, tensor_groups
 from dtf.runs.results import Result, differences
 
 _STATE = "state.json"
@@ -179,16 +179,17 @@ def _checkpoints(one: Path, other: Path, tolerance: float) -> dict[str, Any]:
 
 def _tensors(one: Path, other: Path) -> tuple[dict[str, float], list[str]]:
     """max|a - b| / max|a| of each tensor that both have, read one after the other; names that only one has."""
-    manifests = [_manifest(path) for path in (one, other)]
-    names = [{name for name in manifest.tensors if name_counts(name)} for manifest in manifests]
-    distances: dict[str, float] = {}
-    for group in _groups(sorted(names[0] & names[1])):
-        sides = [
-            in_order({name: whole_tensor(path, name, manifest.tensors[name]) for name in group})
-            for path, manifest in zip((one, other), manifests, strict=True)
-        ]
-        distances |= {name: relative(sides[0][name], sides[1][name]) for name in group}
-    return distances, sorted(names[0] ^ names[1])
+    manifests = [(path, _manifest(path)) for path in (one, other)]
+    groups = [tensor_groups(manifest) for _, manifest in manifests]
+    distances, only = dict[str, float](), list[str]()
+    for group in sorted({*groups[0], *groups[1]}):
+        a, b = (
+            dict(group_tensors(path, manifest, group, names.get(group, ())))
+            for (path, manifest), names in zip(manifests, groups, strict=True)
+        )
+        distances |= {name: relative(a[name], b[name]) for name in a if name in b}
+        only += a.keys() ^ b.keys()
+    return distances, sorted(only)
 
 
 def _manifest(checkpoint: Path) -> Manifest:
@@ -196,17 +197,6 @@ def _manifest(checkpoint: Path) -> Manifest:
         return read_manifest(checkpoint)
     except DataError as error:
         raise DataError(f"{checkpoint}: {error}; move this checkpoint away to compare the others") from error
-
-
-def _groups(names: Sequence[str]) -> Iterator[list[str]]:
-    """Tensors to read together: each alone, those of a sparse table at once, as its ids order its rows."""
-    tables: dict[str, list[str]] = {}
-    for name in names:
-        if name.startswith(TABLES):
-            tables.setdefault(name.rpartition("/")[0], []).append(name)
-        else:
-            yield [name]
-    yield from tables.values()
 
 
 def _first_tensor(names: Sequence[str]) -> str:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from safetensors import safe_open
 
-from dtf.checkpoint.manifest import StoredTensor
+from dtf.checkpoint.manifest import Manifest, StoredTensor
 from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.checkpoint.storage import read_manifest
 from dtf.core.errors import DataError
 
 TABLES = "table/"
+_OF_LAYER = re.compile(r"(?:delta_([1-9]\d*)/)?([\w.]+)")
+"""Of a table: what is kept of its rows, by layer."""
 _HEAD = ("split", "step", "epoch", "seconds")
 """What a line of metrics.jsonl has beside metrics."""
 
@@ -81,13 +85,77 @@ def checkpoint_tensors(checkpoint: Path) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint, whole, in fp64; ids of rows in int64. Needs no torch, as the launching process has
     none.
     """
-    return in_order(
-        {
-            name: whole_tensor(checkpoint, name, stored)
-            for name, stored in sorted(read_manifest(checkpoint).tensors.items())
-            if name_counts(name)
-        }
-    )
+    manifest = read_manifest(checkpoint)
+    groups = tensor_groups(manifest).items()
+    return {key: array for group, names in groups for key, array in group_tensors(checkpoint, manifest, group, names)}
+
+
+def tensor_groups(manifest: Manifest) -> dict[str, list[str]]:
+    """The names of what is read together: of a sparse table, under `table/NAME/`, and of each other tensor alone."""
+    ends = (name.removesuffix("count") for name in manifest.tensors if re.fullmatch(rf"{TABLES}.+/count", name))
+    tables = sorted(ends, key=len, reverse=True)
+    groups: dict[str, list[str]] = {}
+    for name in filter(name_counts, sorted(manifest.tensors)):
+        groups.setdefault(next((table for table in tables if name.startswith(table)), name), []).append(name)
+    return groups
+
+
+def group_tensors(
+    checkpoint: Path, manifest: Manifest, group: str, names: Sequence[str]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a group, see `checkpoint_tensors`. Those of a table have its rows by ascending id and the same
+    names, whether these lay in memory or on disk, and whether they were saved at once or in layers of changes.
+    """
+    layers: dict[int, dict[str, np.ndarray]] = {}
+    on_disk = any(name.startswith(f"{group}columns/") for name in names)
+    for name in names:
+        key = _OF_LAYER.fullmatch(name.removeprefix(group))
+        if on_disk and name.startswith((f"{group}columns/", f"{group}disk_")):
+            continue
+        tensor = whole_tensor(checkpoint, name, manifest.tensors[name])
+        if key and tensor.ndim and name != group:
+            layers.setdefault(int(key[1] or 0), {})[key[2]] = tensor
+        else:
+            yield name, tensor
+    if on_disk:
+        layers[0] = _rows_on_disk(checkpoint, manifest, group, names)
+    yield from ((f"{group}{key}", array) for key, array in _merged(layers).items())
+
+
+def _rows_on_disk(checkpoint: Path, manifest: Manifest, table: str, names: Sequence[str]) -> dict[str, np.ndarray]:
+    from dtf.sparse.disk.saved_rows import parts_in, tensors_of  # it needs numba
+    from dtf.sparse.store import DECAYED
+
+    place = f"{table}columns/"
+    kept = {name.removeprefix(place): name for name in names if name.startswith(place)}
+    ends = {key: whole_tensor(checkpoint, name, manifest.tensors[name]) for key, name in kept.items()}
+    columns = {key: (int(first), int(last)) for key, (first, last) in ends.items()}
+    found = tensors_of(parts_in(checkpoint, set(names), table), columns, DECAYED)
+    return {key: array if key == "ids" else array.astype(np.float64) for key, array in found.items()}
+
+
+def _merged(layers: dict[int, dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The rows of a table by ascending id: each from the newest layer that has its id, unless a newer one removes it.
+    What a layer does not keep of its rows, as none had it yet, is 0.
+    """
+    ids, known, picks = np.empty(0, np.int64), np.empty(0, np.int64), dict[int, np.ndarray]()
+    merged: dict[str, np.ndarray] = {}
+    for layer in sorted(layers, reverse=True):
+        here = layers[layer].pop("ids", known[:0])
+        picks[layer] = np.flatnonzero(~np.isin(here, known))
+        ids = np.concatenate([ids, here[picks[layer]]])
+        known = np.union1d(known, np.concatenate([here, layers[layer].pop("removed", here[:0])]))
+    if layers:
+        merged["ids"] = ids
+    order = np.argsort(ids)
+    for key in {key: None for layer in sorted(layers) for key in layers[layer]}:
+        width = next(arrays[key].shape[1:] for arrays in layers.values() if key in arrays)
+        parts = [
+            layers[layer][key][pick] if key in layers[layer] else np.zeros((len(pick), *width))
+            for layer, pick in picks.items()
+        ]
+        merged[key] = np.concatenate(parts)
+    return {key: array[order] for key, array in merged.items()}
 
 
 def name_counts(name: str) -> bool:
@@ -99,7 +167,8 @@ def name_counts(name: str) -> bool:
 
 def whole_tensor(checkpoint: Path, name: str, stored: StoredTensor) -> np.ndarray:
     """One tensor of a checkpoint, see `checkpoint_tensors`; rows of tables in the order of the checkpoint."""
-    tensor = np.full(stored.shape, np.nan) if not name.endswith("/ids") else np.empty(stored.shape, np.int64)
+    holds_ids = name.endswith(("/ids", "/removed"))
+    tensor = np.empty(stored.shape, np.int64) if holds_ids else np.full(stored.shape, np.nan)
     for box in stored.boxes:
         part = tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))
         if stored.dtype == "BF16":  # numpy has no such numbers

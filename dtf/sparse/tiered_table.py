@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from dtf.api.row_optimizer import RowOptimizer
+from dtf.api.row_storage import FOLDERS
 from dtf.api.sparse_table import Table
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, io_failure
 from dtf.host.devices import allow_files
 from dtf.host.scratch import hold_scratch_folder
 from dtf.sparse.disk import saved_rows
@@ -20,7 +21,6 @@ from dtf.sparse.disk.saved_rows import Part, RowsSetAside
 from dtf.sparse.disk.tiered_records import TieredRecords
 from dtf.sparse.store import DECAYED, Rows, SparseTable, full
 
-_PREFIX = "dtf-rows-"
 _SINCE = 8  # bytes of `extra`, where steps shrink rows: see `SparseTable.decayed`
 _FILES = 1 << 16  # of all tables of a process: up to nine for 128 MB of rows
 _SHARE = 4  # of the rows that memory holds, what is put at a time
@@ -30,7 +30,8 @@ class TieredTable(SparseTable):
     """See `SparseTable`. `memory_bytes`: of rows and their index. `hashes`: the least and the largest hash of the ids
     that come, see `owned_hashes`. Positions hold until the next call.
 
-    Also raises SaveError where the disk is full or fails, DataError where a page is damaged.
+    Also raises SaveError where the disk is full or fails, DataError where a page is damaged. ConfigError for a folder
+    that cannot be used.
     """
 
     def __init__(
@@ -49,9 +50,9 @@ class TieredTable(SparseTable):
         parent = Path(rule.disk).expanduser()
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._folder = hold_scratch_folder(self, _PREFIX, parent) / "rows"
+            self._folder = hold_scratch_folder(self, FOLDERS, parent) / "rows"
         except OSError as error:
-            raise ConfigError(f"sparse.disk={rule.disk} cannot be used: {error}") from error
+            raise io_failure(error) or ConfigError(f"sparse.disk={rule.disk} cannot be used: {error}") from error
         self._tiers: TieredRecords | None = None
         super().__init__(spec, rule, seed, name, dtype)
 

@@ -50,10 +50,11 @@ def test_evaluates_under_another_strategy_to_the_same_numbers(trained: Path, run
     """The command line says nothing of sgd: only rows are read, as they are after their lazy decay, not how they
     learnt.
     """
-    result = run_dtf(
-        "job=evaluate", f"job.model={trained}", "strategy=fsdp", "launcher.processes=2", folder=tmp_path / "e"
-    )
+    disk = (f"sparse.disk={tmp_path / 'rows'}", "sparse.memory_gb=0.001")
+    words = ("job=evaluate", f"job.model={trained}", "strategy=fsdp", "launcher.processes=2", *disk)
+    result = run_dtf(*words, folder=tmp_path / "e")
     assert result.code == 0, result.err
+    assert list((tmp_path / "rows").iterdir()) == [], "the run has ended"
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if line["split"] == "eval"][-1]
     found = json.loads((tmp_path / "e" / "evaluation.json").read_text())["metrics"]

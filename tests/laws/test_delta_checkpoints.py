@@ -21,6 +21,7 @@ from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.sparse.make_tables import tables_of
 from tests.laws.test_sharded_tables import ANY, LIFE, WAYS
+from tests.support.checkpoints import same_tensors
 from tests.support.harness import PRECISIONS, difference, reference, spread
 from tests.support.sparse_toy import Tabled
 
@@ -75,6 +76,8 @@ def test_a_run_goes_on_from_changes_as_from_a_whole_save(first: str, second: str
     assert alike <= changed.names() and all(torch.equal(whole.read(key), changed.read(key)) for key in alike)
     loaded, expected = rows(changed, case), rows(whole, case)
     assert loaded.keys() == expected.keys() and all(torch.equal(loaded[key], expected[key]) for key in expected)
+
+    same_tensors(changed.folder, whole.folder)
 
     goes_on, expected = (
         spread(other, more, options=others, start=str(source.folder), **case) for source in (changed, whole)

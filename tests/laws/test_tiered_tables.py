@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.laws.test_sharded_tables import ANY, WAYS
+from tests.support.checkpoints import same_tensors
 from tests.support.harness import difference, reference, spread
 
 slow = pytest.mark.slow
@@ -39,8 +40,11 @@ def test_every_strategy_gives_the_numbers_of_tables_in_memory(way: str, tmp_path
 def test_bits_are_those_of_a_table_in_memory(precision: str, values: str, rule: str, tmp_path: Path) -> None:
     more = {"weight_decay": 0.1, "values": values}
     case: dict[str, Any] = {"sparse": rule, "precision": precision, "steps": 8}
-    on_disk = spread("ddp", 1, **case, **tiered(tmp_path, **more))
-    assert difference(spread("ddp", 1, recipe=RECIPE, sparse_options=more, **case), on_disk) == 0
+    case |= {"save_every": 8}
+    on_disk = spread("ddp", 1, folder=str(tmp_path / "a"), **case, **tiered(tmp_path, **more))
+    in_memory = spread("ddp", 1, folder=str(tmp_path / "b"), recipe=RECIPE, sparse_options=more, **case)
+    assert difference(in_memory, on_disk) == 0
+    same_tensors(*(tmp_path / run / "step_000008" for run in "ab"))
 
 
 PAIRS = [

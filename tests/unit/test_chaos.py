@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -276,6 +277,18 @@ def test_a_fault_that_finds_nobody_does_nothing(name: str, tmp_path: Path, monke
     target = Target(os.getpid(), tmp_path, random.Random(0))
     FAULTS[name].strike(target)
     assert not target.done, "its trial does not count"
+
+
+def test_rows_on_disk_share_the_full_disk_in_some_trials(tmp_path: Path) -> None:
+    """The disks of some trials hold both folders, those of others one of them."""
+    told, asked, rows = set(), [], tmp_path / "rows"
+    control: Any = SimpleNamespace(disk=lambda mode, folders, *_: asked.append(frozenset(folders)))
+    for seed in range(20):
+        target = Target(0, tmp_path / "run", random.Random(seed), control=control, rows=rows)
+        FAULTS["disk_full"].strike(target)
+        told |= set(target.done)
+    assert set(asked) == {frozenset(each) for each in ({target.folder, rows}, {rows}, {target.folder})}
+    assert told == {f"the disk is full{where}" for where in ("", " below sparse.disk", " below the run folder")}
 
 
 def test_a_reference_of_other_options_is_no_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,23 +48,25 @@ print([tried(call) for call in (
     lambda: open("new", "w"),
     lambda: os.rename("there", "moved"),
     lambda: os.fsync(os.open("old", os.O_RDONLY)),
+    lambda: os.link("old", "linked"),
+    lambda: open({rows!r}, "w"),
     lambda: open({elsewhere!r}, "w").write("x"),
 )])
 """
 
 
-EIO = "Input/output error"
+EIO, FULL = "Input/output error", "No space left on device"
 
 
 @pytest.mark.parametrize(
     ("order", "expected"),
     [
-        ({"mode": "off"}, ["ok", "ok", "ok", "ok", "ok"]),
-        ({"mode": "full", "error": errno.ENOSPC}, ["No space left on device"] * 2 + ["ok", "ok", "ok"]),
-        ({"mode": "fail", "error": errno.EIO}, [EIO] * 4 + ["ok"]),
-        ({"mode": "fail", "error": errno.EIO, "after": 2}, ["ok", "ok", EIO, EIO, "ok"]),
-        ({"mode": "fail", "error": errno.EIO, "after": 1, "failures": 1}, ["ok", EIO, "ok", "ok", "ok"]),
-        ({"mode": "slow", "delay_s": 0.001}, ["ok"] * 5),
+        ({"mode": "off"}, ["ok"] * 7),
+        ({"mode": "full", "error": errno.ENOSPC}, [FULL] * 2 + ["ok"] * 2 + [FULL] * 2 + ["ok"]),
+        ({"mode": "fail", "error": errno.EIO}, [EIO] * 6 + ["ok"]),
+        ({"mode": "fail", "error": errno.EIO, "after": 2}, ["ok"] * 2 + [EIO] * 4 + ["ok"]),
+        ({"mode": "fail", "error": errno.EIO, "after": 1, "failures": 1}, ["ok", EIO] + ["ok"] * 5),
+        ({"mode": "slow", "delay_s": 0.001}, ["ok"] * 7),
     ],
 )  # fmt: skip
 def test_calls_below_a_folder_fail_as_they_are_told(
@@ -72,13 +74,16 @@ def test_calls_below_a_folder_fail_as_they_are_told(
 ) -> None:
     folder = tmp_path / "disturbed"
     folder.mkdir()
+    (tmp_path / "rows").mkdir()
     for name in ("there", "old"):
         (folder / name).write_text("x")
     control = preload.Control(tmp_path, library)
-    control.disk(prefix=folder, **order)
-    code = TRIES.format(folder=str(folder), elsewhere=str(tmp_path / "elsewhere"), opened=False)
+    control.disk(prefixes=[folder, tmp_path / "rows"], **order)
+    code = TRIES.format(
+        folder=str(folder), elsewhere=str(tmp_path / "elsewhere"), rows=str(tmp_path / "rows/new"), opened=False
+    )
     assert python(code, control.environment) == str(expected)
-    assert control.hits == (4 if order["mode"] == "slow" else sum(word != "ok" for word in expected))
+    assert control.hits == (6 if order["mode"] == "slow" else sum(word != "ok" for word in expected))
     control.close()
 
 
@@ -95,7 +100,7 @@ def test_the_clock_of_the_day_jumps_and_the_other_does_not(library: Path, tmp_pa
 def test_a_disk_that_nobody_writes_to_is_not_disturbed(library: Path, tmp_path: Path) -> None:
     control = preload.Control(tmp_path, library)
     assert trial._met_nothing(FAULTS["disk_full"], control) and not trial._met_nothing(FAULTS["clock_jump"], control)
-    control.disk("full", tmp_path, errno.ENOSPC)
+    control.disk("full", [tmp_path], errno.ENOSPC)
     python(f"import os\ntry: os.mkdir({str(tmp_path / 'made')!r})\nexcept OSError: pass", control.environment)
     assert not trial._met_nothing(FAULTS["disk_full"], control)
     control.close()

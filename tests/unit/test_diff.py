@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from dtf.checkpoint.manifest import StoredBox, StoredTensor
 from dtf.config.compose import compose
 from dtf.core.errors import ConfigError, DataError
 from dtf.runs import diff as diffs
 from dtf.runs.diff import diff, lines
+from dtf.runs.recorded_run import whole_tensor
 from dtf.runs.results import read_runs
 from tests.unit.test_report import run_folder
 
@@ -149,6 +152,14 @@ def test_runs_that_trained(run_dtf, tmp_path: Path) -> None:
     unknown, text = found(tmp_path / "a", tmp_path / "b")
     assert unknown["checkpoints"]["common"] == [] and unknown["data"] is None
     assert "data: not known of both, as checkpoints hold it" in text
+
+
+@pytest.mark.parametrize("key", ["ids", "removed"])
+def test_ids_are_read_exactly(key: str, tmp_path: Path) -> None:
+    ids, name = np.array([2**62 + 1, -(2**62) - 3]), f"table/t/delta_1/{key}"
+    save_file({name: ids}, tmp_path / "a")
+    stored = StoredTensor("I64", (2,), (StoredBox("a", name, (0,), (2,)),))
+    assert whole_tensor(tmp_path, name, stored).tolist() == ids.tolist()
 
 
 def test_a_run_folder_without_its_key_is_refused_with_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dtf.host.scratch import scratch_folder
+from dtf.host.scratch import remove_scratch, scratch_folder
 
 HOLD = """
 import sys
@@ -43,5 +43,11 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: py
     with scratch_folder("dtf-test-") as own:
         assert own.is_dir() and (kept / "file").exists() and others.is_dir() and not left.exists()
     assert not own.exists()
+    killed, left = holder(tmp_path)
+    killed.kill()
+    killed.wait()
+    with scratch_folder("dtf-test-") as own:  # an end that comes before that of the context
+        remove_scratch("dtf-test-", tmp_path)
+        assert not own.exists() and not left.exists() and (kept / "file").exists() and others.is_dir()
     alive.communicate("")
     assert not kept.exists()

@@ -16,13 +16,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dtf.api.sparse_table import Table
 from dtf.checkpoint import storage
 from dtf.checkpoint.durable_renames import sync_folder
 from dtf.checkpoint.manifest import StoredFile
-from dtf.core.errors import DataError, SaveError
+from dtf.core.errors import ConfigError, DataError, SaveError
 from dtf.sparse.disk import page_kernels, saved_rows
 from dtf.sparse.disk.saved_rows import Part
+from dtf.sparse.disk.segment import LAST
 from dtf.sparse.disk.tiered_records import TieredRecords
+from dtf.sparse.row_optimizers import RowSgd
+from dtf.sparse.tiered_table import TieredTable
 from tests.laws.test_storage_kill import Faults, Killed, counted
 from tests.unit.test_tiered_records import FORM, content, ints, made, write
 from tests.unit.test_tiered_records import save as write_part
@@ -183,6 +187,19 @@ def test_a_full_disk_is_told_and_no_room_in_memory_is_lost(
     cache = table.cache
     sweep_all(table)
     assert len(table._take(cache.capacity, 1, 0)) == cache.capacity
+
+
+@pytest.mark.parametrize(("error", "expected"), [(errno.ENOSPC, SaveError), (errno.EACCES, ConfigError)])
+def test_a_disk_that_is_full_before_there_is_a_row_is_told_as_such(
+    tmp_path: Path, error: int, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(error, os.strerror(error), str(tmp_path))
+
+    monkeypatch.setattr(os, "mkdir", no_room)
+    rule = RowSgd(disk=str(tmp_path / "rows"), memory_gb=1e-5)
+    with pytest.raises(expected, match=os.strerror(error)):
+        TieredTable(Table(2, 0, 100, 0.1), rule, 1, "t", np.float32, 10_000, (0, LAST))
 
 
 def right(table: TieredRecords, kept: dict[int, bytes]) -> None:

@@ -35,6 +35,7 @@ class Target:
     folder: Path
     rng: random.Random
     rank: int = 0
+    rows: Path | None = None  # sparse.disk
     control: preload.Control | None = None
     switch: int = -1  # write `0` or `1`: cut or join the network
     done: list[str] = field(default_factory=list)  # what was done, in words
@@ -149,7 +150,7 @@ class _Preloaded(Fault):
 
 @dataclass
 class Disk(_Preloaded):
-    """Writes below the run folder fail or wait. `mode`: see `preload.Control.disk`."""
+    """Writes below the run folder, sparse.disk or both fail or wait. `mode`: see `preload.Control.disk`."""
 
     mode: str = "full"
     codes: frozenset[int] = frozenset({Exit.OK, Exit.IO})
@@ -165,19 +166,28 @@ class Disk(_Preloaded):
         )
         failures = target.rng.choice([1, 1, preload.ALL]) if self.mode == "fail" else preload.ALL
         delay = target.rng.choice([0.005, 0.02, 0.1]) if self.mode == "slow" else 0.0
-        target.control.disk(self.mode, target.folder, number, after, failures, delay)
+        folders, where = [target.folder], ""
+        if target.rows is not None:
+            folders, where = target.rng.choice(
+                [
+                    ([target.folder, target.rows], ""),
+                    ([target.rows], " below sparse.disk"),
+                    ([target.folder], " below the run folder"),
+                ]
+            )
+        target.control.disk(self.mode, folders, number, after, failures, delay)
         later = "" if failures == 1 else " and all later ones"
         words = {
             "full": "the disk is full",
             "slow": f"each write takes {delay * 1000:.0f} ms more",
             "fail": f"{errno.errorcode[number]} at call {after + 1}{later}",
         }
-        target.done.append(words[self.mode])
+        target.done.append(words[self.mode] + where)
         return math.inf if target.rng.random() < 0.7 else target.rng.uniform(0.1, 2.0)
 
     def release(self, target: Target) -> None:
         if target.control is not None:
-            target.control.disk("off", target.folder)
+            target.control.disk("off", [])
 
 
 @dataclass

@@ -29,7 +29,7 @@ struct control {
     int64_t delay_us;           /* SLOW: before each call */
     _Atomic int64_t clock_ns;   /* added to the clock of the day */
     _Atomic int64_t hits;       /* calls that failed or waited */
-    char prefix[4096];          /* the folder to which all this applies; `clock_ns` applies always */
+    char prefixes[2][4096];     /* the folders to which all this applies; `clock_ns` applies always */
 };
 
 static struct control *control;
@@ -48,8 +48,12 @@ __attribute__((constructor)) static void attach(void) {
     if (!real) real = (type (*)(__VA_ARGS__))dlsym(RTLD_NEXT, name)
 
 static int under(const char *path) {
-    size_t length = strlen(control->prefix);
-    return length && !strncmp(path, control->prefix, length) && (path[length] == '/' || !path[length]);
+    for (int i = 0; i < 2; i++) {
+        const char *prefix = control->prefixes[i];
+        size_t length = strlen(prefix);
+        if (length && !strncmp(path, prefix, length) && (path[length] == '/' || !path[length])) return 1;
+    }
+    return 0;
 }
 
 static int concerns_fd(int fd) {
@@ -225,6 +229,18 @@ int symlink(const char *target, const char *path) {
     REAL(int, "symlink", const char *, const char *);
     ON_PATH(AT_FDCWD, path, 1);
     return real(target, path);
+}
+
+int link(const char *from, const char *to) {
+    REAL(int, "link", const char *, const char *);
+    ON_PATH(AT_FDCWD, to, 1);
+    return real(from, to);
+}
+
+int linkat(int from_folder, const char *from, int to_folder, const char *to, int flags) {
+    REAL(int, "linkat", int, const char *, int, const char *, int);
+    ON_PATH(to_folder, to, 1);
+    return real(from_folder, from, to_folder, to, flags);
 }
 
 int clock_gettime(clockid_t clock, struct timespec *now) {

@@ -7,10 +7,11 @@ import os
 import shutil
 import struct
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("preload.c")
-_LAYOUT = struct.Struct("iiqqqqq4096s")  # struct control in preload.c
+_LAYOUT = struct.Struct("iiqqqqq4096s4096s")  # struct control in preload.c
 _MODES = {"off": 0, "full": 1, "fail": 2, "slow": 3}
 _CLOCK_AT, _HITS_AT = 32, 40
 
@@ -50,18 +51,23 @@ class Control:
         }
 
     def disk(
-        self, mode: str, prefix: Path, error: int = 0, after: int = 0, failures: int = ALL, delay_s: float = 0.0
+        self,
+        mode: str,
+        prefixes: Sequence[Path],
+        error: int = 0,
+        after: int = 0,
+        failures: int = ALL,
+        delay_s: float = 0.0,
     ) -> None:
-        """Disturb what is written below `prefix`.
+        """Disturb what is written below `prefixes`, two folders at most.
 
         `mode`: `full` lets calls that need room fail; `fail` lets `after` calls pass and then so many `failures` fail;
         `slow` delays each call; `off`. `error`: the errno.
         """
         self._memory[0:4] = struct.pack("i", _MODES["off"])
         clock = self._memory[_CLOCK_AT:_HITS_AT]
-        packed = _LAYOUT.pack(
-            _MODES["off"], error, after, failures, int(delay_s * 1e6), 0, self.hits, os.fsencode(prefix)
-        )
+        names = [os.fsencode(prefix) for prefix in prefixes] + [b""] * (2 - len(prefixes))
+        packed = _LAYOUT.pack(_MODES["off"], error, after, failures, int(delay_s * 1e6), 0, self.hits, *names)
         self._memory[4:_CLOCK_AT] = packed[4:_CLOCK_AT]
         self._memory[_CLOCK_AT:_HITS_AT] = clock
         self._memory[_HITS_AT + 8 :] = packed[_HITS_AT + 8 :]

@@ -41,8 +41,13 @@ def plan(composed: Composed, settings: Settings, text: str) -> Subject:
         command=tuple(composed.command),
         roles=tuple(role for role, number in roles.items() for _ in range(number)),
         exact=composed.config["precision"]["param"] == "fp64",
+        rows=_rows(composed.config["sparse"].get("disk")),
         limits=tuple(composed.config["launcher"][key] for key in ("hang_timeout_s", "start_timeout_s", "grace_s")),
     )
+
+
+def _rows(disk: str | None) -> Path | None:
+    return Path(disk).expanduser().absolute() if disk else None
 
 
 def add_reference(subject: Subject, folder: Path, check: Callable[[], None]) -> Subject:

@@ -47,6 +47,7 @@ class Subject:
     reference: Path = Path()  # run folder
     timeline: Timeline = field(default_factory=Timeline)
     repeats: bool = True  # two undisturbed runs are equal bit for bit
+    rows: Path | None = None  # sparse.disk
 
     def words(self, folder: Path) -> list[str]:
         return [*self.command, f"run.dir={quoted(folder)}"]
@@ -101,7 +102,7 @@ def run_trial(
     fault, run, struck = FAULTS[name], folder / "run", 0.0
     control = Control(folder, library) if fault.needs_control and library is not None else None
     victims = [rank for rank, role in enumerate(subject.roles) if fault.whom in (ANY, role, *_NOBODY)]
-    target = Target(0, run, rng, rng.choice(victims), control)
+    target = Target(0, run, rng, rng.choice(victims), subject.rows, control)
     for _ in range(_TRIES):  # a moment close to the end may come too late
         shutil.rmtree(run, ignore_errors=True)
         outcome.codes.clear()
