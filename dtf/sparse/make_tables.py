@@ -65,8 +65,10 @@ def table_of(
     assert rule is not None
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
     if memory_bytes is None:
-        spec = replace(spec, capacity=1)
-    elif rule.disk:
+        store = table_class(rule)(replace(spec, capacity=1), rule, task.seed, name, kind, columns)
+        store.spec = spec
+        return store
+    if rule.disk:
         return TieredTable(spec, rule, task.seed, name, kind, memory_bytes, hashes)
     return table_class(rule)(spec, rule, task.seed, name, kind, columns)
 

@@ -80,8 +80,8 @@ def test_bags_that_no_table_pools_are_refused() -> None:
     refuse_loose_bags(data, rows, recipe)
     with pytest.raises(ConfigError, match=r"returned Bags as inputs\['who'\], and their table does not"):
         refuse_loose_bags(data, rows, Tabled())
-    loose = rows._replace(inputs=rows.inputs | {"more": rows.inputs["tags"]})
-    with pytest.raises(ConfigError, match=r"returned Bags as inputs\['more'\], and no table of Tabled"):
+    loose = rows._replace(inputs=rows.inputs | {"loose": rows.inputs["tags"]})
+    with pytest.raises(ConfigError, match=r"returned Bags as inputs\['loose'\], and no table of Tabled"):
         refuse_loose_bags(data, loose, recipe)
     named = rows._replace(inputs={name: value for name, value in rows.inputs.items() if name != "who"})
     with pytest.raises(ConfigError, match=r"has a table for inputs\['who'\], and Clicks.fetch\(\) returned"):
