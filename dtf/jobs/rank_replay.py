@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def _replay(
         settings.seed,
         rows.sample,
         _weights(settings.recipe, final),
-        settings.sparse,
+        replace(settings.sparse, disk="", memory_gb=0.0),  # rows have the same bits in memory, and are compared there
     )
     world = json.loads((run / "run.json").read_text())["world"]
     trainers = strategy.count_trainers(world.get("roles", {}).get("trainer", world["processes"]))
