@@ -16,6 +16,7 @@ from dtf.core.errors import ConfigError, DataError
 from dtf.core.seeding import seed_of
 from dtf.sparse.changes import Changes
 from dtf.sparse.id_arrays import kernels, unique
+from dtf.sparse.life import LAST_STEP, SCORE
 from dtf.sparse.row_index import index_of, reserve
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from dtf.sparse.disk.saved_rows import Part, RowsSetAside
 
 DECAYED = "decayed"
+EXTRAS = {DECAYED: np.dtype(np.float64), LAST_STEP: np.dtype(np.int32), SCORE: np.dtype(np.float32)}
+"""What may be kept of a row beside its numbers and its state."""
 
 
 class Rows(NamedTuple):
@@ -270,9 +273,9 @@ class SparseTable:
         """All rows as they are now, in files. None: `export` has all. OSError where the disk is full or fails."""
         return None
 
-    def load(self, parts: list[Part]) -> bool:
-        """Fill an empty table with its range of what `set_aside` wrote, as it lies. False: nothing is loaded, as other
-        records were kept. DataError for what is damaged.
+    def load(self, parts: list[Part], step: int) -> bool:
+        """Fill an empty table with its range of what `set_aside` wrote `step` steps after the first, as it lies. False:
+        nothing is loaded, as other records were kept. DataError for what is damaged.
         """
         return False
 
@@ -368,6 +371,20 @@ def columns_of(rule: RowOptimizer, width: int) -> dict[str, slice]:
         columns[state] = slice(stop, stop + count)
         stop += count
     return columns
+
+
+def extras_of(rule: RowOptimizer) -> dict[str, slice]:
+    """The bytes of each of `EXTRAS` beside a record on disk."""
+    places, stop = {}, 0
+    for name in [DECAYED] * rule.decays + [LAST_STEP, SCORE] * rule.scores:
+        places[name] = slice(stop, stop + EXTRAS[name].itemsize)
+        stop = places[name].stop
+    return places
+
+
+def extra_of(name: str, extra: np.ndarray, where: slice) -> np.ndarray:
+    """One of `EXTRAS` (n,), where `extra` (n, bytes) has all of a row; the same memory."""
+    return extra[:, where].view(EXTRAS[name])[:, 0]
 
 
 def full(name: str, capacity: int, rows: int) -> ConfigError:
