@@ -137,10 +137,10 @@ class Life(RuleBasedStateMachine):
 
     @rule(ids=IDS)
     def remove(self, ids: list[int]) -> None:
-        self.step += 1
-        self.table.remove(ints(*ids), self.step)
-        for key in ids:
-            self.kept.pop(key, None)
+        there = [key for key in ids if key in self.kept]
+        self.table.remove(ints(*there))
+        for key in there:
+            del self.kept[key]
 
     @rule(ids=IDS, ahead=st.integers(1, 3))
     def tell(self, ids: list[int], ahead: int) -> None:
