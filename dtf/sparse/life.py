@@ -124,10 +124,10 @@ class Life:
         self.kernels.decayed(scores, last, step, self.rule.score_decay, out)
         return out
 
-    def due(self, step: int) -> int | None:
-        """The shard whose rows may leave in this step, unseen for long, or of low score; None: rows of none do."""
-        shard = step % len(self.counts)
-        return shard if self.counts[shard] and (self.rule.evict_unseen or self.rule.evict_score) else None
+    def due(self, step: int) -> np.ndarray:
+        """The shard (1,) whose rows may leave in this step, unseen for long, or of low score; (0,) where none do."""
+        shard = np.array([step % len(self.counts)])
+        return shard[(self.counts[shard] > 0) & bool(self.rule.evict_unseen or self.rule.evict_score)]
 
     def overdue(self, rows: ShardRows, step: int) -> np.ndarray:
         """Which of the rows of the shard that is `due` leave, bool (n,)."""

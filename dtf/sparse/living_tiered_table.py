@@ -5,13 +5,16 @@ A shard is one range of hashes, so its rows lie together: those that may leave a
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 
 from dtf.core.errors import ConfigError
 from dtf.sparse.disk.saved_rows import Part
+from dtf.sparse.disk.segment import BATCH_BYTES
 from dtf.sparse.life import LAST_STEP, SCORE, Life, ShardRows
 from dtf.sparse.living_table import LivingTable
-from dtf.sparse.store import extra_of
+from dtf.sparse.store import EXTRAS, extra_of
 from dtf.sparse.tiered_table import TieredTable
 
 
@@ -48,7 +51,7 @@ class LivingTieredTable(LivingTable, TieredTable):
             for ids, *_ in self.tiers.scan():
                 life.counts += np.bincount(life.shards(ids), minlength=len(life.counts))
         for shard in np.flatnonzero(life.counts > life.limits).tolist():
-            self._leave(self._overfull(shard, _rows([]), step)[0])
+            self._leave(self._overfull(shard, _joined([]), step)[0])
         return True
 
     def _memory_of_rows(self) -> int:
@@ -65,15 +68,27 @@ class LivingTieredTable(LivingTable, TieredTable):
 
     # ------------------------------------------------------------ where rows lie
 
-    def _rows_of(self, shard: int) -> ShardRows:
-        found = []
-        for ids, _, extra in self.tiers.scan(*self.life.hashes(shard)):
-            if self._extras:
-                kept = [extra_of(name, extra, self._extras[name]) for name in (SCORE, LAST_STEP)]
-            else:
-                kept = [np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32)]
-            found.append(ShardRows(ids, *kept))
-        return _rows(found)
+    def _rows_of(self, shards: np.ndarray) -> Iterator[tuple[int, ShardRows]]:
+        """Each of some ascending shards, and what is known of its rows. Other shards between them are read along where
+        they are less than what is read at a time.
+        """
+        between = (np.diff(shards) - 1) * int(self.life.limits.max()) * self.tiers.form.size
+        for group in np.split(shards, 1 + np.flatnonzero(between > BATCH_BYTES)) if len(shards) else ():
+            rest, parts = group.tolist(), list[ShardRows]()
+            for ids, _, extra in self.tiers.scan(self.life.hashes(rest[0])[0], self.life.hashes(rest[-1])[1]):
+                of, rows = self.life.shards(ids), ShardRows(ids, self._told(SCORE, extra), self._told(LAST_STEP, extra))
+                while rest and len(of) and rest[0] < of[-1]:
+                    yield rest[0], _joined([*parts, _within(rows, *np.searchsorted(of, [rest[0], rest[0] + 1]))])
+                    rest, parts = rest[1:], []
+                if rest:
+                    parts.append(_within(rows, int(np.searchsorted(of, rest[0])), len(of)))
+            for shard in rest:
+                yield shard, _joined(parts)
+                parts = []
+
+    def _told(self, name: str, extra: np.ndarray) -> np.ndarray:
+        """What is known of rows, (n,); zeros where it is not kept."""
+        return extra_of(name, extra, self._extras[name]) if name in self._extras else np.zeros(len(extra), EXTRAS[name])
 
     def _show(self, positions: np.ndarray, seen: np.ndarray, step: int) -> None:
         if self._scores is not None:
@@ -81,21 +96,16 @@ class LivingTieredTable(LivingTable, TieredTable):
             self.tiers.changed(np.where(seen[:, 0] > 0, positions, -1))  # before shards are read
 
     def _overdue(self, step: int) -> np.ndarray:
-        shard = self.life.due(step)
-        if shard is None:
-            return np.empty(0, np.int64)
-        rows = self._rows_of(shard)
-        return rows.ids[self.life.overdue(rows, step)]
+        found = self._rows_of(self.life.due(step))
+        return _ids(rows.ids[self.life.overdue(rows, step)] for _, rows in found)
 
     def _lowest(self, shards: np.ndarray, coming: np.ndarray, step: int) -> np.ndarray:
-        gone = [np.empty(0, np.int64)]
-        for shard, new in zip(shards.tolist(), coming.tolist(), strict=True):
-            rows = self._rows_of(shard)
-            gone.append(rows.ids[self.life.lowest(shard, rows, new, step)])
-        return np.concatenate(gone)
+        new = dict(zip(shards.tolist(), coming.tolist(), strict=True))
+        found = self._rows_of(shards)
+        return _ids(rows.ids[self.life.lowest(shard, rows, new[shard], step)] for shard, rows in found)
 
     def _overfull(self, shard: int, come: ShardRows, step: int) -> tuple[np.ndarray, np.ndarray]:
-        rows = self._rows_of(shard)
+        ((_, rows),) = self._rows_of(np.array([shard]))
         leave, out = self.life.overfull(shard, rows, come, step)
         return rows.ids[leave], out
 
@@ -115,6 +125,14 @@ class LivingTieredTable(LivingTable, TieredTable):
             self.tiers.remove(gone[some])
 
 
-def _rows(parts: list[ShardRows]) -> ShardRows:
+def _within(rows: ShardRows, first: int, last: int) -> ShardRows:
+    return ShardRows(*(array[first:last] for array in rows))
+
+
+def _joined(parts: list[ShardRows]) -> ShardRows:
     none = ShardRows(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32))
     return ShardRows(*(np.concatenate(arrays) for arrays in zip(none, *parts, strict=True)))
+
+
+def _ids(found: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty(0, np.int64), *found])

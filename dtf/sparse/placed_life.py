@@ -36,11 +36,10 @@ class PlacedLife(Life):
 
     def overdue_at(self, step: int) -> np.ndarray:
         """Positions of the rows that leave in this step, of the shard that is `due`."""
-        shard = self.due(step)
-        if shard is None:
-            return np.empty(0, np.int64)
-        at, rows = self._rows(shard)
-        return at[self.overdue(rows, step)]
+        for shard in self.due(step).tolist():
+            at, rows = self._rows(shard)
+            return at[self.overdue(rows, step)]
+        return np.empty(0, np.int64)
 
     def lowest_at(self, shards: np.ndarray, coming: np.ndarray, step: int) -> np.ndarray:
         """Positions of the rows that leave crowded shards, see `lowest`."""
