@@ -124,7 +124,7 @@ def group_tensors(
 
 def _rows_on_disk(checkpoint: Path, manifest: Manifest, table: str, names: Sequence[str]) -> dict[str, np.ndarray]:
     from dtf.sparse.disk.saved_rows import parts_in, tensors_of  # it needs numba
-    from dtf.sparse.store import extra_of
+    from dtf.sparse.row_parts import extra_of
 
     def places(prefix: str) -> dict[str, tuple[int, int]]:
         kept = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}

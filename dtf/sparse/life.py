@@ -160,6 +160,17 @@ class Life:
         return out[out < len(here.ids)], out[out >= len(here.ids)] - len(here.ids)
 
 
+def first_scores(rows: np.ndarray) -> np.ndarray:
+    """With which rows (n, width) begin whose scores nobody kept: that of one show, and less than another one for their
+    norm, so that of such rows those of largest norm stay. The same on every machine.
+    """
+    squares = np.zeros(len(rows))
+    for column in rows.T:  # in this order everywhere
+        squares += column.astype(np.float64) ** 2
+    norms = np.sqrt(squares)
+    return (1 + norms / (1 + norms)).astype(np.float32)
+
+
 def lowest(keys: tuple[np.ndarray, ...], count: int) -> np.ndarray:
     """Indices of the `count` lowest by the first key, among equals by the second, and so on; in no order."""
     found, among = [np.empty(0, np.int64)], np.arange(len(keys[0]))

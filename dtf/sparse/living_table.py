@@ -10,8 +10,9 @@ from typing import ClassVar
 import numpy as np
 
 from dtf.api.row_optimizer import RowOptimizer
-from dtf.sparse.life import LAST_STEP, SCORE, Life, ShardRows
+from dtf.sparse.life import LAST_STEP, SCORE, Life, ShardRows, first_scores
 from dtf.sparse.placed_life import PlacedLife
+from dtf.sparse.row_parts import DECAYED
 from dtf.sparse.store import SparseTable
 
 
@@ -87,11 +88,14 @@ class LivingTable(SparseTable):
     def _arrive(
         self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray], step: int
     ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], np.ndarray]:
-        """Rows without statistics count as shown once, before `step`. The lowest of those that find no room stay out,
-        or leave: what remains does not depend on the order in which rows arrive.
+        """Rows without statistics count as shown before `step`, see `first_scores`. The lowest of those that find no
+        room stay out, or leave: what remains does not depend on the order in which rows arrive.
         """
         life = self.life
-        states = {LAST_STEP: np.full(len(ids), step, np.int32), SCORE: np.ones(len(ids), np.float32)} | states
+        if SCORE not in states:
+            now = np.exp(self.decayed - states[DECAYED])[:, None] if DECAYED in states else 1
+            states = states | {SCORE: first_scores(rows * now)}
+        states = {LAST_STEP: np.full(len(ids), step, np.int32)} | states
         scores, last = states[SCORE].reshape(-1), states[LAST_STEP].reshape(-1)
         shards, rest = life.shards(ids), np.ones(len(ids), bool)
         for shard in life.crowded(shards)[0].tolist():

@@ -14,7 +14,7 @@ from dtf.sparse.disk.saved_rows import Part
 from dtf.sparse.disk.segment import BATCH_BYTES
 from dtf.sparse.life import LAST_STEP, SCORE, Life, ShardRows
 from dtf.sparse.living_table import LivingTable
-from dtf.sparse.store import EXTRAS, extra_of
+from dtf.sparse.row_parts import EXTRAS, extra_of
 from dtf.sparse.tiered_table import TieredTable
 
 

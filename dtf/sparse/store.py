@@ -16,17 +16,14 @@ from dtf.core.errors import ConfigError, DataError
 from dtf.core.seeding import seed_of
 from dtf.sparse.changes import Changes
 from dtf.sparse.id_arrays import kernels, unique
-from dtf.sparse.life import LAST_STEP, SCORE
+from dtf.sparse.life import SCORE
 from dtf.sparse.row_index import index_of, reserve
+from dtf.sparse.row_parts import DECAYED, columns_of
 
 if TYPE_CHECKING:
     from dtf.api.row_optimizer import RowOptimizer
     from dtf.api.sparse_table import Table
     from dtf.sparse.disk.saved_rows import Part, RowsSetAside
-
-DECAYED = "decayed"
-EXTRAS = {DECAYED: np.dtype(np.float64), LAST_STEP: np.dtype(np.int32), SCORE: np.dtype(np.float32)}
-"""What may be kept of a row beside its numbers and its state."""
 
 
 class Rows(NamedTuple):
@@ -216,11 +213,19 @@ class SparseTable:
             states[DECAYED] = self._since[positions]
         return Rows(ids, self._records[positions, : self.width], states | self._statistics(positions))
 
-    def put(self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray] | None, step: int = 0) -> None:
+    def put(
+        self,
+        ids: np.ndarray,
+        rows: np.ndarray,
+        states: dict[str, np.ndarray] | None,
+        step: int = 0,
+        scores: np.ndarray | None = None,
+    ) -> None:
         """Add rows and states of distinct ids (n,), as `export` returned them: any part of them, in any order, each
         once. Errors as of `lookup`.
 
-        `states=None`: the states of rows that no step has touched. `step`: how many came before. DataError where the
+        `states=None`: the states of rows that no step has touched. `step`: how many came before. `scores` (n,): those
+        to begin with, where `states` has none and the table keeps some; None: what the rows say. DataError where the
         states are those of another optimizer, or the arrays are not what an export returns. The table is unchanged
         then.
         """
@@ -229,6 +234,8 @@ class SparseTable:
                 name: (columns.stop - columns.start, self._firsts[name]) for name, columns in self._columns.items()
             }
             states = {name: np.full((len(ids), count), first) for name, (count, first) in firsts.items()}
+        if scores is not None:
+            states = states | {SCORE: scores}
         if states.keys() - {DECAYED, *self.statistics} != self._columns.keys():
             raise DataError(
                 f"table {self.name}: states {_listed(states)} are not those of its row optimizer, "
@@ -254,7 +261,7 @@ class SparseTable:
         ids = self._checked(ids)
         if len(unique(ids)[0]) < len(ids) or (self._find(ids) >= 0).any() or (ids == -1).any():
             raise DataError(f"table {self.name}: an id is there twice, or is -1")
-        if DECAYED in states:
+        if DECAYED in states or self.decayed:
             self._remember_decay()
         ids, rows, states, positions = self._arrive(ids, rows, states, step)
         self._records[positions, : self.width] = rows.reshape(len(ids), self.width)
@@ -362,29 +369,6 @@ class SparseTable:
         if self._since is None:
             self._since = reserve(len(self._records), 1, np.dtype(np.float64)).reshape(-1)
             self._since[self._index.items()[1]] = self.decayed
-
-
-def columns_of(rule: RowOptimizer, width: int) -> dict[str, slice]:
-    """The columns of each state in records of rows of `width` numbers, which come first."""
-    columns, stop = {}, width
-    for state, (count, _) in rule.states(width).items():
-        columns[state] = slice(stop, stop + count)
-        stop += count
-    return columns
-
-
-def extras_of(rule: RowOptimizer) -> dict[str, slice]:
-    """The bytes of each of `EXTRAS` beside a record on disk."""
-    places, stop = {}, 0
-    for name in [DECAYED] * rule.decays + [LAST_STEP, SCORE] * rule.scores:
-        places[name] = slice(stop, stop + EXTRAS[name].itemsize)
-        stop = places[name].stop
-    return places
-
-
-def extra_of(name: str, extra: np.ndarray, where: slice) -> np.ndarray:
-    """One of `EXTRAS` (n,), where `extra` (n, bytes) has all of a row; the same memory."""
-    return extra[:, where].view(EXTRAS[name])[:, 0]
 
 
 def full(name: str, capacity: int, rows: int) -> ConfigError:

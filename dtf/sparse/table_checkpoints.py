@@ -14,9 +14,11 @@ from dtf.core.errors import DataError
 from dtf.core.types import Box
 from dtf.distributed.world import World
 from dtf.sparse.id_arrays import unique
+from dtf.sparse.life import SCORE, first_scores
 from dtf.sparse.living_table import LivingTable
 from dtf.sparse.row_index import HashedIndex
-from dtf.sparse.store import DECAYED, SparseTable, columns_of, extra_of, extras_of
+from dtf.sparse.row_parts import DECAYED, columns_of, extra_of, extras_of
+from dtf.sparse.store import SparseTable
 from dtf.sparse.table_layouts import ShardedTable
 
 COUNT, DECAY, REMOVED, COLUMNS, BYTES = "count", "decay", "removed", "columns", "bytes"
@@ -110,7 +112,7 @@ def boxes_of(
 def _described(name: str, table: ShardedTable) -> list[Box]:
     """What a checkpoint tells of a table on disk beside its files."""
     prefix, decayed = f"table/{name}/", torch.tensor(table.store.decayed, dtype=torch.float64)
-    decay = [Box(f"{prefix}{DECAY}", decayed, (), ())] if table.store.rule.decays else []
+    decay = [Box(f"{prefix}{DECAY}", decayed, (), ())] if table.store.rule.decays or table.store.decayed else []
     places = {COLUMNS: _record_columns(table), BYTES: _record_bytes(table)}
     return decay + [
         Box(f"{prefix}{kind}/{key}", torch.tensor(ends), (2,), (0,))
@@ -146,7 +148,11 @@ def _load_files(
             states |= {key: found[key] for key in (DECAYED, *store.statistics) if key in found}
         elif DECAYED in found and decay is not None:
             rows = rows * np.exp(decay - found[DECAYED])[:, None]
-        store.put(ids[owned], rows, states if resume else None, step)
+        scores = None
+        if table.by_columns and isinstance(store, LivingTable) and SCORE not in states:
+            now = np.exp(decay - found[DECAYED])[:, None] if DECAYED in found and decay is not None else 1
+            scores = first_scores(records[owned, : table.width] * now)  # the same on all ranks
+        store.put(ids[owned], rows, states if resume else None, step, scores)
 
 
 def _places(prefix: str, source: Source) -> dict[str, list[int]]:
@@ -205,8 +211,13 @@ def _load_rows(
                 read[DECAYED] = decayed = np.zeros(len(wanted))
             if not resume and decay is not None and decayed is not None:
                 rows = rows * np.exp(decay - decayed)[:, None]
+            scores = None
+            if table.by_columns and isinstance(table.store, LivingTable) and SCORE not in read:
+                whole = source.read(f"{at}{_ROWS}", (first, 0), (len(ids), table.width)).numpy()[wanted]
+                now = 1 if decay is None or decayed is None else np.exp(decay - decayed)[:, None]
+                scores = first_scores(whole * now)  # the same on all ranks
             try:
-                table.store.put(ids[wanted], rows, read if resume else None, step)
+                table.store.put(ids[wanted], rows, read if resume else None, step, scores)
             except DataError as error:
                 raise DataError(f"{source.place}: {error}") from error
         if layer:

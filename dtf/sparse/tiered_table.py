@@ -19,7 +19,8 @@ from dtf.sparse.disk import saved_rows
 from dtf.sparse.disk.record_format import RecordFormat
 from dtf.sparse.disk.saved_rows import Part, RowsSetAside
 from dtf.sparse.disk.tiered_records import TieredRecords
-from dtf.sparse.store import DECAYED, Rows, SparseTable, extra_of, extras_of, full
+from dtf.sparse.row_parts import DECAYED, extra_of, extras_of
+from dtf.sparse.store import Rows, SparseTable, full
 
 _FILES = 1 << 16  # of all tables of a process: up to nine for 128 MB of rows
 _SHARE = 4  # of the rows that memory holds, what is put at a time
@@ -130,12 +131,20 @@ class TieredTable(SparseTable):
         states = {name: np.concatenate([part[2][name] for part in parts])[order] for name in parts[0][2]}
         return Rows(ids[order], np.concatenate([part[1] for part in parts])[order], states)
 
-    def put(self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray] | None, step: int = 0) -> None:
+    def put(
+        self,
+        ids: np.ndarray,
+        rows: np.ndarray,
+        states: dict[str, np.ndarray] | None,
+        step: int = 0,
+        scores: np.ndarray | None = None,
+    ) -> None:
         if states and self._since is None and (since := states.get(DECAYED)) is not None:  # it no longer decays
             rows = rows * np.exp(self.decayed - since).astype(self.dtype)[:, None]
             states = {name: values for name, values in states.items() if name != DECAYED}
         for some in self._some(len(ids)):
-            super().put(ids[some], rows[some], states and {name: values[some] for name, values in states.items()}, step)
+            of = states and {name: values[some] for name, values in states.items()}
+            super().put(ids[some], rows[some], of, step, None if scores is None else scores[some])
 
     def set_aside(self) -> RowsSetAside:
         return RowsSetAside(self.tiers)
@@ -144,6 +153,8 @@ class TieredTable(SparseTable):
         if not saved_rows.same_layout(parts, self.tiers.form):
             return False
         saved_rows.load(self.tiers, parts)
+        if not self.rule.lives and len(self) > self._capacity:
+            raise full(self.name, self._capacity, len(self))
         return True
 
     def _memory_of_rows(self) -> int:

@@ -24,7 +24,7 @@ from dtf.checkpoint.options import Every
 from dtf.core.types import Box, State
 from dtf.runs.recorded_run import checkpoint_tensors
 from dtf.sparse.disk.saved_rows import Part, tensors_of
-from dtf.sparse.store import columns_of, extra_of, extras_of
+from dtf.sparse.row_parts import columns_of, extra_of, extras_of
 
 GOAL = ("accuracy", "max")
 
