@@ -18,11 +18,11 @@ from dtf.host.scratch import hold_scratch_folder
 from dtf.sparse.disk import saved_rows
 from dtf.sparse.disk.record_format import RecordFormat
 from dtf.sparse.disk.saved_rows import Part, RowsSetAside
+from dtf.sparse.disk.segment import MOST_FILES
 from dtf.sparse.disk.tiered_records import TieredRecords
 from dtf.sparse.store import DECAYED, Rows, SparseTable, full
 
 _SINCE = 8  # bytes of `extra`, where steps shrink rows: see `SparseTable.decayed`
-_FILES = 1 << 16  # of all tables of a process: up to nine for 128 MB of rows
 _SHARE = 4  # of the rows that memory holds, what is put at a time
 
 
@@ -45,7 +45,7 @@ class TieredTable(SparseTable):
         hashes: tuple[int, int],
     ) -> None:
         self._memory_bytes, self._hashes, self._step = memory_bytes, hashes, 0
-        allow_files(_FILES)
+        allow_files(MOST_FILES)
         # here, as the base class makes the rows
         parent = Path(rule.disk).expanduser()
         try:
