@@ -59,6 +59,7 @@ def table_of(
     `memory_of`; None: the process never has a row of it. `hashes`: the least and the largest of the ids that come.
     """
     from dtf.sparse.living_table import table_class
+    from dtf.sparse.stored_table import FrozenRows, StoredTable
     from dtf.sparse.tiered_table import TieredTable
 
     rule, spec = task.rows, task.recipe.tables()[name]
@@ -70,6 +71,8 @@ def table_of(
         return store
     if rule.disk:
         return TieredTable(spec, rule, task.seed, name, kind, memory_bytes, hashes)
+    if isinstance(rule, FrozenRows):
+        return StoredTable(spec, rule, task.seed, name, kind, columns)
     return table_class(rule)(spec, rule, task.seed, name, kind, columns)
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import mmap
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from dtf.checkpoint.blocks import Blocks, open_regular
 from dtf.checkpoint.manifest import BLOCK_BYTES, Manifest, StoredBox, StoredFile, StoredTensor, volume
 from dtf.checkpoint.safetensors_format import Slot, slots
 from dtf.core.errors import DataError
+
+if TYPE_CHECKING:
+    from dtf.sparse.disk.row_files import FileLayer
 
 _NUMBERS = {"I64": np.int64, "F32": np.float32, "F64": np.float64}
 
@@ -73,6 +77,21 @@ class Layer:
             _gather(self._decayed, places, decayed)
             out *= np.exp(decay - decayed).astype(out.dtype)
         return out
+
+
+def look_up(
+    layers: Sequence[Layer | FileLayer], ids: np.ndarray, decay: float, rows: np.ndarray, found: np.ndarray
+) -> None:
+    """Fill `rows` (n, width) and `found` bool (n,) of those of ids (n,) that have a row in the layers, of which the
+    newest comes first. Others stay as they are. `decay`: all so far.
+    """
+    rest = np.argsort(ids)
+    for layer in layers:
+        has, places = layer.find(ids[rest])
+        here = rest[has]
+        rows[here] = layer.read(places, decay, np.empty((len(here), rows.shape[1]), rows.dtype))
+        found[here] = True
+        rest = rest[~(has | contains(layer.removed, ids[rest]))]
 
 
 def contains(ids: np.ndarray, of: np.ndarray) -> np.ndarray:

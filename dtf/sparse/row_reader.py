@@ -19,7 +19,7 @@ from dtf.checkpoint import storage
 from dtf.checkpoint.manifest import Manifest, StoredFile
 from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.core.errors import ConfigError, DataError
-from dtf.sparse.row_layers import Content, Files, Layer, contains, content, layer_names
+from dtf.sparse.row_layers import Content, Files, Layer, content, layer_names, look_up
 
 if TYPE_CHECKING:
     from dtf.sparse.disk.row_files import FileLayer
@@ -69,13 +69,7 @@ class RowSnapshot:
             raise DataError(f"ids of table {table} are {ids.dtype}, not integers")
         flat = ids.reshape(-1).astype(np.int64, copy=False)
         rows, found = np.zeros((len(flat), width), dtype), np.zeros(len(flat), bool)
-        rest = np.argsort(flat)
-        for layer in layers:
-            has, places = layer.find(flat[rest])
-            here = rest[has]
-            rows[here] = layer.read(places, decay, np.empty((len(here), width), dtype))
-            found[here] = True
-            rest = rest[~(has | contains(layer.removed, flat[rest]))]
+        look_up(layers, flat, decay, rows, found)
         return Lookup(rows.reshape(*ids.shape, width), found.reshape(ids.shape), self.version)
 
 

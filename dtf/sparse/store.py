@@ -7,6 +7,7 @@ one access to memory. An index finds them by id. Knows no ranks. U: distinct ids
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -184,6 +185,15 @@ class SparseTable:
     def export(self) -> Rows:
         """All rows of the table by ascending id, as copies."""
         return self._rows_at(*self._index.items())
+
+    def scan(self) -> Iterator[Rows]:
+        """All rows, some at a time, as copies. No other method may be called meanwhile."""
+        yield self.export()
+
+    def evaluated(self, some: Rows) -> np.ndarray:
+        """Rows (n, width) of what `scan` and `export` give, as `lookup` does: with all of their decay."""
+        since = some.states.get(DECAYED)
+        return some.rows if since is None else some.rows * np.exp(self.decayed - since).astype(self.dtype)[:, None]
 
     def keep_changes(self) -> None:
         """From now on keep track of the rows that change and the ids that leave, until rows are removed by `clear`."""
@@ -368,6 +378,14 @@ def columns_of(rule: RowOptimizer, width: int) -> dict[str, slice]:
         columns[state] = slice(stop, stop + count)
         stop += count
     return columns
+
+
+def joined(parts: list[Rows]) -> Rows:
+    """All rows of at least one part, by ascending id."""
+    ids = np.concatenate([part.ids for part in parts])
+    order = np.argsort(ids)
+    states = {name: np.concatenate([part.states[name] for part in parts])[order] for name in parts[0].states}
+    return Rows(ids[order], np.concatenate([part.rows for part in parts])[order], states)
 
 
 def full(name: str, capacity: int, rows: int) -> ConfigError:

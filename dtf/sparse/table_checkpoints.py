@@ -125,7 +125,7 @@ def _load_files(
     store, place = table.store, f"table/{name}/{COLUMNS}/"
     kept = {key.removeprefix(place): source.read(key).tolist() for key in names if key.startswith(place)}
     wanted = _record_columns(table)
-    if kept != wanted if resume else kept.get(_ROWS) != wanted[_ROWS]:
+    if any(kept.get(key) != ends for key, ends in wanted.items() if resume or key == _ROWS):
         raise DataError(f"{source.place}: table {name} has the columns {kept} in its records, this run has {wanted}")
     parts = parts_in(source.folder, names, f"table/{name}/")
     if resume and store.load(parts):

@@ -20,7 +20,7 @@ from dtf.sparse.disk.record_format import RecordFormat
 from dtf.sparse.disk.saved_rows import Part, RowsSetAside
 from dtf.sparse.disk.segment import MOST_FILES
 from dtf.sparse.disk.tiered_records import TieredRecords
-from dtf.sparse.store import DECAYED, Rows, SparseTable, full
+from dtf.sparse.store import DECAYED, Rows, SparseTable, full, joined
 
 _SINCE = 8  # bytes of `extra`, where steps shrink rows: see `SparseTable.decayed`
 _SHARE = 4  # of the rows that memory holds, what is put at a time
@@ -107,30 +107,21 @@ class TieredTable(SparseTable):
     def read_ahead(self, ids: np.ndarray) -> None:
         self.tiers.prefetch(ids[ids != -1], self._step + 1)
 
-    def scan(self) -> Iterator[tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]]:
-        """All rows, some at a time, as copies: ids (n,), rows (n, width), states as of `Rows`. No other method may be
-        called meanwhile.
-        """
+    def scan(self) -> Iterator[Rows]:
         for ids, records, extra in self.tiers.scan():
             yield self.parts_of(ids, records, extra)
 
-    def parts_of(
-        self, ids: np.ndarray, records: np.ndarray, extra: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    def parts_of(self, ids: np.ndarray, records: np.ndarray, extra: np.ndarray) -> Rows:
         """Of records side by side (n, width + states) rows and states."""
         states = {name: records[:, columns] for name, columns in self._columns.items()}
         states = {name: values.reshape(-1) if values.shape[1] == 1 else values for name, values in states.items()}
         if extra.shape[1]:
             states[DECAYED] = extra.copy().view(np.float64).reshape(-1)
-        return ids, records[:, : self.width], states
+        return Rows(ids, records[:, : self.width], states)
 
     def export(self) -> Rows:
         """All rows by ascending id, as copies, in memory."""
-        parts = list(self.scan()) or [self.parts_of(*_nothing(self.tiers.form))]
-        ids = np.concatenate([part[0] for part in parts])
-        order = np.argsort(ids)
-        states = {name: np.concatenate([part[2][name] for part in parts])[order] for name in parts[0][2]}
-        return Rows(ids[order], np.concatenate([part[1] for part in parts])[order], states)
+        return joined(list(self.scan()) or [self.parts_of(*_nothing(self.tiers.form))])
 
     def put(self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray] | None, step: int = 0) -> None:
         most = max(1, self.tiers.cache.capacity // _SHARE)

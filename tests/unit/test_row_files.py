@@ -74,6 +74,10 @@ class Trained:
         owner = owner_of(ids, len(self.stores))
         return [(store, ids[owner == part]) for part, store in enumerate(self.stores)]
 
+    def has(self, ids: np.ndarray) -> np.ndarray:
+        there = np.concatenate([store.export().ids for store in self.stores])
+        return np.isin(ids, there)
+
     def learn(self, ids: np.ndarray) -> None:
         for store, mine in self.owned(ids):
             store.lookup(mine, create=True)

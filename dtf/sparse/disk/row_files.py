@@ -27,7 +27,7 @@ from dtf.sparse.disk.tiered_records import DEPTH, reading_threads
 Open = Mapping[StoredFile, Segment]
 """Segments that are open: those of the same content are the same."""
 
-_SINCE = 8  # bytes of `extra`: `SparseTable.decayed` when a row last had its decay
+_SINCE = 8  # bytes
 _PAGES_A_THREAD = 8  # a read from the page cache is over before a thread begins
 
 
@@ -62,8 +62,13 @@ class FileLayer:
         _, rows, extra = decoded(records, self._form)
         out[:] = rows[:, self._columns]
         if decay and self._form.extra:
-            out *= np.exp(decay - extra[:, :_SINCE].copy().view(np.float64)).astype(out.dtype)
+            out *= np.exp(decay - since_of(extra))[:, None].astype(out.dtype)
         return out
+
+
+def since_of(extra: np.ndarray) -> np.ndarray:
+    """`SparseTable.decayed` when rows last had their decay (n,), from what is kept beside them (n, bytes)."""
+    return extra[:, :_SINCE].copy().view(np.float64).reshape(-1)
 
 
 def layers_of(parts: list[Part], columns: slice, known: Open) -> tuple[list[FileLayer], dict[StoredFile, Segment]]:

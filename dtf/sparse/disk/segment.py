@@ -74,6 +74,8 @@ class Segment:
                 raise
             self.direct, self.file = False, os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         weakref.finalize(self, os.close, self.file)
+        if self.cached:
+            os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_RANDOM)  # a page that is asked for brings no others along
         self._read_tail()
         self.drop_cache()
         return self
