@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar
 from dtf.api.registry import option
 from dtf.api.row_life import RowLife
 from dtf.api.row_storage import RowStorage
-from dtf.api.schema import KeyProblem
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,12 +43,6 @@ class RowOptimizer(RowLife, RowStorage, ABC):
         """Raise KeyProblem for options of all row optimizers that contradict each other."""
         self.check_life()
         self.check_storage()
-        if self.lives and self.disk:
-            raise KeyProblem(
-                "sparse.disk",
-                f"sparse.disk={self.disk} keeps rows for ever, and {self.life_text()}; leave sparse.disk out, so that "
-                "rows that leave make room in memory, or let all rows stay",
-            )
 
     def rate(self, lr: float) -> float:
         """The learning rate of rows. `lr`: that of the schedule. Default: the same."""
@@ -69,6 +62,11 @@ class RowOptimizer(RowLife, RowStorage, ABC):
     def record_columns(self, width: int) -> int:
         """How many numbers a row of `width` numbers has with its state."""
         return width + sum(count for count, _ in self.states(width).values())
+
+    @property
+    def extra_bytes(self) -> int:
+        """What a row on disk takes beside its id, its numbers and its state."""
+        return 8 * self.decays + 8 * self.scores
 
     @abstractmethod
     def states(self, width: int) -> dict[str, tuple[int, float]]:

@@ -186,7 +186,7 @@ class Settings(Root):
             )
         item = 8 if self.precision.param is Format.fp64 else 4
         for name, width in self.recipe.table_widths().items():
-            size = 8 + item * self.sparse.record_columns(width) + 8 * self.sparse.decays
+            size = 8 + item * self.sparse.record_columns(width) + self.sparse.extra_bytes
             if size > MOST_RECORD_BYTES:
                 raise KeyProblem(
                     "sparse.disk",

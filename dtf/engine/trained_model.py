@@ -19,6 +19,7 @@ from dtf.model.pretrained import Weights
 from dtf.sparse.life import SCORE
 from dtf.sparse.make_tables import tables_of
 from dtf.sparse.stored_table import frozen
+from dtf.sparse.table_checkpoints import BYTES
 
 if TYPE_CHECKING:
     from dtf.sparse.pruning import Pruning
@@ -62,9 +63,10 @@ def _parts(
     recipe = settings.recipe
     model = init_model(recipe, settings.seed, weights)
     cast(model, settings.precision, torch.device("cpu"))
-    source = weights.source() if scored else None
-    if source is not None and not any(name.endswith(f"/{SCORE}") for name in source.names()):
-        source = None  # only scores need more than the rows
+    source, rule = weights.source() if scored else None, settings.sparse
+    scores = [] if source is None else [name for name in source.names() if name.endswith(f"/{SCORE}")]
+    # those of a table that lay on disk are beside its rows; others are where rows live on
+    lives = bool(scores) and (bool(rule.disk) or not any(f"/{BYTES}/" in name for name in scores))
     task = Task(
         recipe,
         settings.optimizer,
@@ -72,10 +74,10 @@ def _parts(
         settings.step,
         settings.seed,
         None,
-        weights if source is None else None,
-        frozen(settings.sparse, weights) if source is None else settings.sparse,
+        None if lives else weights,
+        rule if lives else frozen(rule, weights),
     )
     tables = tables_of(task, World(Place()), Placement.replicated)
-    if tables is not None and source is not None:
+    if tables is not None and lives and source is not None:
         tables.load(source)
-    return model, tables, source
+    return model, tables, source if scores else None

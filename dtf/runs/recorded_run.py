@@ -110,7 +110,7 @@ def group_tensors(
     on_disk = any(name.startswith(f"{group}columns/") for name in names)
     for name in names:
         key = _OF_LAYER.fullmatch(name.removeprefix(group))
-        if on_disk and name.startswith((f"{group}columns/", f"{group}disk_")):
+        if on_disk and name.startswith((f"{group}columns/", f"{group}bytes/", f"{group}disk_", f"{group}life/rows_")):
             continue
         tensor = whole_tensor(checkpoint, name, manifest.tensors[name])
         if key and tensor.ndim and name != group:
@@ -124,13 +124,16 @@ def group_tensors(
 
 def _rows_on_disk(checkpoint: Path, manifest: Manifest, table: str, names: Sequence[str]) -> dict[str, np.ndarray]:
     from dtf.sparse.disk.saved_rows import parts_in, tensors_of  # it needs numba
-    from dtf.sparse.store import DECAYED
+    from dtf.sparse.store import extra_of
 
-    place = f"{table}columns/"
-    kept = {name.removeprefix(place): name for name in names if name.startswith(place)}
-    ends = {key: whole_tensor(checkpoint, name, manifest.tensors[name]) for key, name in kept.items()}
-    columns = {key: (int(first), int(last)) for key, (first, last) in ends.items()}
-    found = tensors_of(parts_in(checkpoint, set(names), table), columns, DECAYED)
+    def places(prefix: str) -> dict[str, tuple[int, int]]:
+        kept = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+        ends = {key: whole_tensor(checkpoint, name, manifest.tensors[name]) for key, name in kept.items()}
+        return {key: (int(first), int(last)) for key, (first, last) in ends.items()}
+
+    found, extra = tensors_of(parts_in(checkpoint, set(names), table), places(f"{table}columns/"))
+    if found:
+        found |= {key: extra_of(key, extra, slice(*ends)) for key, ends in places(f"{table}bytes/").items()}
     return {key: array if key == "ids" else array.astype(np.float64) for key, array in found.items()}
 
 

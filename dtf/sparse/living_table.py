@@ -10,12 +10,13 @@ from typing import ClassVar
 import numpy as np
 
 from dtf.api.row_optimizer import RowOptimizer
-from dtf.sparse.life import LAST_STEP, SCORE, Life
+from dtf.sparse.life import LAST_STEP, SCORE, Life, ShardRows
+from dtf.sparse.placed_life import PlacedLife
 from dtf.sparse.store import SparseTable
 
 
 def table_class(rule: RowOptimizer) -> type[SparseTable]:
-    """Of tables whose rows learn by `rule`: one whose rows have a life where it says so."""
+    """Of tables in memory whose rows learn by `rule`: one whose rows have a life where it says so."""
     return LivingTable if rule.lives else SparseTable
 
 
@@ -24,6 +25,7 @@ class LivingTable(SparseTable):
 
     statistics: ClassVar[dict[str, str]] = {LAST_STEP: "i", SCORE: "f"}
     life: Life
+    _places: PlacedLife
 
     def __len__(self) -> int:
         return len(self.life)
@@ -39,60 +41,48 @@ class LivingTable(SparseTable):
         return super().lookup(ids, create=False)
 
     def scores(self, ids: np.ndarray, step: int) -> np.ndarray:
-        """The scores (U,) at `step` of ids that have a row, in a table that keeps scores."""
-        return self.life.scores(self._index.find(ids)[0], step)
+        """The scores (U,) at `step` of ids that have a row; zeros in a table that keeps none."""
+        return self._places.scores(self._find(ids), step)
+
+    def by_shard(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps of each shard, (shards, ...) by name."""
+        return self.life.by_shard()
 
     def _positions(self) -> int:
-        self.life = Life(self.spec, self.rule, self._seed, self.name)
-        return int(self.life.starts[-1])
+        self.life = self._places = PlacedLife(self.spec, self.rule, self._seed, self.name)
+        return int(self._places.starts[-1])
 
     def _statistics(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        return self.life.statistics(positions)
+        return self._places.statistics(positions)
 
     def _learning(self, ids: np.ndarray, seen: np.ndarray | None, step: int) -> np.ndarray:
         """Positions (U,) of the ids that learn in this step, -1 for others: rows leave, and are made."""
         if seen is None:
             raise ValueError(f"table {self.name}: rows have a life, and nothing says how often ids were shown")
         life, shown = self.life, seen[:, 0] > 0
-        positions = self._index.find(ids)[0]
-        life.show(positions, seen, step)
+        positions = self._find(ids)
+        self._show(positions, seen, step)
         gone = life.evicted
-        self._leave(life.overdue(step))
+        self._leave(self._overdue(step))
         new = np.flatnonzero((positions < 0) & (ids != -1) & shown)
         may, shows = life.admit(ids[new], seen[new], step)
         asking, new, shows = len(new), new[may], shows[may]
         scores, shards = shows + seen[new, 1], life.shards(ids[new])
         crowded, coming = life.crowded(shards)
         if len(crowded):
-            self._leave(life.lowest(crowded, coming, step))
+            if self.rule.evicts_when_full:
+                self._leave(self._lowest(crowded, coming, step))
             if len(life.crowded(shards)[0]):
                 fits = life.fits(ids[new], shards, scores)
                 new, scores, shards = new[fits], scores[fits], shards[fits]
         life.refused += asking - len(new)
-        made = life.settle(ids[new], shards, scores, step)
-        self._index.insert(ids[new], made)
-        self._records[made] = 0
-        self._begin(ids[new], made)
+        life.admitted += len(new)
         if life.evicted > gone:  # others took their places
-            positions = self._index.find(ids)[0]
-        positions[new] = made
+            positions = self._find(ids)
+        positions[new] = self._settle(ids[new], shards, scores, step)
+        self._begin(ids[new], positions[new])
         positions[~shown] = -1
         return positions
-
-    def _leave(self, positions: np.ndarray) -> None:
-        """Let rows go, see `Life.leave`."""
-        if not len(positions):
-            return
-        self._index.remove(self.life.ids[positions])
-        if self._changes is not None:
-            self._changes.leave(self.life.ids[positions], positions)
-        were, are = self.life.leave(positions)
-        self._index.move(self.life.ids[are], are)
-        self._records[are] = self._records[were]
-        if self._since is not None:
-            self._since[are] = self._since[were]
-        if self._changes is not None:
-            self._changes.move(were, are)
 
     def _arrive(
         self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray], step: int
@@ -106,12 +96,51 @@ class LivingTable(SparseTable):
         shards, rest = life.shards(ids), np.ones(len(ids), bool)
         for shard in life.crowded(shards)[0].tolist():
             mine = np.flatnonzero(shards == shard)
-            leave, out = life.overfull(shard, ids[mine], scores[mine], last[mine], step)
+            leave, out = self._overfull(shard, ShardRows(ids[mine], scores[mine], last[mine]), step)
             self._leave(leave)
             rest[mine[out]] = False
             life.evicted += len(out)
         ids, rows, states = ids[rest], rows[rest], {name: values[rest] for name, values in states.items()}
-        positions = life.settle(ids, shards[rest], scores[rest], last[rest])
-        life.admitted -= len(ids)  # they were before
-        self._index.insert(ids, positions)
-        return ids, rows, states, positions
+        return ids, rows, states, self._settle(ids, shards[rest], scores[rest], last[rest])
+
+    # ------------------------------------------------------------ where rows lie
+
+    def _show(self, positions: np.ndarray, seen: np.ndarray, step: int) -> None:
+        """Count that rows were shown and clicked, `seen` (U, 2); -1 stands for no row."""
+        self._places.show(positions, seen, step)
+
+    def _overdue(self, step: int) -> np.ndarray:
+        """Rows that leave in this step, see `Life.overdue`."""
+        return self._places.overdue_at(step)
+
+    def _lowest(self, shards: np.ndarray, coming: np.ndarray, step: int) -> np.ndarray:
+        """Rows that leave crowded shards for `coming` new ones of each, see `Life.lowest`."""
+        return self._places.lowest_at(shards, coming, step)
+
+    def _overfull(self, shard: int, come: ShardRows, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that leave a shard, and indices of those that do not come to it, see `Life.overfull`."""
+        return self._places.overfull_at(shard, come, step)
+
+    def _settle(self, ids: np.ndarray, shards: np.ndarray, scores: np.ndarray, last: np.ndarray | int) -> np.ndarray:
+        """Positions (n,) of new rows, which are zeros, with their statistics."""
+        made = self._places.settle(ids, shards, scores, last)
+        self._index.insert(ids, made)
+        self._records[made] = 0
+        return made
+
+    def _leave(self, gone: np.ndarray) -> None:
+        """Let rows go, see `PlacedLife.leave`."""
+        if not len(gone):
+            return
+        self.life.evicted += len(gone)
+        left = self._places.ids[gone]
+        self._index.remove(left)
+        if self._changes is not None:
+            self._changes.leave(left, gone)
+        were, are = self._places.leave(gone)
+        self._index.move(self._places.ids[are], are)
+        self._records[are] = self._records[were]
+        if self._since is not None:
+            self._since[are] = self._since[were]
+        if self._changes is not None:
+            self._changes.move(were, are)

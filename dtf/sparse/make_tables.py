@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _BESIDE = 64
 """Bytes of memory for a row beside its numbers, no less than a cache needs."""
 
+_FILTER = 32
+"""Bytes of the filter of `sparse.admit_count` for a row that there is room for, no less than it has."""
+
 
 def table_specs(task: Task) -> dict[str, Table]:
     """The task's tables by name; empty when it has none. ConfigError where nothing says how their rows learn."""
@@ -44,7 +47,8 @@ def memory_of(task: Task, here: Collection[str]) -> dict[str, int]:
     """
     assert task.rows is not None
     specs, rule, item = table_specs(task), task.rows, DTYPES[task.precision.param].itemsize
-    needs = {name: specs[name].most_rows * (item * rule.record_columns(specs[name].width) + _BESIDE) for name in here}
+    beside = _BESIDE + rule.extra_bytes + _FILTER * (rule.admit_count > 1)
+    needs = {name: specs[name].most_rows * (item * rule.record_columns(specs[name].width) + beside) for name in here}
     left, bounds_of = int(rule.memory_gb * 1e9), dict[str, int]()
     for number, name in enumerate(sorted(needs, key=lambda name: needs[name])):
         bounds_of[name] = min(needs[name], left // (len(needs) - number))
@@ -59,6 +63,7 @@ def table_of(
     `memory_of`; None: the process never has a row of it. `hashes`: the least and the largest of the ids that come.
     """
     from dtf.sparse.living_table import table_class
+    from dtf.sparse.living_tiered_table import LivingTieredTable
     from dtf.sparse.stored_table import FrozenRows, StoredTable
     from dtf.sparse.tiered_table import TieredTable
 
@@ -70,7 +75,8 @@ def table_of(
         store.spec = spec
         return store
     if rule.disk:
-        return TieredTable(spec, rule, task.seed, name, kind, memory_bytes, hashes)
+        made = LivingTieredTable if rule.lives else TieredTable
+        return made(spec, rule, task.seed, name, kind, memory_bytes, hashes)
     if isinstance(rule, FrozenRows):
         return StoredTable(spec, rule, task.seed, name, kind, columns)
     return table_class(rule)(spec, rule, task.seed, name, kind, columns)

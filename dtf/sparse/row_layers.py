@@ -143,7 +143,7 @@ class Files:
     """The files of a checkpoint. What is read was compared with its digests before."""
 
     def __init__(self, folder: Path, manifest: Manifest, mapped: bool) -> None:
-        self._folder, self._manifest, self._mapped = folder, manifest, mapped
+        self.folder, self._manifest, self._mapped = folder, manifest, mapped
         self._open: dict[str, tuple[Blocks, dict[str, Slot], mmap.mmap | None]] = {}
 
     def array(self, box: StoredBox) -> np.ndarray:
@@ -151,7 +151,7 @@ class Files:
         blocks, by_key, mapping = self._file(box.file)
         slot = by_key.get(box.key)
         if slot is None or slot.shape != box.shape or slot.dtype not in _NUMBERS:
-            raise DataError(f"{self._folder}: {box.file} has no {box.key!a} as the manifest says")
+            raise DataError(f"{self.folder}: {box.file} has no {box.key!a} as the manifest says")
         if not volume(slot.shape):
             return np.zeros(slot.shape, _NUMBERS[slot.dtype])
         if mapping is None:
@@ -159,7 +159,7 @@ class Files:
         else:
             damaged = blocks.damaged(range(slot.start // BLOCK_BYTES, -(-slot.stop // BLOCK_BYTES)))
             if damaged:
-                raise DataError(f"{self._folder}: {blocks.damage(min(damaged), min(damaged) + 1)}")
+                raise DataError(f"{self.folder}: {blocks.damage(min(damaged), min(damaged) + 1)}")
             first = slot.start // mmap.PAGESIZE * mmap.PAGESIZE
             with suppress(OSError):  # Linux 5.14
                 mapping.madvise(
@@ -178,12 +178,12 @@ class Files:
     def _file(self, name: str) -> tuple[Blocks, dict[str, Slot], mmap.mmap | None]:
         if name not in self._open:
             stored = self._manifest.files[name]
-            blocks, mapping = Blocks(self._folder, name, stored), None
+            blocks, mapping = Blocks(self.folder, name, stored), None
             if self._mapped:
-                file, size = open_regular(self._folder / name)
+                file, size = open_regular(self.folder / name)
                 try:
                     if size != stored.size:
-                        raise DataError(f"{self._folder}: {name} has {size} bytes instead of {stored.size}")
+                        raise DataError(f"{self.folder}: {name} has {size} bytes instead of {stored.size}")
                     mapping = mmap.mmap(file, size, prot=mmap.PROT_READ)
                 finally:
                     os.close(file)

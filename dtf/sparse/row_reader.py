@@ -179,8 +179,8 @@ class RowReader:
             name, decay = match[1], manifest.tensors.get(f"table/{match[1]}/decay")
             decayed = float(files.array(decay.boxes[0])) if decay else 0.0
             at, count = layer_names(manifest, name), int(files.array(manifest.tensors[match[0]].boxes[0]))
-            if columns := manifest.tensors.get(f"table/{name}/columns/rows"):
-                tables[name], opened = _on_disk(folder, manifest, name, files.whole(columns), decayed, self._segments)
+            if f"table/{name}/columns/rows" in manifest.tensors:
+                tables[name], opened = _on_disk(files, manifest, name, decayed, self._segments)
                 if count and not tables[name].layers:
                     raise DataError(f"table {name} has {count} rows by its own count, and no files")
                 segments |= opened
@@ -195,7 +195,7 @@ class RowReader:
 
 
 def _on_disk(
-    folder: Path, manifest: Manifest, table: str, columns: np.ndarray, decay: float, known: Mapping[StoredFile, Segment]
+    files: Files, manifest: Manifest, table: str, decay: float, known: Mapping[StoredFile, Segment]
 ) -> tuple[_Table, dict[StoredFile, Segment]]:
     """A table that lay on disk, and the files that it has open; of these `known` ones are not opened again."""
     try:
@@ -203,8 +203,17 @@ def _on_disk(
         from dtf.sparse.disk.saved_rows import parts_of
     except ModuleNotFoundError as error:
         raise ConfigError(f"table {table} lay on sparse.disk; {NO_NUMBA} ({error})") from error
-    if columns.shape != (2,) or columns.dtype != np.int64:
-        raise DataError(f"table {table} has the columns {columns.tolist()} in its records, not a first and a last one")
-    first, last = columns.tolist()
-    layers, opened = layers_of(parts_of(folder, manifest, f"table/{table}/"), slice(first, last), known)
-    return _Table(layers, last - first, layers[0].dtype if layers else np.float32, decay), opened
+
+    def place(key: str) -> slice | None:
+        stored = manifest.tensors.get(f"table/{table}/{key}")
+        if stored is None:
+            return None
+        if (stored.dtype, stored.shape) != ("I64", (2,)):
+            raise DataError(f"table/{table}/{key} is {stored.dtype} {stored.shape}, not a first and a last place")
+        return slice(*files.whole(stored).tolist())
+
+    columns = place("columns/rows")
+    assert columns is not None
+    parts = parts_of(files.folder, manifest, f"table/{table}/")
+    layers, opened = layers_of(parts, columns, place("bytes/decayed"), known)
+    return _Table(layers, columns.stop - columns.start, layers[0].dtype if layers else np.float32, decay), opened

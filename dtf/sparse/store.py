@@ -17,6 +17,7 @@ from dtf.core.errors import ConfigError, DataError
 from dtf.core.seeding import seed_of
 from dtf.sparse.changes import Changes
 from dtf.sparse.id_arrays import kernels, unique
+from dtf.sparse.life import LAST_STEP, SCORE
 from dtf.sparse.row_index import index_of, reserve
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from dtf.sparse.disk.saved_rows import Part, RowsSetAside
 
 DECAYED = "decayed"
+EXTRAS = {DECAYED: np.dtype(np.float64), LAST_STEP: np.dtype(np.int32), SCORE: np.dtype(np.float32)}
+"""What may be kept of a row beside its numbers and its state."""
 
 
 class Rows(NamedTuple):
@@ -166,9 +169,7 @@ class SparseTable:
 
     def add(self, ids: np.ndarray, differences: np.ndarray) -> None:
         """Add `differences` (U, width + states) to the rows and states of distinct ids (U,). Rows that do not exist are
-        made.
-
-        Errors as of `lookup`.
+        made. Errors as of `lookup`.
         """
         positions = self._place(self._checked(ids))
         self._catch_up(positions)
@@ -189,11 +190,6 @@ class SparseTable:
     def scan(self) -> Iterator[Rows]:
         """All rows, some at a time, as copies. No other method may be called meanwhile."""
         yield self.export()
-
-    def evaluated(self, some: Rows) -> np.ndarray:
-        """Rows (n, width) of what `scan` and `export` give, as `lookup` does: with all of their decay."""
-        since = some.states.get(DECAYED)
-        return some.rows if since is None else some.rows * np.exp(self.decayed - since).astype(self.dtype)[:, None]
 
     def keep_changes(self) -> None:
         """From now on keep track of the rows that change and the ids that leave, until rows are removed by `clear`."""
@@ -232,10 +228,7 @@ class SparseTable:
         then.
         """
         if states is None:
-            firsts = {
-                name: (columns.stop - columns.start, self._firsts[name]) for name, columns in self._columns.items()
-            }
-            states = {name: np.full((len(ids), count), first) for name, (count, first) in firsts.items()}
+            states = {k: np.full((len(ids), at.stop - at.start), self._firsts[k]) for k, at in self._columns.items()}
         if states.keys() - {DECAYED, *self.statistics} != self._columns.keys():
             raise DataError(
                 f"table {self.name}: states {_listed(states)} are not those of its row optimizer, "
@@ -280,9 +273,9 @@ class SparseTable:
         """All rows as they are now, in files. None: `export` has all. OSError where the disk is full or fails."""
         return None
 
-    def load(self, parts: list[Part]) -> bool:
-        """Fill an empty table with its range of what `set_aside` wrote, as it lies. False: nothing is loaded, as other
-        records were kept. DataError for what is damaged.
+    def load(self, parts: list[Part], beside: dict[str, slice], step: int) -> bool:
+        """Fill an empty table with its range of what `set_aside` wrote `step` steps after the first, as it lies, with
+        these bytes `beside` records. False: nothing is loaded, as other records were kept. DataError for damage.
         """
         return False
 
@@ -380,12 +373,18 @@ def columns_of(rule: RowOptimizer, width: int) -> dict[str, slice]:
     return columns
 
 
-def joined(parts: list[Rows]) -> Rows:
-    """All rows of at least one part, by ascending id."""
-    ids = np.concatenate([part.ids for part in parts])
-    order = np.argsort(ids)
-    states = {name: np.concatenate([part.states[name] for part in parts])[order] for name in parts[0].states}
-    return Rows(ids[order], np.concatenate([part.rows for part in parts])[order], states)
+def extras_of(rule: RowOptimizer) -> dict[str, slice]:
+    """The bytes of each of `EXTRAS` beside a record on disk."""
+    places, stop = {}, 0
+    for name in [DECAYED] * rule.decays + [LAST_STEP, SCORE] * rule.scores:
+        places[name] = slice(stop, stop + EXTRAS[name].itemsize)
+        stop = places[name].stop
+    return places
+
+
+def extra_of(name: str, extra: np.ndarray, where: slice) -> np.ndarray:
+    """One of `EXTRAS` (n,), where `extra` (n, bytes) has all of a row; the same memory."""
+    return extra[:, where].view(EXTRAS[name])[:, 0]
 
 
 def full(name: str, capacity: int, rows: int) -> ConfigError:

@@ -11,7 +11,7 @@ from dtf.api.row_optimizer import RowOptimizer
 from dtf.api.task import Weights
 from dtf.sparse.row_layers import look_up
 from dtf.sparse.row_optimizers import RowSgd
-from dtf.sparse.store import DECAYED, Rows, SparseTable, joined
+from dtf.sparse.store import DECAYED, Rows, SparseTable, extra_of
 from dtf.sparse.table_checkpoints import DECAY
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ def frozen(rule: RowOptimizer, weights: Weights) -> FrozenRows:
     """As `rule` keeps rows, for those of `weights`."""
     source = weights.source()
     decays = source is not None and any(name.endswith(f"/{DECAY}") for name in source.names())
-    return FrozenRows(weight_decay=float(decays), values=rule.values, disk=rule.disk, memory_gb=rule.memory_gb)
+    kept = {"values": rule.values, "disk": rule.disk, "memory_gb": rule.memory_gb, "score_decay": rule.score_decay}
+    return FrozenRows(weight_decay=float(decays), **kept)
 
 
 class StoredTable(SparseTable):
@@ -36,16 +37,18 @@ class StoredTable(SparseTable):
     """
 
     _parts: list[Part]
+    _beside: dict[str, slice]
     _layers: list[FileLayer]
 
     def clear(self) -> None:
         super().clear()
-        self._parts, self._layers = [], []
+        self._parts, self._beside, self._layers = [], {}, []
 
-    def load(self, parts: list[Part]) -> bool:
+    def load(self, parts: list[Part], beside: dict[str, slice], step: int) -> bool:
         from dtf.sparse.disk.row_files import layers_of
 
-        self._parts, (self._layers, _) = parts, layers_of(parts, slice(*self.columns), {})
+        self._parts, self._beside = parts, beside
+        self._layers, _ = layers_of(parts, slice(*self.columns), beside.get(DECAYED), {})
         return True
 
     def lookup(self, ids: np.ndarray, create: bool) -> np.ndarray:
@@ -57,16 +60,17 @@ class StoredTable(SparseTable):
         return self._stored(ids)[1] | super().has(ids)
 
     def scan(self) -> Iterator[Rows]:
-        from dtf.sparse.disk.row_files import since_of
         from dtf.sparse.disk.saved_rows import rows_of
 
         for _, ids, records, extra in (batch for part in self._parts for batch in rows_of(part)):
-            states = {DECAYED: since_of(extra)} if extra.shape[1] else {}
+            states = {key: extra_of(key, extra, where) for key, where in self._beside.items()}
             yield Rows(ids, records[:, slice(*self.columns)].astype(self.dtype, copy=False), states)
         if not self._parts:
             yield super().export()
 
     def export(self) -> Rows:
+        from dtf.sparse.tiered_table import joined
+
         return joined(list(self.scan()) or [super().export()])
 
     def _stored(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

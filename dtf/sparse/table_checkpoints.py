@@ -16,12 +16,12 @@ from dtf.distributed.world import World
 from dtf.sparse.id_arrays import unique
 from dtf.sparse.living_table import LivingTable
 from dtf.sparse.row_index import HashedIndex
-from dtf.sparse.store import DECAYED, SparseTable, columns_of
+from dtf.sparse.store import DECAYED, SparseTable, columns_of, extra_of, extras_of
 from dtf.sparse.table_layouts import ShardedTable
 
-COUNT, DECAY, REMOVED, COLUMNS = "count", "decay", "removed", "columns"
+COUNT, DECAY, REMOVED, COLUMNS, BYTES = "count", "decay", "removed", "columns", "bytes"
 """In a checkpoint: rows over all ranks; `SparseTable.decayed`; ids that left before a layer of changes was saved; of a
-table on disk, see `dtf.sparse.disk.saved_rows`.
+table on disk, see `dtf.sparse.disk.saved_rows`, twice.
 """
 
 _ROWS = "rows"
@@ -87,8 +87,9 @@ def boxes_of(
     """
     prefix, store = f"table/{name}/", table.store
     boxes = [Box(f"{prefix}{COUNT}", torch.tensor(total.rows), (), ())] if first else []
+    by_shard = _shard_boxes(name, table) if first or table.by_rows else []
     if table.on_disk:  # rows are files, see `ShardedTables.set_aside`
-        return boxes + (_described(name, table) if first else [])
+        return boxes + by_shard + (_described(name, table) if first else [])
     (ids, rows, states), removed = store.changes() if layer else (store.export(), np.empty(0, np.int64))
     if layer is not None:
         store.keep_changes()
@@ -103,17 +104,19 @@ def boxes_of(
             boxes.append(Box(at + key, torch.from_numpy(array), (total.written,), (before.written,), layer))
     if layer and (first or table.by_rows):
         boxes.append(Box(at + REMOVED, torch.from_numpy(removed), (total.removed,), (before.removed,), layer))
-    if isinstance(table.store, LivingTable) and (first or table.by_rows):
-        boxes += _shard_boxes(name, table, table.store)
-    return boxes
+    return boxes + by_shard
 
 
 def _described(name: str, table: ShardedTable) -> list[Box]:
     """What a checkpoint tells of a table on disk beside its files."""
     prefix, decayed = f"table/{name}/", torch.tensor(table.store.decayed, dtype=torch.float64)
     decay = [Box(f"{prefix}{DECAY}", decayed, (), ())] if table.store.rule.decays else []
-    columns = _record_columns(table).items()
-    return decay + [Box(f"{prefix}{COLUMNS}/{key}", torch.tensor(ends), (2,), (0,)) for key, ends in columns]
+    places = {COLUMNS: _record_columns(table), BYTES: _record_bytes(table)}
+    return decay + [
+        Box(f"{prefix}{kind}/{key}", torch.tensor(ends), (2,), (0,))
+        for kind, kept in places.items()
+        for key, ends in kept.items()
+    ]
 
 
 def _load_files(
@@ -122,28 +125,39 @@ def _load_files(
     """Take this rank's part of a table that lay on disk."""
     from dtf.sparse.disk.saved_rows import parts_in, rows_of
 
-    store, place = table.store, f"table/{name}/{COLUMNS}/"
-    kept = {key.removeprefix(place): source.read(key).tolist() for key in names if key.startswith(place)}
-    wanted = _record_columns(table)
+    store, (kept, beside) = table.store, (_places(f"table/{name}/{kind}/", source) for kind in (COLUMNS, BYTES))
+    wanted, step = _record_columns(table), steps_of(source) if resume else 0
     if any(kept.get(key) != ends for key, ends in wanted.items() if resume or key == _ROWS):
         raise DataError(f"{source.place}: table {name} has the columns {kept} in its records, this run has {wanted}")
     parts = parts_in(source.folder, names, f"table/{name}/")
-    if resume and store.load(parts):
+    beside = {key: slice(*ends) for key, ends in beside.items()}
+    if resume and store.load(parts, beside, step):
         return
     first, last = store.columns
     columns = columns_of(store.rule, table.width) if resume else {}
     for _, ids, records, extra in (batch for part in parts for batch in rows_of(part)):
         owned = table.owns(ids)
-        rows, since = records[owned, first:last], extra[owned].view(np.float64).reshape(-1)
+        rows, more = records[owned, first:last], extra[owned]
+        found = {key: extra_of(key, more, where) for key, where in beside.items()}
         states = {
             key: records[owned, each][:, slice(first, last) if table.wide[key] else slice(None)]
             for key, each in columns.items()
         }
-        if len(since) and resume:
-            states[DECAYED] = since
-        elif len(since) and decay is not None:
-            rows = rows * np.exp(decay - since)[:, None]
-        store.put(ids[owned], rows, states if resume else None)
+        if resume:
+            states |= {key: found[key] for key in (DECAYED, *store.statistics) if key in found}
+        elif DECAYED in found and decay is not None:
+            rows = rows * np.exp(decay - found[DECAYED])[:, None]
+        store.put(ids[owned], rows, states if resume else None, step)
+
+
+def _places(prefix: str, source: Source) -> dict[str, list[int]]:
+    """Where each part of a record is, by the rest of the names that begin with `prefix`."""
+    return {key.removeprefix(prefix): source.read(key).tolist() for key in source.names() if key.startswith(prefix)}
+
+
+def _record_bytes(table: ShardedTable) -> dict[str, list[int]]:
+    """First byte and the one after the last, of what is kept beside records."""
+    return {key: [place.start, place.stop] for key, place in extras_of(table.store.rule).items()}
 
 
 def _record_columns(table: ShardedTable) -> dict[str, list[int]]:
@@ -152,12 +166,16 @@ def _record_columns(table: ShardedTable) -> dict[str, list[int]]:
     return {_ROWS: [0, table.width]} | {key: [columns.start, columns.stop] for key, columns in states}
 
 
-def _shard_boxes(name: str, table: ShardedTable, store: LivingTable) -> list[Box]:
+def _shard_boxes(name: str, table: ShardedTable) -> list[Box]:
     """What is kept by shard, of the shards that are here."""
+    if not isinstance(table.store, LivingTable):
+        return []
     first, last = table.owned_shards
+    if first == last:
+        return []
     return [
         Box(f"table/{name}/{key}", torch.from_numpy(array[first:last].copy()), array.shape, _at(first, array))
-        for key, array in store.life.by_shard().items()
+        for key, array in table.store.by_shard().items()
     ]
 
 
@@ -252,7 +270,7 @@ class _IdSet:
 
 def _load_shards(prefix: str, table: ShardedTable, store: LivingTable, source: Source, names: Container[str]) -> None:
     first, last = table.owned_shards
-    for key, array in store.life.by_shard().items():
+    for key, array in store.by_shard().items():
         if prefix + key in names and last > first:
             array[first:last] = source.read(prefix + key, _at(first, array), (last - first, *array.shape[1:])).numpy()
 

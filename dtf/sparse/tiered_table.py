@@ -20,9 +20,8 @@ from dtf.sparse.disk.record_format import RecordFormat
 from dtf.sparse.disk.saved_rows import Part, RowsSetAside
 from dtf.sparse.disk.segment import MOST_FILES
 from dtf.sparse.disk.tiered_records import TieredRecords
-from dtf.sparse.store import DECAYED, Rows, SparseTable, full, joined
+from dtf.sparse.store import DECAYED, Rows, SparseTable, extra_of, extras_of, full
 
-_SINCE = 8  # bytes of `extra`, where steps shrink rows: see `SparseTable.decayed`
 _SHARE = 4  # of the rows that memory holds, what is put at a time
 
 
@@ -62,10 +61,10 @@ class TieredTable(SparseTable):
             self._tiers.close()
         states = self.stride - self.width
         values = "float64" if self.dtype == np.float64 else "bfloat16" if self._rounds else "float32"
-        form = RecordFormat(self.width, states, values, _SINCE * self.rule.decays)
-        tiers = self._tiers = TieredRecords(self._folder, form, self._memory_bytes, *self._hashes)
-        self._records = tiers.records
-        self._since = tiers.extra.view(np.float64).reshape(-1) if self.rule.decays else None
+        form = RecordFormat(self.width, states, values, self.rule.extra_bytes)
+        tiers = self._tiers = TieredRecords(self._folder, form, self._memory_of_rows(), *self._hashes)
+        self._records, self._extras = tiers.records, extras_of(self.rule)
+        self._since = self._extra(DECAYED)
         self.decayed = 0.0
 
     @property
@@ -87,10 +86,10 @@ class TieredTable(SparseTable):
         return super().about() | {"disk_bytes": on_disk, "found": tiers.hits, "read": tiers.misses}
 
     def lookup(self, ids: np.ndarray, create: bool) -> np.ndarray:
-        lookup, most = super().lookup, max(1, self.tiers.cache.capacity // _SHARE)
-        if create or len(ids) <= most:
+        lookup = super().lookup
+        if create:
             return lookup(ids, create)
-        return np.concatenate([lookup(ids[at : at + most], create) for at in range(0, len(ids), most)])
+        return np.concatenate([lookup(ids[some], create) for some in self._some(len(ids))])
 
     def update(
         self,
@@ -115,8 +114,7 @@ class TieredTable(SparseTable):
         """Of records side by side (n, width + states) rows and states."""
         states = {name: records[:, columns] for name, columns in self._columns.items()}
         states = {name: values.reshape(-1) if values.shape[1] == 1 else values for name, values in states.items()}
-        if extra.shape[1]:
-            states[DECAYED] = extra.copy().view(np.float64).reshape(-1)
+        states |= {name: extra_of(name, extra, where) for name, where in self._extras.items()}
         return Rows(ids, records[:, : self.width], states)
 
     def export(self) -> Rows:
@@ -124,19 +122,33 @@ class TieredTable(SparseTable):
         return joined(list(self.scan()) or [self.parts_of(*_nothing(self.tiers.form))])
 
     def put(self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray] | None, step: int = 0) -> None:
-        most = max(1, self.tiers.cache.capacity // _SHARE)
-        for at in range(0, max(1, len(ids)), most):
-            some = slice(at, at + most)
+        if states and self._since is None and (since := states.get(DECAYED)) is not None:  # it no longer decays
+            rows = rows * np.exp(self.decayed - since).astype(self.dtype)[:, None]
+            states = {name: values for name, values in states.items() if name != DECAYED}
+        for some in self._some(len(ids)):
             super().put(ids[some], rows[some], states and {name: values[some] for name, values in states.items()}, step)
 
     def set_aside(self) -> RowsSetAside:
         return RowsSetAside(self.tiers)
 
-    def load(self, parts: list[Part]) -> bool:
-        if not saved_rows.same_layout(parts, self.tiers.form):
+    def load(self, parts: list[Part], beside: dict[str, slice], step: int) -> bool:
+        if beside != self._extras or not saved_rows.same_layout(parts, self.tiers.form):
             return False
         saved_rows.load(self.tiers, parts)
         return True
+
+    def _memory_of_rows(self) -> int:
+        """Bytes of memory for rows and what finds them."""
+        return self._memory_bytes
+
+    def _some(self, count: int) -> list[slice]:
+        """Parts of so many rows, at least one, each of which finds room in memory."""
+        most = max(1, self.tiers.cache.capacity // _SHARE)
+        return [slice(at, at + most) for at in range(0, max(1, count), most)]
+
+    def _extra(self, name: str) -> np.ndarray | None:
+        """One of `EXTRAS` (positions,), as the cache has it; None where it is not kept."""
+        return extra_of(name, self.tiers.extra, self._extras[name]) if name in self._extras else None
 
     def _find(self, ids: np.ndarray) -> np.ndarray:
         return self.tiers.place(ids, self._step)
@@ -157,6 +169,14 @@ class TieredTable(SparseTable):
 
     def _changed(self, positions: np.ndarray) -> None:
         self.tiers.changed(positions)
+
+
+def joined(parts: list[Rows]) -> Rows:
+    """All rows of at least one part, by ascending id."""
+    ids = np.concatenate([part.ids for part in parts])
+    order = np.argsort(ids)
+    states = {name: np.concatenate([part.states[name] for part in parts])[order] for name in parts[0].states}
+    return Rows(ids[order], np.concatenate([part.rows for part in parts])[order], states)
 
 
 def _nothing(form: RecordFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.laws.test_sharded_tables import ANY, WAYS
+from tests.laws.test_sharded_tables import ANY, LIFE, WAYS
 from tests.support.checkpoints import same_tensors
 from tests.support.harness import difference, reference, spread
 
@@ -26,6 +26,12 @@ def tiered(folder: Path, **options: Any) -> dict[str, Any]:
     return {"sparse_options": {"disk": str(folder / "rows"), "memory_gb": MEMORY_GB, **options}, "recipe": RECIPE}
 
 
+def living(folder: Path | None, **options: Any) -> dict[str, Any]:
+    """A case whose rows leave, in memory, or on disk but for about as many as a step meets."""
+    disk = {"disk": str(folder / "rows"), "memory_gb": 46e-6} if folder else {}
+    return LIFE | {"sparse_options": LIFE["sparse_options"] | disk | options}
+
+
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=() if way in ("rows", "two servers") else slow) for way in DISKS]
 )
@@ -33,6 +39,26 @@ def test_every_strategy_gives_the_numbers_of_tables_in_memory(way: str, tmp_path
     strategy, processes, options = DISKS[way]
     found = spread(strategy, processes, options=options, steps=8, **tiered(tmp_path))
     assert difference(reference(steps=8, recipe=RECIPE), found) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in ("replicated", "two servers") else slow) for way in DISKS]
+)
+def test_rows_on_disk_live_and_leave_as_those_in_memory(way: str, tmp_path: Path) -> None:
+    strategy, processes, options = DISKS[way]
+    found = spread(strategy, processes, options=options, **living(tmp_path))
+    assert difference(reference(**LIFE), found) <= 1e-10
+
+
+@pytest.mark.parametrize(("precision", "values"), [("fp64", "param"), pytest.param("fp32", "bf16", marks=slow)])
+def test_rows_that_leave_have_the_bits_of_those_in_memory(precision: str, values: str, tmp_path: Path) -> None:
+    """With decay that acts on rows nobody touches, and what is known of each row."""
+    case: dict[str, Any] = {"sparse": "sgd", "precision": precision, "save_every": 12}
+    more = {"weight_decay": 0.1, "values": values}
+    on_disk = spread("ddp", 1, folder=str(tmp_path / "a"), **living(tmp_path, **more), **case)
+    in_memory = spread("ddp", 1, folder=str(tmp_path / "b"), **living(None, **more), **case)
+    assert difference(in_memory, on_disk) == 0
+    same_tensors(*(tmp_path / run / "step_000012" for run in "ab"))
 
 
 @pytest.mark.parametrize("rule", ["sgd", pytest.param("rowwise_adagrad", marks=slow)])
@@ -55,6 +81,21 @@ PAIRS = [
     ("server", False, "one process", True),
     ("one process", True, "rows", True),
 ]
+
+
+@pytest.mark.parametrize(
+    ("first", "is_tiered", "second", "goes_on_tiered"),
+    [pytest.param(*pair, marks=slow if i % 4 else ()) for i, pair in enumerate(PAIRS)],
+)
+def test_a_checkpoint_of_rows_that_leave_goes_on_on_disk_and_in_memory(
+    first: str, is_tiered: bool, second: str, goes_on_tiered: bool, tmp_path: Path
+) -> None:
+    cases = [living(tmp_path if on_disk else None) for on_disk in (is_tiered, goes_on_tiered)]
+    (one, processes, options), (other, more, others) = WAYS[first], WAYS[second]
+    a = spread(one, processes, options=options, folder=str(tmp_path), save_every=5, halt=True, **cases[0])
+    b = spread(other, more, options=others, start=str(tmp_path / "step_000005"), **cases[1])
+    whole = b | {key: a[key] | b[key] for key in ("train", "eval", "ids")}
+    assert difference(reference(**LIFE), whole) <= 1e-10
 
 
 @pytest.mark.parametrize(

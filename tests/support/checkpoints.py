@@ -24,7 +24,7 @@ from dtf.checkpoint.options import Every
 from dtf.core.types import Box, State
 from dtf.runs.recorded_run import checkpoint_tensors
 from dtf.sparse.disk.saved_rows import Part, tensors_of
-from dtf.sparse.store import DECAYED, columns_of
+from dtf.sparse.store import columns_of, extra_of, extras_of
 
 GOAL = ("accuracy", "max")
 
@@ -178,7 +178,9 @@ def boxes_of_others(state: State, task: Task) -> list[Box]:
             width = task.recipe.tables()[table.removeprefix("table/")].width
             columns = {key: (each.start, each.stop) for key, each in columns_of(task.rows, width).items()}
             part = Part(*(kinds.get(kind, []) for kind in Part._fields))
-            rows = tensors_of([part], {"rows": (0, width)} | columns, DECAYED)
+            rows, extra = tensors_of([part], {"rows": (0, width)} | columns)
+            if rows:
+                rows |= {key: extra_of(key, extra, where) for key, where in extras_of(task.rows).items()}
             for key, array in rows.items():
                 tensor = torch.from_numpy(np.ascontiguousarray(array))
                 found.append(Box(f"{table}/{key}@{number}", tensor, array.shape, (0,) * array.ndim))
@@ -188,7 +190,9 @@ def boxes_of_others(state: State, task: Task) -> list[Box]:
 def rows_of_writers(parts: dict[str, list[Any]]) -> dict[str, np.ndarray]:
     """Takes the tensors `table/NAME/KEY@WRITER` out of `parts`, and puts those of all writers together."""
     tensors: dict[str, np.ndarray] = {}
-    for name in [name for name in parts if "@" in name or "/columns/" in name]:
+    for name in [
+        name for name in parts if "@" in name or "/columns/" in name or "/bytes/" in name or "/life/rows_" in name
+    ]:
         boxes, (whole, _, _) = parts.pop(name), name.partition("@")
         if whole != name:
             rows = np.array(boxes[0][2])

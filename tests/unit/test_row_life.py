@@ -4,8 +4,11 @@ rows would; alone, divided over owners, and after a checkpoint at any step.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,12 +24,14 @@ from dtf.core.seeding import seed_of
 from dtf.sparse.id_arrays import unique
 from dtf.sparse.life import LAST_STEP, SCORE
 from dtf.sparse.living_table import table_class
+from dtf.sparse.living_tiered_table import LivingTieredTable
 from dtf.sparse.row_index import HashedIndex
 from dtf.sparse.row_optimizers import RowAdagrad, RowSgd
 from dtf.sparse.store import SparseTable
 from dtf.sparse.table_layouts import bounds_of_shards, owner_of
 
 WIDTH, CAPACITY, MASK = 2, 300, 2**64 - 1
+MEMORY_BYTES = 24_000  # of two hundred rows, and a step has up to 160 ids
 GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -41,6 +46,9 @@ def rule(**options: Any) -> RowAdagrad:
 
 
 def table_of(spec: Table, rule: RowOptimizer, dtype: type = np.float64) -> Any:
+    """On disk, but for a few rows, where the rule says so."""
+    if rule.disk:
+        return LivingTieredTable(spec, rule, 1, "t", dtype, MEMORY_BYTES, (0, MASK))
     return table_class(rule)(spec, rule, 1, "t", dtype)
 
 
@@ -197,22 +205,32 @@ def _typed(options: dict[str, Any]) -> dict[str, Any]:
 TRAFFIC = given(OPTIONS, st.integers(0, 2**32), st.integers(0, 12))
 
 
+DISKS = pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+
+
+@DISKS
 @settings(max_examples=6, deadline=None)
 @TRAFFIC
-def test_a_table_lives_as_its_reference(options: dict[str, Any], seed: int, cut: int) -> None:
-    follow_reference(options, seed, cut)
+def test_a_table_lives_as_its_reference(on_disk: bool, options: dict[str, Any], seed: int, cut: int) -> None:
+    follow_reference(on_disk, options, seed, cut)
 
 
+@DISKS
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @TRAFFIC
-def test_a_table_lives_as_its_reference_at_length(options: dict[str, Any], seed: int, cut: int) -> None:
-    follow_reference(options, seed, cut)
+def test_a_table_lives_as_its_reference_at_length(on_disk: bool, options: dict[str, Any], seed: int, cut: int) -> None:
+    follow_reference(on_disk, options, seed, cut)
 
 
-def follow_reference(options: dict[str, Any], seed: int, cut: int) -> None:
+def follow_reference(on_disk: bool, options: dict[str, Any], seed: int, cut: int) -> None:
     """The table is saved and loaded, in pieces of another order, before step `cut`."""
-    spec, chosen = Table(WIDTH, 0, CAPACITY, 0.1), rule(**options)
+    with TemporaryDirectory() as folder:
+        follow(rule(**options, disk=folder if on_disk else ""), seed, cut)
+
+
+def follow(chosen: RowAdagrad, seed: int, cut: int) -> None:
+    spec = Table(WIDTH, 0, CAPACITY, 0.1)
     table = table_of(spec, chosen)
     reference = Reference(chosen, spec, chosen.shards(spec))
     assert reference.shards == 4
@@ -234,7 +252,7 @@ def follow_reference(options: dict[str, Any], seed: int, cut: int) -> None:
 def reloaded(table: Any, chosen: RowAdagrad, spec: Table, step: int) -> Any:
     fresh: Any = table_of(spec, chosen)
     put(fresh, table, 0, step)
-    for name, array in table.life.by_shard().items():
+    for name, array in table.life.by_shard().items():  # not how many rows there are: `put` has counted
         fresh.life.by_shard()[name][:] = array
     for count in ("admitted", "refused", "evicted"):
         setattr(fresh.life, count, getattr(table.life, count))
@@ -248,8 +266,11 @@ def put(into: Any, table: Any, seed: int, step: int) -> None:
         into.put(ids[piece], rows[piece], {name: values[piece] for name, values in states.items()}, step)
 
 
+@DISKS
 @pytest.mark.parametrize("options", [{}, {"evict_unseen": 20}])
-def test_what_finds_no_room_stays_out_in_whatever_order_it_comes(options: dict[str, Any]) -> None:
+def test_what_finds_no_room_stays_out_in_whatever_order_it_comes(
+    options: dict[str, Any], on_disk: bool, tmp_path: Path
+) -> None:
     """A table of another capacity, or one whose rows had no life, goes on with the highest of its rows."""
     large, small = Table(WIDTH, 0, 3 * CAPACITY, 0.1), Table(WIDTH, 0, CAPACITY, 0.1)
     source = table_of(large, rule(**options))
@@ -258,7 +279,8 @@ def test_what_finds_no_room_stays_out_in_whatever_order_it_comes(options: dict[s
             source.update(ids, gradients, 0.1, 1.0, step, seen)
         else:
             source.update(ids[seen[:, 0] > 0], gradients[seen[:, 0] > 0], 0.1, 1.0, step)
-    tables = [table_of(small, rule(when_full="evict")) for _ in range(3)]
+    disk = str(tmp_path) if on_disk else ""
+    tables = [table_of(small, rule(when_full="evict", disk=disk)) for _ in range(3)]
     for seed, table in enumerate(tables):
         put(table, source, seed, 14)
     first, *others = [table.export() for table in tables]
@@ -273,8 +295,12 @@ def test_what_finds_no_room_stays_out_in_whatever_order_it_comes(options: dict[s
         assert life.counts[shard] == life.limits[shard], "rows stay out where there is no room, and only there"
 
 
-def test_rows_of_one_step_never_make_room_for_each_other() -> None:
-    table: Any = table_of(Table(WIDTH, 0, CAPACITY, 0.1), rule(when_full="evict"))
+@DISKS
+def test_rows_of_one_step_never_make_room_for_each_other(
+    on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "MEMORY_BYTES", 120_000)  # a step has a thousand ids
+    table: Any = table_of(Table(WIDTH, 0, CAPACITY, 0.1), rule(when_full="evict", disk=on_disk * str(tmp_path)))
     for step in range(3):
         again = table.export().ids[:40]
         ids = np.concatenate([again, np.arange(1000) + 1000 * step])
@@ -290,11 +316,15 @@ def test_a_range_for_whose_ids_there_is_room_loses_none() -> None:
     assert len(table) == 5000 and not table.life.refused
 
 
-def test_decay_of_all_rows_follows_rows_that_move() -> None:
+@DISKS
+def test_decay_of_all_rows_follows_rows_that_move(
+    on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against a table that never lets a row go."""
+    monkeypatch.setattr(sys.modules[__name__], "MEMORY_BYTES", 3_000)
     decays: dict[str, Any] = {"weight_decay": 0.2}
     spec = Table(WIDTH, 0, CAPACITY, 0.1)
-    living: Any = table_of(spec, RowSgd(evict_unseen=2, **decays))
+    living: Any = table_of(spec, RowSgd(evict_unseen=2, disk=on_disk * str(tmp_path), **decays))
     plain = SparseTable(Table(WIDTH, 0, 10**4, 0.1), RowSgd(**decays), 1, "t", np.float64)
     for step in range(12):
         ids = np.random.default_rng(step).permutation(60)[:20].astype(np.int64)

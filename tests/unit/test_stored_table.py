@@ -14,11 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dtf.api.row_life import WhenFull
 from dtf.checkpoint import boxes
 from dtf.checkpoint.boxes import StoredCheckpoint
 from dtf.sparse.disk.segment import LAST
 from dtf.sparse.inference_module import InferenceModule, LookupModule
+from dtf.sparse.living_tiered_table import LivingTieredTable
 from dtf.sparse.pruning import Pruning
+from dtf.sparse.row_optimizers import RowwiseAdagrad
 from dtf.sparse.sharded_tables import ShardedTables
 from dtf.sparse.store import SparseTable
 from dtf.sparse.stored_table import StoredTable, frozen
@@ -80,6 +83,20 @@ def test_an_export_looks_at_some_rows_at_a_time(tmp_path: Path) -> None:
         assert (ids.numpy() == here).all() and (rows.numpy() == in_memory.lookup(here, create=False)).all()
         both = store.export(), in_memory.export()
         assert (both[0].rows == both[1].rows).all() and (both[0].states["decayed"] == both[1].states["decayed"]).all()
+
+
+def test_scores_lie_beside_the_rows(tmp_path: Path) -> None:
+    table = Trained(tmp_path / "rows", RowwiseAdagrad, when_full=WhenFull.evict, score_decay=0.5)
+    store, _ = opened(table, table.save(tmp_path / "a"))
+    source: Any = SimpleNamespace(scalars={"table_steps": table.step})
+    ids = np.unique(IDS[table.has(IDS)])
+    assert isinstance(table.stores[0], LivingTieredTable)
+    scores = table.stores[0].scores(ids, table.step)
+    for least in np.unique(scores)[1:]:
+        expected = ids[scores >= least]
+        assert (Pruning(min_score=float(least)).kept(store, source) == expected).all()
+        highest = np.sort(expected[np.lexsort((expected, -scores[scores >= least]))[:70]])
+        assert (Pruning(min_score=float(least), max_rows=70).kept(store, source) == highest).all()
 
 
 class Sums(nn.Module):

@@ -52,7 +52,7 @@ def filled(folder: Path) -> tuple[TieredRecords, dict[int, bytes]]:
         while table._sweep_one():
             pass
     kept |= write(table, ROWS[3:120:9], 9, 9)
-    table.remove(ints(5, 50), 10)
+    table.remove(ints(5, 50))
     del kept[5], kept[50]
     assert any(len(part.files) > 1 for part in table.run.ranges) and table.dirty
     return table, kept
@@ -258,7 +258,7 @@ def test_a_damaged_page_ends_a_sweep_and_leaves_its_rows_dirty(tmp_path: Path) -
     part = max(table.run.ranges, key=lambda part: len(part.files))
     ids = ROWS[[part.low <= each <= part.high for each in hashes(ROWS)]]
     kept |= write(table, ids[:20], 11, 11)
-    table.remove(ids[-1:], 12)  # so that all of its files become one
+    table.remove(ids[-1:])  # so that all of its files become one
     del kept[int(ids[-1])]
     dirty = table.dirty
     turn_a_bit(part.files[0].path, FORM.head_bytes + 5)

@@ -139,10 +139,10 @@ class Life(RuleBasedStateMachine):
 
     @rule(ids=IDS)
     def remove(self, ids: list[int]) -> None:
-        self.step += 1
-        self.table.remove(ints(*ids), self.step)
-        for key in ids:
-            self.kept.pop(key, None)
+        there = [key for key in ids if key in self.kept]
+        self.table.remove(ints(*there))
+        for key in there:
+            del self.kept[key]
 
     @rule(ids=IDS, ahead=st.integers(1, 3))
     def tell(self, ids: list[int], ahead: int) -> None:
@@ -199,7 +199,7 @@ class Life(RuleBasedStateMachine):
 
     def look_up(self, part: Part, kept: dict[int, bytes]) -> None:
         """Without loading it, page by page."""
-        layers, _ = layers_of([part], slice(0, self.form.width), {})
+        layers, _ = layers_of([part], slice(0, self.form.width), None, {})
         ids = np.unique(ints(*kept, *range(-1, 41), 2**60))
         found: dict[int, bytes] = {}
         for layer in layers:

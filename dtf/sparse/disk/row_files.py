@@ -23,11 +23,11 @@ from dtf.sparse.disk.row_cache import decoded
 from dtf.sparse.disk.saved_rows import Part, removed_ids
 from dtf.sparse.disk.segment import LAST, MOST_FILES, Segment, layout_of
 from dtf.sparse.disk.tiered_records import DEPTH, reading_threads
+from dtf.sparse.store import DECAYED, extra_of
 
 Open = Mapping[StoredFile, Segment]
 """Segments that are open: those of the same content are the same."""
 
-_SINCE = 8  # bytes
 _PAGES_A_THREAD = 8  # a read from the page cache is over before a thread begins
 
 
@@ -38,8 +38,10 @@ class FileLayer:
     Memory: 8 bytes a page, the filters, 8 bytes for a removed id.
     """
 
-    def __init__(self, form: RecordFormat, columns: slice, files: list[Segment], removed: np.ndarray) -> None:
-        self.removed, self.dtype, self._form, self._columns = removed, form.dtype, form, columns
+    def __init__(
+        self, form: RecordFormat, columns: slice, since: slice | None, files: list[Segment], removed: np.ndarray
+    ) -> None:
+        self.removed, self.dtype, self._form, self._columns, self._since = removed, form.dtype, form, columns, since
         self._run = PartitionedRun(form, 0, LAST, files=files)
 
     def find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -61,19 +63,17 @@ class FileLayer:
         """Fill `out` (n, width) with the rows in some records, as they are when all decay so far is `decay`."""
         _, rows, extra = decoded(records, self._form)
         out[:] = rows[:, self._columns]
-        if decay and self._form.extra:
-            out *= np.exp(decay - since_of(extra))[:, None].astype(out.dtype)
+        if decay and self._since is not None:
+            out *= np.exp(decay - extra_of(DECAYED, extra, self._since))[:, None].astype(out.dtype)
         return out
 
 
-def since_of(extra: np.ndarray) -> np.ndarray:
-    """`SparseTable.decayed` when rows last had their decay (n,), from what is kept beside them (n, bytes)."""
-    return extra[:, :_SINCE].copy().view(np.float64).reshape(-1)
-
-
-def layers_of(parts: list[Part], columns: slice, known: Open) -> tuple[list[FileLayer], dict[StoredFile, Segment]]:
+def layers_of(
+    parts: list[Part], columns: slice, since: slice | None, known: Open
+) -> tuple[list[FileLayer], dict[StoredFile, Segment]]:
     """The layers of a table in a checkpoint, the newest first, and what they have open; `known` files are not opened
-    again. `columns`: of a row in its record. No parts, no layers.
+    again. `columns`: of a row in its record. `since`: the bytes beside it that say which decay it had, if it has any.
+    No parts, no layers.
 
     What changed last is read once, for its filter. DataError for a file that is damaged, or is not of this table;
     OSError where one cannot be opened.
@@ -83,15 +83,16 @@ def layers_of(parts: list[Part], columns: slice, known: Open) -> tuple[list[File
         return [], {}
     allow_files(MOST_FILES)
     form = layout_of(*first)
-    if not 0 <= columns.start < columns.stop <= form.stride:
-        raise DataError(f"{first[0]}: its records have {form.stride} numbers, and rows {columns.start}:{columns.stop}")
+    for where, most in ((columns, form.stride), *([(since, form.extra)] if since else [])):
+        if not 0 <= where.start < where.stop <= most:
+            raise DataError(f"{first[0]}: {where.start} to {where.stop} are no part of the {most} of its records")
     segments = {file[1]: _opened(form, file, known) for part in parts for file in part.segments}
     changed = [_opened(form, file, {}) for part in parts for file in part.changed]
     for place, file in enumerate(changed):
         file.place = place  # they have no ids in common
         file.make_filter()
-    newest = FileLayer(form, columns, changed, removed_ids(parts))
-    return [newest, FileLayer(form, columns, list(segments.values()), np.empty(0, np.int64))], segments
+    newest = FileLayer(form, columns, since, changed, removed_ids(parts))
+    return [newest, FileLayer(form, columns, since, list(segments.values()), np.empty(0, np.int64))], segments
 
 
 def _opened(form: RecordFormat, file: tuple[Path, StoredFile], known: Open) -> Segment:

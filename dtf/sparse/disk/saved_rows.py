@@ -3,7 +3,7 @@
 A checkpoint holds a table in parts, one of each process that wrote it: `table/NAME/disk_K/segments`, and
 `changed` and `removed`, which are newer. Each is the pages of segment files, see `dtf.sparse.disk.segment`; `removed`
 holds ids alone. `table/NAME/columns/KEY` are the first column of a state, or of the `rows`, in a record, and the one
-after the last.
+after the last; `table/NAME/bytes/KEY` are the first byte of what is kept beside these, and the one after the last.
 """
 
 from __future__ import annotations
@@ -148,6 +148,8 @@ def load(table: TieredRecords, parts: list[Part]) -> None:
     DataError that names what is damaged. Errors of TieredRecords; the table is not whole then.
     """
     low, high = table.run.low, table.run.high
+    if low > high:  # there are fewer shards than owners
+        return
     try:
         there = [opened(table.form, *file) for part in parts for file in part.segments]
         ranges = [each for each in PartitionedRun(table.form, 0, LAST, files=there).ranges if each.files]
@@ -163,7 +165,8 @@ def load(table: TieredRecords, parts: list[Part]) -> None:
             for file in part.removed:
                 for batch in opened(_IDS, *file).chunks(low, high):
                     for some in (batch[at : at + most] for at in range(0, len(batch), most)):
-                        table.remove(ids_of(some), 0)
+                        ids = ids_of(some)
+                        table.remove(ids[table.place(ids, 0) >= 0])
     except FileNotFoundError as error:
         raise DataError(f"{error.filename} is missing") from None
     except OSError as error:
@@ -215,19 +218,19 @@ def removed_ids(parts: list[Part]) -> np.ndarray:
     return np.sort(np.concatenate([np.empty(0, np.int64), *batches]))
 
 
-def tensors_of(parts: list[Part], columns: Mapping[str, tuple[int, int]], since: str) -> dict[str, np.ndarray]:
-    """All rows by ascending id, as a checkpoint of a table in memory has them: `ids` (n,), `rows` (n, width), states,
-    and what `extra` keeps under the name `since`.
+def tensors_of(parts: list[Part], columns: Mapping[str, tuple[int, int]]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """All rows by ascending id, as a checkpoint of a table in memory has them: `ids` (n,), `rows` (n, width), states;
+    and what is kept beside them, (n, bytes).
     """
     batches = [batch[1:] for part in parts for batch in rows_of(part)]
     if not batches:
-        return {}
+        return {}, np.empty((0, 0), np.uint8)
     ids, records, extra = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
     order = np.argsort(ids)
-    found = {"ids": ids[order]} | ({since: extra[order].view(np.float64).reshape(-1)} if extra.shape[1] else {})
+    found = {"ids": ids[order]}
     for key, (first, last) in columns.items():
         found[key] = records[order, first:last] if key == "rows" or last - first > 1 else records[order, first]
-    return found
+    return found, extra[order]
 
 
 def _newer(

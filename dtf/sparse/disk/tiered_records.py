@@ -147,15 +147,7 @@ class TieredRecords:
         read and no row moves.
         """
         self._settle()
-        positions, missing = self.cache.find(ids, with_absent=True)
-        if missing:
-            new = np.flatnonzero(positions == NOT_CACHED)
-            self.cache.hold(positions)
-            try:
-                positions[new] = self._allocate(len(new))
-            finally:
-                self.cache.touch(positions[positions >= 0], self._step)
-            self.cache.insert(ids[new], positions[new], ABSENT)
+        positions = self._reserve(ids, ABSENT)
         there = ids != -1
         own = positions[there]
         if (self.cache.flags[own] & ABSENT == 0).any():
@@ -167,14 +159,27 @@ class TieredRecords:
         self.changed(own)
         return np.where(there, positions, -1)
 
+    def _reserve(self, ids: np.ndarray, flags: int) -> np.ndarray:
+        """Positions (n,) of ids, whether they have a row or not; those that are not cached get one with these flags."""
+        positions, missing = self.cache.find(ids, with_absent=True)
+        if missing:
+            new = np.flatnonzero(positions == NOT_CACHED)
+            self.cache.hold(positions)
+            try:
+                positions[new] = self._allocate(len(new))
+            finally:
+                self.cache.touch(positions[positions >= 0], self._step)
+            self.cache.insert(ids[new], positions[new], flags)
+        return positions
+
     def changed(self, positions: np.ndarray) -> None:
         """Rows at `positions` have other numbers now; -1 is passed over. Values are rounded as the disk keeps them."""
         self.dirty += self.cache.set_dirty(positions)
 
-    def remove(self, ids: np.ndarray, step: int) -> None:
-        """Remove the rows of ids; those without one are passed over."""
-        positions = self.place(ids, step)
-        positions = positions[positions >= 0]
+    def remove(self, ids: np.ndarray) -> None:
+        """Remove the rows of ids (n,), each of which has one. Nothing is read."""
+        self._settle()
+        positions = self._reserve(ids, STORED)
         self.cache.flags[positions] |= np.uint8(ABSENT)
         self.rows -= len(positions)
         self.dirty += self.cache.set_dirty(positions)
@@ -194,17 +199,19 @@ class TieredRecords:
         """Keep the rows of these ids that are in memory until `step`, as far as there is room."""
         self.cache.await_use(self.cache.find(ids)[0], self._step, step)
 
-    def scan(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """All rows by ascending hash, some at a time, as copies: ids (n,), rows with their states (n, width + states),
-        extra (n, bytes). No other method may be called meanwhile.
+    def scan(self, low: int = 0, high: int = LAST) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """All rows with hashes in [low, high] by ascending hash, some at a time, as copies: ids (n,), rows with their
+        states (n, width + states), extra (n, bytes). No other method may be called meanwhile.
         """
-        with suppress(SaveError):  # all rows are there without it; the next sweep says so again
-            self.finish_sweep()
-        for part in self.run.ranges:
-            positions = by_hash(self.cache.ids, self.cache.dirty_in(part.low, part.high))
+        if self._sweep is not None and self._sweep.part.low <= high and self._sweep.part.high >= low:
+            with suppress(SaveError):  # all rows are there without it; the next sweep says so again
+                self.finish_sweep()
+        for part in [each for each in self.run.ranges if each.low <= high and each.high >= low]:
+            ends = max(low, part.low), min(high, part.high)
+            positions = by_hash(self.cache.ids, self.cache.dirty_in(*ends))
             removed = self.cache.flags[positions] & ABSENT != 0
             try:
-                for batch in contents(part.files, part.low, part.high, self.cache.encode(positions), removed):
+                for batch in contents(part.files, *ends, self.cache.encode(positions), removed):
                     yield decoded(batch, self.form)
             except OSError as error:
                 raise io_failure(error, self.folder) or error from error
