@@ -1,4 +1,5 @@
-"""How fast `dtf.RowReader` answers: rows in mapped files against rows in memory, and with layers of changes.
+"""How fast `dtf.RowReader` answers: rows in mapped files against rows in memory, with layers of changes, and of a table
+that lay on disk, whose pages are in the page cache.
 
     python -m bench.row_reader [--rows 5e6] [--width 16] [--rounds 20]
 
@@ -23,9 +24,13 @@ from dtf.checkpoint.boxes import write_boxes
 from dtf.checkpoint.checkpointer import _merge
 from dtf.checkpoint.manifest import Manifest
 from dtf.core.types import Box
+from dtf.sparse.disk.record_format import RecordFormat
+from dtf.sparse.disk.saved_rows import RowsSetAside
+from dtf.sparse.disk.tiered_records import TieredRecords
 
 REQUESTS = (26, 2048, 2048 * 26)
 LAYERS = (0, 10)
+MEMORY_BYTES = 100 << 20  # of a table on disk while it is trained
 
 
 def save(parent: Path, ids: np.ndarray, width: int, layers: int) -> Path:
@@ -44,6 +49,24 @@ def save(parent: Path, ids: np.ndarray, width: int, layers: int) -> Path:
     return storage.commit(draft, Manifest(layers, "bench", "ddp", 1, None, files, tensors))
 
 
+def save_on_disk(parent: Path, ids: np.ndarray, width: int) -> Path:
+    """The same table as it lies on `sparse.disk`, of which a tenth has changed since."""
+    parent.mkdir()
+    draft, numbers = storage.begin(parent, 1, "bench", print), np.random.default_rng(1)
+    assert draft is not None
+    table = TieredRecords(parent / "rows", RecordFormat(width, 0), MEMORY_BYTES)
+    for step, some in enumerate([*np.array_split(ids, 100), *np.array_split(ids[::10], 10)]):
+        positions = table.place(some, step)
+        positions = table.make(some) if positions[0] < 0 else positions
+        table.records[positions] = numbers.standard_normal((len(some), width), np.float32)
+        table.changed(positions)
+    ends = torch.tensor([0, width])
+    boxes = [Box("table/t/count", torch.tensor(len(ids)), (), ()), Box("table/t/columns/rows", ends, (2,), (0,))]
+    written = RowsSetAside(table).write(draft, "rank_0.t", "table/t/disk_0")
+    files, tensors = _merge([write_boxes(draft / "rank_0.safetensors", boxes), *written])
+    return storage.commit(draft, Manifest(1, "bench", "ddp", 1, None, files, tensors))
+
+
 def seconds(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
@@ -60,6 +83,8 @@ def main() -> None:
     ids = np.unique(numbers.integers(-(2**62), 2**62, int(args.rows)))
     with TemporaryDirectory() as folder:
         readers: dict[str, RowReader] = {}
+        path = save_on_disk(Path(folder) / "disk", ids, args.width)
+        print(f"on disk: opened in {seconds(lambda: readers.update({'on disk': RowReader(path)})):.2f} s")
         for layers in LAYERS:
             path = save(Path(folder), ids, args.width, layers)
             for mapped in (True, False):

@@ -65,7 +65,7 @@ class Job(ABC):
     line, see `dtf.config.inherit`.
     """
 
-    keys_of_run: ClassVar[tuple[str, ...]] = ("seed", "recipe", "precision", "step")
+    keys_of_run: ClassVar[tuple[str, ...]] = ("seed", "recipe", "precision", "step", "sparse.values")
     """Keys of that config which stand so: what describes the model and its data. The job itself decides how to spread
     the work.
     """

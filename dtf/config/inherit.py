@@ -35,8 +35,8 @@ _OF_THE_RUN = ("recipe.model.weights", "sparse.disk", "sparse.memory_gb")
 def overrides_from_run(
     model: str, keys: Collection[str], chosen: Mapping[str, str], plugins: Collection[str]
 ) -> list[str]:
-    """Overrides with the values of `keys` in the config of the run that `model`, a checkpoint or a run folder, belongs
-    to. They are to stand before those of the command line.
+    """Overrides with the values of `keys` (KEY or GROUP.KEY) in the config of the run that `model`, a checkpoint or a
+    run folder, belongs to. They are to stand before those of the command line.
 
     Empty for a file of weights, and for a checkpoint outside its run folder. `chosen`: the command line, key to value.
     `plugins`: those that the command line trusts. ConfigError or DataError.
@@ -89,7 +89,10 @@ def _overrides(saved: dict[str, Any], keys: Collection[str], chosen: Mapping[str
     """
     overrides = []
     for key in keys:
-        value = saved.get(key)
+        group, _, name = key.partition(".")
+        value = saved.get(group)
+        if name:
+            value = value.get(name) if isinstance(value, dict) else None
         if value is None or (key in chosen and not (isinstance(value, dict) and value.get("name") == chosen[key])):
             continue
         if not isinstance(value, dict):

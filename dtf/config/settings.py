@@ -149,6 +149,8 @@ class Settings(Root):
             return
         if importlib.util.find_spec("numba") is None:
             raise ConfigError(NO_NUMBA)
+        self._check_values()
+        self.sparse.check_storage()
         if not self.job.trains:
             return
         if self.step.ema:
@@ -159,14 +161,17 @@ class Settings(Root):
             )
         self.sparse.check_rows()
         self._check_disk()
+        # schedules of other people may have none: then ranks find out
+        self.sparse.shrinkage(self.sparse.rate(getattr(self.lr, "peak", 0.0)))
+
+    def _check_values(self) -> None:
+        """Raise KeyProblem for a number format that rows cannot have."""
         if self.sparse.values is Values.bf16 and self.precision.param is Format.fp64:
             raise KeyProblem(
                 "sparse.values",
-                "sparse.values=bf16 rounds rows whose steps are float32, and precision.param=fp64 keeps float64; leave "
-                "one of them out",
+                "sparse.values=bf16 rounds rows that are float32, and precision.param=fp64 keeps float64; use "
+                "precision=fp32 or sparse.values=param",
             )
-        # schedules of other people may have none: then ranks find out
-        self.sparse.shrinkage(self.sparse.rate(getattr(self.lr, "peak", 0.0)))
 
     def _check_disk(self) -> None:
         """Raise KeyProblem for sparse tables that cannot lie on disk."""

@@ -32,6 +32,7 @@ from dtf.model.class_probabilities import class_probabilities
 from dtf.model.forward import zero_rows_for_tables
 from dtf.model.init import construct
 from dtf.model.pretrained import Weights, match_weights, open_weights
+from dtf.sparse.stored_table import frozen
 
 REPORT_S = 5.0
 """Seconds between two reports of progress."""
@@ -150,9 +151,8 @@ class Inference:
         vars(recipe)["measure"] = self._record.measure  # type: ignore[index]
         step = replace(settings.step, ema=0.0, micro_batch_rows=self._micro_batch_rows, remat=Remat.none)
         optimizer = lookup("optimizer", "sgd")(momentum=0.0)  # without state
-        task = Task(
-            recipe, optimizer, settings.precision, step, settings.seed, self._sample, self.weights, settings.sparse
-        )
+        rows = frozen(settings.sparse, self.weights)
+        task = Task(recipe, optimizer, settings.precision, step, settings.seed, self._sample, self.weights, rows)
         strategy = settings.strategy
         self.program = check_program(strategy.setup(task, self.world), name_of("strategy", strategy), self.world)
         if self.program.shard is None:  # what it is sent is of the classes that the data have

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dtf.api.sparse_table import Placement
-from dtf.api.task import Task
+from dtf.api.task import Source, Task
 from dtf.config.settings import Settings
 from dtf.core.types import Place
 from dtf.distributed.world import World
@@ -18,9 +18,12 @@ from dtf.model.init import cast, init_model
 from dtf.model.pretrained import Weights
 from dtf.sparse.life import SCORE
 from dtf.sparse.make_tables import tables_of
+from dtf.sparse.stored_table import frozen
+from dtf.sparse.table_checkpoints import BYTES
 
 if TYPE_CHECKING:
     from dtf.sparse.pruning import Pruning
+    from dtf.sparse.sharded_tables import ShardedTables
 
 
 def load_trained(settings: Settings, model: str) -> nn.Module:
@@ -35,12 +38,35 @@ def trained_model(settings: Settings, weights: Weights, pruning: Pruning | None 
     """The recipe's model with these weights, on the CPU, in the format of precision.param and in evaluation mode, with
     its sparse tables inside: all rows, or those that `pruning` keeps.
     """
+    model, tables, source = _parts(settings, weights, scored=bool(pruning))
+    if tables is not None:
+        from dtf.sparse.inference_module import InferenceModule
+
+        kept = partial(pruning.kept, source=source) if pruning else None
+        model = InferenceModule.of(model, tables, kept)
+    return model.eval()
+
+
+def whole_model(settings: Settings, weights: Weights) -> nn.Module:
+    """`trained_model` with all rows of its tables, which stay where they are, however many there are."""
+    from dtf.sparse.inference_module import LookupModule
+
+    model, tables, _ = _parts(settings, weights)
+    assert tables is not None
+    return LookupModule(model, tables).eval()
+
+
+def _parts(
+    settings: Settings, weights: Weights, scored: bool = False
+) -> tuple[nn.Module, ShardedTables | None, Source | None]:
+    """The model and its tables; with `scored`, and the checkpoint, where tables have the scores that it keeps."""
     recipe = settings.recipe
     model = init_model(recipe, settings.seed, weights)
     cast(model, settings.precision, torch.device("cpu"))
-    source = weights.source() if pruning else None
-    if source is not None and not any(name.endswith(f"/{SCORE}") for name in source.names()):
-        source = None  # only scores need more than the rows
+    source, rule = weights.source() if scored else None, settings.sparse
+    scores = [] if source is None else [name for name in source.names() if name.endswith(f"/{SCORE}")]
+    # those of a table that lay on disk are beside its rows; others are where rows live on
+    lives = bool(scores) and (bool(rule.disk) or not any(f"/{BYTES}/" in name for name in scores))
     task = Task(
         recipe,
         settings.optimizer,
@@ -48,15 +74,10 @@ def trained_model(settings: Settings, weights: Weights, pruning: Pruning | None 
         settings.step,
         settings.seed,
         None,
-        weights if source is None else None,
-        settings.sparse,
+        None if lives else weights,
+        rule if lives else frozen(rule, weights),
     )
     tables = tables_of(task, World(Place()), Placement.replicated)
-    if tables is not None:
-        from dtf.sparse.inference_module import InferenceModule
-
-        if source is not None:
-            tables.load(source)
-        kept = partial(pruning.kept, source=source) if pruning else None
-        model = InferenceModule.of(model, tables, kept)
-    return model.eval()
+    if tables is not None and lives and source is not None:
+        tables.load(source)
+    return model, tables, source if scores else None

@@ -87,8 +87,8 @@ def evaluate(
     """Evaluate a model, as `job=evaluate` does, each row of `job.split` once.
 
     `model`: a `Result`, which stands for its best weights, else its newest, and brings its plugins, launcher and
-    strategy; or a path as `job.model` takes it. Recipe, precision, step and seed are the run's but for `overrides`. The
-    others are as in `dtf.compose`. Raises as `dtf.train`.
+    strategy; or a path as `job.model` takes it. Recipe, precision, step, seed and sparse.values are the run's but for
+    `overrides`. The others are as in `dtf.compose`. Raises as `dtf.train`.
     """
     composed = _using("evaluate", model, overrides, config_dir, config_name, plugins)
     job = composed.job

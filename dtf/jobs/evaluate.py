@@ -38,7 +38,8 @@ class EvaluateJob(Job):
         default="",
         doc="a run folder, which means its newest checkpoint, RUN/best, which means its best, a checkpoint, or a "
         ".ckpt, .pth, .pt or .safetensors file; "
-        "recipe, precision, step and seed are the run's, but for keys given here; empty: recipe.model.weights",
+        "recipe, precision, step, seed and sparse.values are the run's, but for keys given here; empty: "
+        "recipe.model.weights",
     )
     split: Split = option(
         default=Split.eval,

@@ -36,7 +36,7 @@ class ExportJob(Job):
     """
 
     uses_model = True
-    keys_of_run = (*Job.keys_of_run, "sparse")  # which says what scores of rows mean
+    keys_of_run = (*Job.keys_of_run[:-1], "sparse")  # which says what scores of rows mean
 
     model: str = option(
         default="",

@@ -28,7 +28,8 @@ from dtf.core.types import Event, Place
 from dtf.core.version import __version__
 from dtf.engine.inference import names_of, open_model, weights_of
 from dtf.engine.rank import Rank, run_rank
-from dtf.engine.trained_model import trained_model
+from dtf.engine.trained_model import trained_model, whole_model
+from dtf.host.memory import available_bytes
 from dtf.jobs.export import ExportJob, Form
 from dtf.jobs.split_metrics import split_metrics
 from dtf.model.class_probabilities import class_probabilities
@@ -45,6 +46,9 @@ BOUND = 1e-4
 
 MOST_TABLE_BYTES = 1 << 30
 """Of the rows of a sparse table that a program holds where nobody said how many it may have."""
+
+COPIES = 3
+"""Of all rows, that are in memory while they are put into files."""
 
 ARRAYS = "preprocessing.safetensors"
 """Name of the file of the arrays that the preprocessing needs, where it needs some."""
@@ -127,30 +131,35 @@ def _with_tables(rank: Rank, job: ExportJob, weights: Weights, rows: Dataset) ->
         _refuse_large(weights, job.forms, settings.recipe)
         return trained_model(settings, weights), {}
 
-    def look(pruning: Pruning | None) -> tuple[nn.Module, dict[str, int], dict[str, float] | None]:
-        model = trained_model(settings, weights, pruning)
-        counts = {name: len(table.ids) for name, table in model.tables.items()}  # type: ignore[union-attr,operator]
-        metrics = None if job.input else split_metrics(settings, model, rows, lambda: rank.beat("evaluate", 0))
-        return model, counts, metrics
+    def judged(model: nn.Module) -> dict[str, float]:
+        return split_metrics(settings, model, rows, lambda: rank.beat("evaluate", 0))
 
-    counts, metrics = look(None)[1:]
-    model, kept, pruned_metrics = look(pruning)
-    told: dict[str, Any] = {
-        "rows": {name: {"kept": kept[name], "left_out": count - kept[name]} for name, count in counts.items()}
-    }
-    if metrics is not None:
-        told["evaluation"] = {"all_rows": metrics, "kept_rows": pruned_metrics}
+    evaluation = {} if job.input else {"all_rows": judged(whole_model(settings, weights))}
+    model, source = trained_model(settings, weights, pruning), weights.source()
+    assert source is not None
+    tables: Any = model.tables
+    told: dict[str, Any] = {"rows": {}}
+    for name, table in zip(settings.recipe.tables(), tables.values(), strict=True):
+        kept, count = len(table.ids), int(source.read(f"table/{name}/{COUNT}"))
+        told["rows"][name] = {"kept": kept, "left_out": count - kept}
+    if evaluation:
+        told["evaluation"] = evaluation | {"kept_rows": judged(model)}
     return model, told
 
 
 def _refuse_large(weights: Weights, forms: list[Form], recipe: Recipe) -> None:
-    source = weights.source()
-    if Form.pt2 not in forms or source is None:
+    source, free = weights.source(), available_bytes()
+    if source is None:
         return
     for table, spec in recipe.tables().items():
         count = int(source.read(f"table/{table}/{COUNT}"))
         size = count * spec.width * 4
-        if size > MOST_TABLE_BYTES:
+        if free is not None and COPIES * size > free:
+            raise ConfigError(
+                f"table {table} has {count:,} rows ({size / 1e9:.1f} GB), an export holds them {COPIES} times, and "
+                f"{free / 1e9:.1f} GB of this host's memory are left; use job.max_rows=N or job.min_score=S for fewer"
+            )
+        if Form.pt2 in forms and size > MOST_TABLE_BYTES:
             raise ConfigError(
                 f"table {table} has {count:,} rows ({size / 1e9:.1f} GB), and a program gets more than 1 GiB only "
                 f"where job.max_rows says so; use job.max_rows=N or job.min_score=S for fewer, job.max_rows={count} "

@@ -14,6 +14,7 @@ from torch.nn.functional import embedding_bag
 from dtf.api.sparse_table import Pooling, Table
 from dtf.sparse.sharded_tables import ShardedTables
 from dtf.sparse.store import SparseTable
+from dtf.sparse.table_inputs import TableInputs
 
 
 class InferenceModule(nn.Module):
@@ -56,6 +57,21 @@ class InferenceModule(nn.Module):
     def forward(self, inputs: dict[str, Any]) -> Tensor:
         found = {name: self.tables[key](inputs[name]) for name, key in self._key_of.items()}
         return self.model(inputs | found)
+
+
+class LookupModule(nn.Module):
+    """`InferenceModule.of` with all rows, of which each call copies those that it asks for."""
+
+    def __init__(self, model: nn.Module, tables: ShardedTables) -> None:
+        super().__init__()
+        self.model, self._tables = model, tables
+
+    def forward(self, inputs: dict[str, Any]) -> Tensor:
+        def asked(store: SparseTable) -> np.ndarray:
+            ids = TableInputs(inputs, store.spec.inputs or (store.name,), store.spec.pooling).distinct
+            return np.sort(ids[store.has(ids)])
+
+        return InferenceModule.of(self.model, self._tables, asked)(inputs)
 
 
 class _InferenceTable(nn.Module):

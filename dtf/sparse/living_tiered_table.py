@@ -40,10 +40,10 @@ class LivingTieredTable(LivingTable, TieredTable):
                 found.append(self.life.decayed(self._scores[positions], self._last[positions], step))
         return np.concatenate(found)
 
-    def load(self, parts: list[Part], step: int) -> bool:
+    def load(self, parts: list[Part], beside: dict[str, slice], step: int) -> bool:
         """See `SparseTable.load`. Where shards have less room than they had, their lowest rows leave."""
         life = self.life
-        if not super().load(parts, step):
+        if not super().load(parts, beside, step):
             life.counts[:] = 0
             return False
         if life.counts.sum() != len(self):

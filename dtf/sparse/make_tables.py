@@ -64,6 +64,7 @@ def table_of(
     """
     from dtf.sparse.living_table import table_class
     from dtf.sparse.living_tiered_table import LivingTieredTable
+    from dtf.sparse.stored_table import FrozenRows, StoredTable
     from dtf.sparse.tiered_table import TieredTable
 
     rule, spec = task.rows, task.recipe.tables()[name]
@@ -76,6 +77,8 @@ def table_of(
     if rule.disk:
         made = LivingTieredTable if rule.lives else TieredTable
         return made(spec, rule, task.seed, name, kind, memory_bytes, hashes)
+    if isinstance(rule, FrozenRows):
+        return StoredTable(spec, rule, task.seed, name, kind, columns)
     return table_class(rule)(spec, rule, task.seed, name, kind, columns)
 
 

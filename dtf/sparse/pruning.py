@@ -8,8 +8,9 @@ import numpy as np
 
 from dtf.api.task import Source
 from dtf.core.errors import ConfigError
-from dtf.sparse.living_table import LivingTable
-from dtf.sparse.store import SparseTable
+from dtf.sparse.life import LAST_STEP, SCORE
+from dtf.sparse.row_parts import DECAYED
+from dtf.sparse.store import Rows, SparseTable
 from dtf.sparse.table_checkpoints import steps_of
 
 
@@ -27,19 +28,38 @@ class Pruning:
         """The ids (n,) of the rows of a table that go along, ascending. `source`: the checkpoint, where it has scores.
 
         With scores those of the highest, as they are at the step of the checkpoint; without them those of the largest
-        norm, as evaluation sees them. Of equals those of the smaller ids. ConfigError for `min_score` without scores.
+        norm, as evaluation sees them. Of equals those of the smaller ids. Looks at some rows at a time. ConfigError for
+        `min_score` without scores.
         """
-        ids = store.export().ids
-        if source is not None and isinstance(store, LivingTable):
-            worth = store.scores(ids, steps_of(source))
-            worth, ids = worth[worth >= self.min_score], ids[worth >= self.min_score]
-        elif self.min_score > 0:
+        best, held = [(np.empty(0, np.int64), np.empty(0))], 0
+        for some in store.scan():
+            worth = self._worth(store, some, source)
+            high = worth >= self.min_score if self.min_score else np.ones(len(worth), bool)
+            best.append((some.ids[high], worth[high]))
+            held += len(best[-1][0])
+            if held > 2 * self.max_rows > 0:
+                best = [self._best(best)]
+                held = self.max_rows
+        return np.sort(self._best(best)[0])
+
+    def _worth(self, store: SparseTable, some: Rows, source: Source | None) -> np.ndarray:
+        if source is not None and SCORE in some.states:
+            from dtf.sparse.life_kernels import decayed
+
+            worth = np.empty(len(some.ids))
+            decayed(some.states[SCORE], some.states[LAST_STEP], steps_of(source), store.rule.score_decay, worth)
+            return worth
+        if self.min_score > 0:
             raise ConfigError(
                 f"job.min_score={self.min_score:g}: the run kept no scores of the rows of table {store.name}; use "
                 "job.max_rows=N, which keeps those of largest norm, or train with sparse.when_full=evict"
             )
-        else:
-            worth = np.linalg.norm(store.lookup(ids, create=False), axis=1)
-        if 0 < self.max_rows < len(ids):
-            ids = ids[np.lexsort((ids, -worth))[: self.max_rows]]
-        return np.sort(ids)
+        since = some.states.get(DECAYED)
+        decay = 1 if since is None else np.exp(store.decayed - since).astype(store.dtype)[:, None]
+        return np.linalg.norm(some.rows * decay, axis=1)
+
+    def _best(self, parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+        """The highest of ids (n,) and what they are worth (n,)."""
+        ids, worth = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        best = np.lexsort((ids, -worth))[: self.max_rows] if 0 < self.max_rows < len(ids) else slice(None)
+        return ids[best], worth[best]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import mmap
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from dtf.checkpoint.blocks import Blocks, open_regular
 from dtf.checkpoint.manifest import BLOCK_BYTES, Manifest, StoredBox, StoredFile, StoredTensor, volume
 from dtf.checkpoint.safetensors_format import Slot, slots
 from dtf.core.errors import DataError
+
+if TYPE_CHECKING:
+    from dtf.sparse.disk.row_files import FileLayer
 
 _NUMBERS = {"I64": np.int64, "F32": np.float32, "F64": np.float64}
 
@@ -75,6 +79,21 @@ class Layer:
         return out
 
 
+def look_up(
+    layers: Sequence[Layer | FileLayer], ids: np.ndarray, decay: float, rows: np.ndarray, found: np.ndarray
+) -> None:
+    """Fill `rows` (n, width) and `found` bool (n,) of those of ids (n,) that have a row in the layers, of which the
+    newest comes first. Others stay as they are. `decay`: all so far.
+    """
+    rest = np.argsort(ids)
+    for layer in layers:
+        has, places = layer.find(ids[rest])
+        here = rest[has]
+        rows[here] = layer.read(places, decay, np.empty((len(here), rows.shape[1]), rows.dtype))
+        found[here] = True
+        rest = rest[~(has | contains(layer.removed, ids[rest]))]
+
+
 def contains(ids: np.ndarray, of: np.ndarray) -> np.ndarray:
     """Which of the ids `of` (n,), ascending, are among `ids`, bool (n,)."""
     return _places(ids, of) >= 0
@@ -124,7 +143,7 @@ class Files:
     """The files of a checkpoint. What is read was compared with its digests before."""
 
     def __init__(self, folder: Path, manifest: Manifest, mapped: bool) -> None:
-        self._folder, self._manifest, self._mapped = folder, manifest, mapped
+        self.folder, self._manifest, self._mapped = folder, manifest, mapped
         self._open: dict[str, tuple[Blocks, dict[str, Slot], mmap.mmap | None]] = {}
 
     def array(self, box: StoredBox) -> np.ndarray:
@@ -132,7 +151,7 @@ class Files:
         blocks, by_key, mapping = self._file(box.file)
         slot = by_key.get(box.key)
         if slot is None or slot.shape != box.shape or slot.dtype not in _NUMBERS:
-            raise DataError(f"{self._folder}: {box.file} has no {box.key!a} as the manifest says")
+            raise DataError(f"{self.folder}: {box.file} has no {box.key!a} as the manifest says")
         if not volume(slot.shape):
             return np.zeros(slot.shape, _NUMBERS[slot.dtype])
         if mapping is None:
@@ -140,7 +159,7 @@ class Files:
         else:
             damaged = blocks.damaged(range(slot.start // BLOCK_BYTES, -(-slot.stop // BLOCK_BYTES)))
             if damaged:
-                raise DataError(f"{self._folder}: {blocks.damage(min(damaged), min(damaged) + 1)}")
+                raise DataError(f"{self.folder}: {blocks.damage(min(damaged), min(damaged) + 1)}")
             first = slot.start // mmap.PAGESIZE * mmap.PAGESIZE
             with suppress(OSError):  # Linux 5.14
                 mapping.madvise(
@@ -159,12 +178,12 @@ class Files:
     def _file(self, name: str) -> tuple[Blocks, dict[str, Slot], mmap.mmap | None]:
         if name not in self._open:
             stored = self._manifest.files[name]
-            blocks, mapping = Blocks(self._folder, name, stored), None
+            blocks, mapping = Blocks(self.folder, name, stored), None
             if self._mapped:
-                file, size = open_regular(self._folder / name)
+                file, size = open_regular(self.folder / name)
                 try:
                     if size != stored.size:
-                        raise DataError(f"{self._folder}: {name} has {size} bytes instead of {stored.size}")
+                        raise DataError(f"{self.folder}: {name} has {size} bytes instead of {stored.size}")
                     mapping = mmap.mmap(file, size, prot=mmap.PROT_READ)
                 finally:
                     os.close(file)

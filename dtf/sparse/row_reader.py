@@ -1,6 +1,6 @@
 """Rows of sparse tables for a server of a model, from the checkpoints of a run that goes on.
 
-Needs no trainer: numpy and the files of checkpoints, no torch.
+Needs no trainer: numpy and the files of checkpoints, no torch; numba for tables that lay on disk.
 """
 
 from __future__ import annotations
@@ -8,17 +8,22 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from dtf.api.sparse_table import NO_NUMBA
 from dtf.checkpoint import storage
-from dtf.checkpoint.manifest import Manifest
+from dtf.checkpoint.manifest import Manifest, StoredFile
 from dtf.checkpoint.resolve_path import resolve_checkpoints
-from dtf.core.errors import DataError
-from dtf.sparse.row_layers import Content, Files, Layer, contains, content, layer_names
+from dtf.core.errors import ConfigError, DataError
+from dtf.sparse.row_layers import Content, Files, Layer, content, layer_names, look_up
+
+if TYPE_CHECKING:
+    from dtf.sparse.disk.row_files import FileLayer
+    from dtf.sparse.disk.segment import Segment
 
 _ATTEMPTS = 10
 """How often a checkpoint may be removed while it is opened: each time a newer one came."""
@@ -40,7 +45,7 @@ class Lookup(NamedTuple):
 
 
 class _Table(NamedTuple):
-    layers: list[Layer]  # the newest first
+    layers: Sequence[Layer | FileLayer]  # the newest first
     width: int
     dtype: Any
     decay: float  # all weight decay so far, see `SparseTable.decayed`
@@ -64,13 +69,7 @@ class RowSnapshot:
             raise DataError(f"ids of table {table} are {ids.dtype}, not integers")
         flat = ids.reshape(-1).astype(np.int64, copy=False)
         rows, found = np.zeros((len(flat), width), dtype), np.zeros(len(flat), bool)
-        rest = np.argsort(flat)
-        for layer in layers:
-            has, places = layer.find(flat[rest])
-            here = rest[has]
-            rows[here] = layer.read(places, decay, np.empty((len(here), width), dtype))
-            found[here] = True
-            rest = rest[~(has | contains(layer.removed, flat[rest]))]
+        look_up(layers, flat, decay, rows, found)
         return Lookup(rows.reshape(*ids.shape, width), found.reshape(ids.shape), self.version)
 
 
@@ -80,12 +79,14 @@ class RowReader:
 
     `path`: a run folder, `RUN/best`, or a checkpoint. `mapped`: rows stay in the files of the checkpoint, which are
     mapped; False: they are read into memory, for file systems whose files other hosts can remove while they are read
-    (NFS). DataError where there is no checkpoint that can be read.
+    (NFS). Of tables that lay on disk, pages are read when their rows are asked for, and nothing is mapped. DataError
+    where there is no checkpoint that can be read.
     """
 
     def __init__(self, path: str | Path, mapped: bool = True) -> None:
         self._path, self._mapped, self._lock = Path(path), mapped, threading.Lock()
         self._layers: dict[Content, Layer] = {}
+        self._segments: dict[StoredFile, Segment] = {}
         self._now: RowSnapshot | None = None
         self.fault = ""
         """Why the last `refresh` could not take the newest checkpoint; empty where it could."""
@@ -111,7 +112,7 @@ class RowReader:
         """The rows of integers `ids` (...) of a table. All of them are of one checkpoint, which `version` names.
 
         An id without a row has zeros, the mean of new rows, as in an exported model, and is not `found`. DataError for
-        a table that there is not.
+        a table that there is not, and where a page of one that lay on disk is damaged or cannot be read.
         """
         return self.snapshot.lookup(table, ids)
 
@@ -157,7 +158,7 @@ class RowReader:
                     return False
                 self._now = self._opened(folder, manifest)
                 return True
-            except (DataError, OSError) as error:
+            except (DataError, ConfigError, OSError) as error:
                 if not folder.is_dir() and folder != self._path:
                     return None
                 self.fault = self.fault or f"{folder}: {error}"
@@ -165,6 +166,8 @@ class RowReader:
 
     def _opened(self, folder: Path, manifest: Manifest) -> RowSnapshot:
         files, layers = Files(folder, manifest, self._mapped), dict[Content, Layer]()
+        tables: dict[str, _Table] = {}
+        segments: dict[StoredFile, Segment] = {}
 
         def layer(at: str) -> Layer:
             key = content(manifest, at)
@@ -172,27 +175,45 @@ class RowReader:
                 layers[key] = self._layers[key] if key in self._layers else Layer(files, manifest, at)
             return layers[key]
 
-        tables = {}
         for match in filter(None, (re.fullmatch(r"table/(.+)/count", name) for name in manifest.tensors)):
-            _refuse_disk(manifest, match[1])
-            at, count = layer_names(manifest, match[1]), int(files.array(manifest.tensors[match[0]].boxes[0]))
+            name, decay = match[1], manifest.tensors.get(f"table/{match[1]}/decay")
+            decayed = float(files.array(decay.boxes[0])) if decay else 0.0
+            at, count = layer_names(manifest, name), int(files.array(manifest.tensors[match[0]].boxes[0]))
+            if f"table/{name}/columns/rows" in manifest.tensors:
+                tables[name], opened = _on_disk(files, manifest, name, decayed, self._segments)
+                if count and not tables[name].layers:
+                    raise DataError(f"table {name} has {count} rows by its own count, and no files")
+                segments |= opened
+                continue
             if len(at) == 1 and len(layer(at[0])) != count:
-                raise DataError(f"table {match[1]} has {count} rows by its own count, and ids of {len(layer(at[0]))}")
-            rows = [stored for name in at if (stored := manifest.tensors.get(f"{name}rows"))]
-            decay = manifest.tensors.get(f"table/{match[1]}/decay")
-            tables[match[1]] = _Table(
-                [layer(name) for name in at],
-                rows[0].shape[1] if rows else 0,
-                np.float64 if rows and rows[0].dtype == "F64" else np.float32,
-                float(files.array(decay.boxes[0])) if decay else 0.0,
-            )
-        self._layers = layers
+                raise DataError(f"table {name} has {count} rows by its own count, and ids of {len(layer(at[0]))}")
+            rows = [stored for each in at if (stored := manifest.tensors.get(f"{each}rows"))]
+            kind = np.float64 if rows and rows[0].dtype == "F64" else np.float32
+            tables[name] = _Table([layer(each) for each in at], rows[0].shape[1] if rows else 0, kind, decayed)
+        self._layers, self._segments = layers, segments
         return RowSnapshot(manifest, tables)
 
 
-def _refuse_disk(manifest: Manifest, table: str) -> None:
-    if any(name.startswith(f"table/{table}/columns/") for name in manifest.tensors):
-        raise DataError(
-            f"table {table} of step {manifest.step} was saved as it lay on sparse.disk, which a RowReader does not "
-            "read; export its rows: job=export job.max_rows=N job.forms=[safetensors]"
-        )
+def _on_disk(
+    files: Files, manifest: Manifest, table: str, decay: float, known: Mapping[StoredFile, Segment]
+) -> tuple[_Table, dict[StoredFile, Segment]]:
+    """A table that lay on disk, and the files that it has open; of these `known` ones are not opened again."""
+    try:
+        from dtf.sparse.disk.row_files import layers_of
+        from dtf.sparse.disk.saved_rows import parts_of
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"table {table} lay on sparse.disk; {NO_NUMBA} ({error})") from error
+
+    def place(key: str) -> slice | None:
+        stored = manifest.tensors.get(f"table/{table}/{key}")
+        if stored is None:
+            return None
+        if (stored.dtype, stored.shape) != ("I64", (2,)):
+            raise DataError(f"table/{table}/{key} is {stored.dtype} {stored.shape}, not a first and a last place")
+        return slice(*files.whole(stored).tolist())
+
+    columns = place("columns/rows")
+    assert columns is not None
+    parts = parts_of(files.folder, manifest, f"table/{table}/")
+    layers, opened = layers_of(parts, columns, place("bytes/decayed"), known)
+    return _Table(layers, columns.stop - columns.start, layers[0].dtype if layers else np.float32, decay), opened

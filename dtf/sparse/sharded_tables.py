@@ -23,6 +23,7 @@ from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
 from dtf.sparse.living_table import LivingTable
 from dtf.sparse.store import SparseTable, full
+from dtf.sparse.stored_table import FrozenRows
 from dtf.sparse.table_checkpoints import boxes_on, load_table
 from dtf.sparse.table_inputs import TableInputs
 from dtf.sparse.table_layouts import ShardedTable
@@ -154,14 +155,16 @@ class ShardedTables:
             load_table(name, table, source, resume)
 
     def start_from(self, weights: Weights, recipe: Recipe) -> None:
-        """Begin with the rows of another run. ConfigError for weights of other programs, which have no tables."""
+        """Begin with the rows of another run; where nothing learns, with rows and decay as that run has them.
+        ConfigError for weights of other programs, which have no tables.
+        """
         source = weights.source()
         if source is None:
             raise ConfigError(
                 f"{weights.place} holds no sparse tables, and {type(recipe).__name__} has some; give a run or a "
                 "checkpoint of dtf"
             )
-        self.load(source, resume=False)
+        self.load(source, resume=all(isinstance(table.store.rule, FrozenRows) for table in self._tables.values()))
 
     def specs(self) -> dict[str, Table]:
         """The declarations of the tables, by name."""
@@ -177,7 +180,7 @@ class ShardedTables:
 
         `kept`: ids of those that are wanted, of each table. Not collective.
         """
-        kept = kept or (lambda store: store.export().ids)
+        kept = kept or _all_ids
         ids_of = {name: kept(table.store) for name, table in self._tables.items()}
         return {
             name: (torch.from_numpy(ids), torch.from_numpy(self._tables[name].store.lookup(ids, False)))
@@ -201,6 +204,10 @@ class ShardedTables:
     def byte_count(self) -> int:
         """Bytes of all rows and their optimizer state on this rank. Not collective."""
         return sum(table.store.byte_count() for table in self._tables.values())
+
+
+def _all_ids(store: SparseTable) -> np.ndarray:
+    return np.sort(np.concatenate([np.empty(0, np.int64), *(some.ids for some in store.scan())]))
 
 
 def _ids_in(batch: Batch, name: str, table: ShardedTable) -> TableInputs:

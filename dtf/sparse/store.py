@@ -7,6 +7,7 @@ one access to memory. An index finds them by id. Knows no ranks. U: distinct ids
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -165,9 +166,7 @@ class SparseTable:
 
     def add(self, ids: np.ndarray, differences: np.ndarray) -> None:
         """Add `differences` (U, width + states) to the rows and states of distinct ids (U,). Rows that do not exist are
-        made.
-
-        Errors as of `lookup`.
+        made. Errors as of `lookup`.
         """
         positions = self._place(self._checked(ids))
         self._catch_up(positions)
@@ -184,6 +183,10 @@ class SparseTable:
     def export(self) -> Rows:
         """All rows of the table by ascending id, as copies."""
         return self._rows_at(*self._index.items())
+
+    def scan(self) -> Iterator[Rows]:
+        """All rows, some at a time, as copies. No other method may be called meanwhile."""
+        yield self.export()
 
     def keep_changes(self) -> None:
         """From now on keep track of the rows that change and the ids that leave, until rows are removed by `clear`."""
@@ -230,10 +233,7 @@ class SparseTable:
         then.
         """
         if states is None:
-            firsts = {
-                name: (columns.stop - columns.start, self._firsts[name]) for name, columns in self._columns.items()
-            }
-            states = {name: np.full((len(ids), count), first) for name, (count, first) in firsts.items()}
+            states = {k: np.full((len(ids), at.stop - at.start), self._firsts[k]) for k, at in self._columns.items()}
         if scores is not None:
             states = states | {SCORE: scores}
         if states.keys() - {DECAYED, *self.statistics} != self._columns.keys():
@@ -280,9 +280,9 @@ class SparseTable:
         """All rows as they are now, in files. None: `export` has all. OSError where the disk is full or fails."""
         return None
 
-    def load(self, parts: list[Part], step: int) -> bool:
-        """Fill an empty table with its range of what `set_aside` wrote `step` steps after the first, as it lies. False:
-        nothing is loaded, as other records were kept. DataError for what is damaged.
+    def load(self, parts: list[Part], beside: dict[str, slice], step: int) -> bool:
+        """Fill an empty table with its range of what `set_aside` wrote `step` steps after the first, as it lies, with
+        these bytes `beside` records. False: nothing is loaded, as other records were kept. DataError for damage.
         """
         return False
 

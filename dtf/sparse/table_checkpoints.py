@@ -129,17 +129,18 @@ def _load_files(
 
     store, (kept, beside) = table.store, (_places(f"table/{name}/{kind}/", source) for kind in (COLUMNS, BYTES))
     wanted, step = _record_columns(table), steps_of(source) if resume else 0
-    if kept != wanted if resume else kept.get(_ROWS) != wanted[_ROWS]:
+    if any(kept.get(key) != ends for key, ends in wanted.items() if resume or key == _ROWS):
         raise DataError(f"{source.place}: table {name} has the columns {kept} in its records, this run has {wanted}")
     parts = parts_in(source.folder, names, f"table/{name}/")
-    if resume and beside == _record_bytes(table) and store.load(parts, step):
+    beside = {key: slice(*ends) for key, ends in beside.items()}
+    if resume and store.load(parts, beside, step):
         return
     first, last = store.columns
     columns = columns_of(store.rule, table.width) if resume else {}
     for _, ids, records, extra in (batch for part in parts for batch in rows_of(part)):
         owned = table.owns(ids)
         rows, more = records[owned, first:last], extra[owned]
-        found = {key: extra_of(key, more, slice(*ends)) for key, ends in beside.items()}
+        found = {key: extra_of(key, more, where) for key, where in beside.items()}
         states = {
             key: records[owned, each][:, slice(first, last) if table.wide[key] else slice(None)]
             for key, each in columns.items()

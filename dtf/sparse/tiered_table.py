@@ -18,11 +18,11 @@ from dtf.host.scratch import hold_scratch_folder
 from dtf.sparse.disk import saved_rows
 from dtf.sparse.disk.record_format import RecordFormat
 from dtf.sparse.disk.saved_rows import Part, RowsSetAside
+from dtf.sparse.disk.segment import MOST_FILES
 from dtf.sparse.disk.tiered_records import TieredRecords
 from dtf.sparse.row_parts import DECAYED, extra_of, extras_of
 from dtf.sparse.store import Rows, SparseTable, full
 
-_FILES = 1 << 16  # of all tables of a process: up to nine for 128 MB of rows
 _SHARE = 4  # of the rows that memory holds, what is put at a time
 
 
@@ -45,7 +45,7 @@ class TieredTable(SparseTable):
         hashes: tuple[int, int],
     ) -> None:
         self._memory_bytes, self._hashes, self._step = memory_bytes, hashes, 0
-        allow_files(_FILES)
+        allow_files(MOST_FILES)
         # here, as the base class makes the rows
         parent = Path(rule.disk).expanduser()
         try:
@@ -107,29 +107,20 @@ class TieredTable(SparseTable):
     def read_ahead(self, ids: np.ndarray) -> None:
         self.tiers.prefetch(ids[ids != -1], self._step + 1)
 
-    def scan(self) -> Iterator[tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]]:
-        """All rows, some at a time, as copies: ids (n,), rows (n, width), states as of `Rows`. No other method may be
-        called meanwhile.
-        """
+    def scan(self) -> Iterator[Rows]:
         for ids, records, extra in self.tiers.scan():
             yield self.parts_of(ids, records, extra)
 
-    def parts_of(
-        self, ids: np.ndarray, records: np.ndarray, extra: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    def parts_of(self, ids: np.ndarray, records: np.ndarray, extra: np.ndarray) -> Rows:
         """Of records side by side (n, width + states) rows and states."""
         states = {name: records[:, columns] for name, columns in self._columns.items()}
         states = {name: values.reshape(-1) if values.shape[1] == 1 else values for name, values in states.items()}
         states |= {name: extra_of(name, extra, where) for name, where in self._extras.items()}
-        return ids, records[:, : self.width], states
+        return Rows(ids, records[:, : self.width], states)
 
     def export(self) -> Rows:
         """All rows by ascending id, as copies, in memory."""
-        parts = list(self.scan()) or [self.parts_of(*_nothing(self.tiers.form))]
-        ids = np.concatenate([part[0] for part in parts])
-        order = np.argsort(ids)
-        states = {name: np.concatenate([part[2][name] for part in parts])[order] for name in parts[0][2]}
-        return Rows(ids[order], np.concatenate([part[1] for part in parts])[order], states)
+        return joined(list(self.scan()) or [self.parts_of(*_nothing(self.tiers.form))])
 
     def put(
         self,
@@ -149,8 +140,8 @@ class TieredTable(SparseTable):
     def set_aside(self) -> RowsSetAside:
         return RowsSetAside(self.tiers)
 
-    def load(self, parts: list[Part], step: int) -> bool:
-        if not saved_rows.same_layout(parts, self.tiers.form):
+    def load(self, parts: list[Part], beside: dict[str, slice], step: int) -> bool:
+        if beside != self._extras or not saved_rows.same_layout(parts, self.tiers.form):
             return False
         saved_rows.load(self.tiers, parts)
         if not self.rule.lives and len(self) > self._capacity:
@@ -189,6 +180,14 @@ class TieredTable(SparseTable):
 
     def _changed(self, positions: np.ndarray) -> None:
         self.tiers.changed(positions)
+
+
+def joined(parts: list[Rows]) -> Rows:
+    """All rows of at least one part, by ascending id."""
+    ids = np.concatenate([part.ids for part in parts])
+    order = np.argsort(ids)
+    states = {name: np.concatenate([part.states[name] for part in parts])[order] for name in parts[0].states}
+    return Rows(ids[order], np.concatenate([part.rows for part in parts])[order], states)
 
 
 def _nothing(form: RecordFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

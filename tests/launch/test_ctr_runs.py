@@ -21,6 +21,7 @@ TRAIN = (
     "sparse=sgd",
     "sparse.weight_decay=0.1",
     "sparse.lr_factor=1",
+    "sparse.values=bf16",
     "launcher.processes=2",
     "observer=[jsonl,console]",
 )
@@ -31,30 +32,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trained") / "run"
 
 
+def on_disk(parent: Path) -> tuple[str, str]:
+    return f"sparse.disk={parent / 'rows'}", "sparse.memory_gb=0.001"
+
+
 @pytest.fixture
 def trained(folder: Path, run_dtf: Any) -> Path:
     """The folder of the run, which is made where no test before has."""
     if not folder.exists():
-        assert run_dtf(*TRAIN, folder=folder).code == 0
+        assert run_dtf(*TRAIN, *on_disk(folder.parent), folder=folder).code == 0
     return folder
 
 
 def test_trains(folder: Path, run_dtf: Any) -> None:
-    result = run_dtf(*TRAIN, folder=folder)
+    result = run_dtf(*TRAIN, *on_disk(folder.parent), folder=folder)
     assert result.code == 0, result.err
+    assert list((folder.parent / "rows").iterdir()) == [], "the run has ended"
     assert "up to 3,000 rows of 16 numbers" in result.out + result.err
     assert "best_possible" in result.out + result.err
 
 
-def test_evaluates_under_another_strategy_to_the_same_numbers(trained: Path, run_dtf: Any, tmp_path: Path) -> None:
-    """The command line says nothing of sgd: only rows are read, as they are after their lazy decay, not how they
-    learnt.
+@pytest.mark.parametrize("disk", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_evaluates_under_another_strategy_to_the_same_numbers(
+    disk: bool, trained: Path, run_dtf: Any, tmp_path: Path
+) -> None:
+    """The command line says nothing of sgd, bfloat16 or the disk: rows are read where they lie, as they are after their
+    lazy decay; or they lie on a disk of the evaluation.
     """
-    disk = (f"sparse.disk={tmp_path / 'rows'}", "sparse.memory_gb=0.001")
-    words = ("job=evaluate", f"job.model={trained}", "strategy=fsdp", "launcher.processes=2", *disk)
-    result = run_dtf(*words, folder=tmp_path / "e")
+    words = ("job=evaluate", f"job.model={trained}", "strategy=fsdp", "launcher.processes=2")
+    result = run_dtf(*words, *(on_disk(tmp_path) if disk else ()), folder=tmp_path / "e")
     assert result.code == 0, result.err
-    assert list((tmp_path / "rows").iterdir()) == [], "the run has ended"
+    assert not disk or list((tmp_path / "rows").iterdir()) == [], "the job has ended"
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if line["split"] == "eval"][-1]
     found = json.loads((tmp_path / "e" / "evaluation.json").read_text())["metrics"]

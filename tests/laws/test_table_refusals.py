@@ -63,6 +63,14 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         (*TABLED, "sparse.admit_count=2", "sparse.when_full=error"),
         "sparse.when_full=error ends the run when the table is full, and sparse.admit_count asks for rows that have",
     ),
+    *(
+        ((*TABLED, job, *options), told)
+        for job in ("job=train", "job=evaluate")
+        for options, told in (
+            (("sparse.values=bf16", "precision=fp64"), "use precision=fp32 or sparse.values=param"),
+            (("sparse.disk=rows",), "sparse.memory_gb says not how much there is"),
+        )
+    ),
     ((*TABLED, "sparse.score_decay=0.5"), "sparse.score_decay=0.5 is of no account where no row leaves by its score"),
     (
         (*TABLED, "sparse.when_full=refuse", "strategy=pserver", "strategy.mode=geo"),

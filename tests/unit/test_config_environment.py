@@ -13,6 +13,7 @@ from dtf.config.compose import Composer
 from dtf.config.environment import FROM_FILES
 from dtf.config.inherit import overrides_from_run
 from dtf.core.errors import ConfigError, Exit
+from dtf.jobs.evaluate import EvaluateJob
 from dtf.jobs.export import ExportJob
 
 HARMFUL = ["PYTHONPATH", "LD_PRELOAD", "PATH", "NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_CONF_FILE", "TORCH_LOGS"]
@@ -91,11 +92,17 @@ def test_parameters_of_a_sweep_in_a_file_are_not_typed(run_dtf: Callable[..., An
 def test_the_config_of_a_run_whose_model_is_used_gives_no_variables(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
-    rows = {"name": "adagrad", "score_decay": 1.0}
+    rows = {"name": "adagrad", "score_decay": 1.0, "values": "bf16", "disk": "rows", "memory_gb": 1.0}
     saved = {"seed": 3, "sparse": rows, "plugins": [], "launcher": {"name": "local", "env": {"LD_PRELOAD": "x.so"}}}
     (tmp_path / "config.yaml").write_text(json.dumps(saved))
     assert overrides_from_run(str(checkpoint), ExportJob.keys_of_run, {}, []) == [
         "seed=3",
         "sparse=adagrad",
         "sparse.score_decay=1.0",
+        "sparse.values='bf16'",
     ]
+    evaluated = EvaluateJob.keys_of_run
+    assert overrides_from_run(str(checkpoint), evaluated, {}, []) == ["seed=3", "sparse.values='bf16'"]
+    assert overrides_from_run(str(checkpoint), evaluated, {"sparse.values": "param"}, []) == ["seed=3"]
+    (tmp_path / "config.yaml").write_text(json.dumps({"sparse": "adagrad", "plugins": []}))
+    assert overrides_from_run(str(checkpoint), evaluated, {}, []) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,12 +43,16 @@ def test_without_scores_rows_of_large_norm_go_along() -> None:
         Pruning(min_score=0.5).kept(table, None)
 
 
-def test_a_large_table_is_put_into_a_program_where_somebody_says_so(tmp_path: Path) -> None:
+def test_a_large_table_is_put_into_a_program_where_somebody_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"table/ids/count": 1 << 23}
+    monkeypatch.setattr(rank_export, "available_bytes", lambda: 6 << 30)
     weights: Any = SimpleNamespace(source=lambda: SimpleNamespace(read=counts.__getitem__))
     recipe: Any = SimpleNamespace(tables=lambda: {"ids": Table(64, 0, 1 << 24, 0.1)})
     with pytest.raises(ConfigError, match=r"8,388,608 rows \(2.1 GB\).*job.max_rows=8388608 for all"):
         rank_export._refuse_large(weights, [Form.pt2], recipe)
     rank_export._refuse_large(weights, [Form.safetensors], recipe)
+    monkeypatch.setattr(rank_export, "available_bytes", lambda: (6 << 30) - 1)
+    with pytest.raises(ConfigError, match=r"holds them 3 times, and 6.4 GB .* are left; use job.max_rows=N"):
+        rank_export._refuse_large(weights, [Form.safetensors], recipe)
     counts["table/ids/count"] = 1 << 22
     rank_export._refuse_large(weights, [Form.pt2], recipe)

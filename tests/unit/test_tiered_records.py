@@ -25,9 +25,11 @@ from hypothesis.stateful import (
 from dtf.checkpoint.manifest import StoredFile
 from dtf.sparse.disk.page_kernels import hashes
 from dtf.sparse.disk.record_format import RecordFormat
+from dtf.sparse.disk.row_files import layers_of
 from dtf.sparse.disk.saved_rows import Part, RowsSetAside, load, rows_of
 from dtf.sparse.disk.segment import LAST
 from dtf.sparse.disk.tiered_records import TieredRecords
+from dtf.sparse.row_layers import contains
 
 IDS = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 40), min_size=1, max_size=12, unique=True)
 FORM = RecordFormat(2, 1, "float32", 3, page_bytes=128)
@@ -193,6 +195,20 @@ class Life(RuleBasedStateMachine):
                 assert key not in found
                 found[key] = row.tobytes() + more.tobytes()
         assert found == kept
+        self.look_up(part, kept)
+
+    def look_up(self, part: Part, kept: dict[int, bytes]) -> None:
+        """Without loading it, page by page."""
+        layers, _ = layers_of([part], slice(0, self.form.width), None, {})
+        ids = np.unique(ints(*kept, *range(-1, 41), 2**60))
+        found: dict[int, bytes] = {}
+        for layer in layers:
+            has, records = layer.find(ids)
+            rows = layer.read(records, 0.0, np.empty((len(records), self.form.width), self.form.dtype))
+            found |= zip(ids[has].tolist(), map(np.ndarray.tobytes, rows), strict=True)
+            ids = ids[~(has | contains(layer.removed, ids))]
+        width = self.form.width * self.form.dtype.itemsize
+        assert found == {key: row[:width] for key, row in kept.items()}
 
     @rule()
     def all_rows(self) -> None:

@@ -12,7 +12,7 @@ import itertools
 import re
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dtf.checkpoint import storage
-from dtf.checkpoint.manifest import BLOCK_BYTES, StoredFile
+from dtf.checkpoint.manifest import BLOCK_BYTES, Manifest, StoredFile
 from dtf.core.errors import DataError, SaveError, io_failure
 from dtf.sparse.disk.cache_kernels import ABSENT
 from dtf.sparse.disk.page_kernels import hashes
@@ -52,11 +52,18 @@ def parts_in(folder: Path, names: set[str], prefix: str) -> list[Part]:
     """The parts of a table in a checkpoint with tensors of such `names`, of which those of the table begin with
     `prefix`. Empty: its rows are not kept so. DataError where the checkpoint is not complete.
     """
-    found = [name for name in names if name.startswith(prefix) and _PART.fullmatch(name.removeprefix(prefix))]
-    if not found:
-        return []
-    manifest, parts = storage.read_manifest(folder), dict[str, dict[str, Files]]()
-    for name in found:
+    found = _in_parts(names, prefix)
+    return parts_of(folder, storage.read_manifest(folder), prefix) if found else []
+
+
+def _in_parts(names: Iterable[str], prefix: str) -> list[str]:
+    return [name for name in names if name.startswith(prefix) and _PART.fullmatch(name.removeprefix(prefix))]
+
+
+def parts_of(folder: Path, manifest: Manifest, prefix: str) -> list[Part]:
+    """As `parts_in`, by a manifest that was read."""
+    parts = dict[str, dict[str, Files]]()
+    for name in _in_parts(manifest.tensors, prefix):
         part, kind = name.removeprefix(prefix).split("/")
         boxes = sorted(manifest.tensors[name].boxes, key=lambda box: box.offset)
         parts.setdefault(part, {})[kind] = [(folder / box.file, manifest.files[box.file]) for box in boxes]
@@ -202,6 +209,13 @@ def rows_of(part: Part) -> Iterator[tuple[RecordFormat, np.ndarray, np.ndarray, 
     for low, high, held in PartitionedRun(form, 0, LAST, files=segments).ranges:
         for batch in contents(held, low, high, *_newer(form, changed, removed, low, high)):
             yield (form, *decoded(batch, form))
+
+
+def removed_ids(parts: list[Part]) -> np.ndarray:
+    """Ascending ids (n,) of rows that are in segments, and in the table no more. DataError for a damaged file."""
+    files = [opened(_IDS, *file) for part in parts for file in part.removed]
+    batches = [ids_of(batch) for file in files for batch in file.chunks(0, LAST)]
+    return np.sort(np.concatenate([np.empty(0, np.int64), *batches]))
 
 
 def tensors_of(parts: list[Part], columns: Mapping[str, tuple[int, int]]) -> tuple[dict[str, np.ndarray], np.ndarray]:

@@ -31,6 +31,9 @@ from dtf.sparse.row_index import reserve
 LAST = 2**64 - 1
 """The largest hash."""
 
+MOST_FILES = 1 << 16
+"""That tables of a process have open: up to nine for 128 MB of rows."""
+
 BATCH_BYTES = 1 << 18
 """Bytes that are read, merged or written at a time; a sweep holds a few of these for each delta."""
 
@@ -45,8 +48,9 @@ pages.
 class Segment:
     """The records with hashes in [low, high]. Without rows there is no file."""
 
-    def __init__(self, low: int, high: int, form: RecordFormat) -> None:
-        self.low, self.high, self.form = low, high, form
+    def __init__(self, low: int, high: int, form: RecordFormat, cached: bool = False) -> None:
+        """`cached`: what is read stays in the page cache, for those who have no cache of their own."""
+        self.low, self.high, self.form, self.cached = low, high, form, cached
         self.rows, self.seed, self.file = 0, 0, -1
         self.path, self.stored = Path(), StoredFile(0, ())
         self.firsts = np.empty(0, np.uint64)  # (pages,) the first hash of each
@@ -62,7 +66,7 @@ class Segment:
         self.path, self.stored = path, stored
         self.direct, self.file = True, -1
         try:
-            if self.form.page_bytes % PAGE_BYTES:
+            if self.cached or self.form.page_bytes % PAGE_BYTES:
                 raise OSError(errno.EINVAL, "")
             self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
         except OSError as error:
@@ -70,6 +74,8 @@ class Segment:
                 raise
             self.direct, self.file = False, os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         weakref.finalize(self, os.close, self.file)
+        if self.cached:
+            os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_RANDOM)  # a page that is asked for brings no others along
         self._read_tail()
         self.drop_cache()
         return self
@@ -90,13 +96,25 @@ class Segment:
             raise DataError(f"{self.path}: its end is damaged")
         self.low, self.high, self.rows, self.seed, self.place, self.new = low, high, rows, seed, place, new
         self.firsts = np.frombuffer(end, np.uint64, pages).copy()
-        self.filter = np.frombuffer(end, np.uint64, words, 8 * pages).copy()
-        seed, firsts, some = int(np.uint64(seed).view(np.int64)), self.firsts, self.filter
-        self.about = (self.file, seed, rows, firsts.ctypes.data, len(firsts), some.ctypes.data, len(some))
+        self._take_filter(np.frombuffer(end, np.uint64, words, 8 * pages).copy())
+
+    def _take_filter(self, some: np.ndarray) -> None:
+        self.filter, firsts, seed = some, self.firsts, int(np.uint64(self.seed).view(np.int64))
+        self.about = (self.file, seed, self.rows, firsts.ctypes.data, len(firsts), some.ctypes.data, len(some))
+
+    def make_filter(self) -> None:
+        """Where the file has none. Reads all of it; errors of `damage`."""
+        some = np.zeros(filter_bytes(self.rows) // 8, np.uint64)
+        for records in self.chunks(0, LAST):
+            hashed = np.empty(len(records), np.uint64)
+            kernels.hashes_of(records, hashed)
+            kernels.fill_filter(hashed, some)
+        self._take_filter(some)
 
     def drop_cache(self) -> None:
-        """Leave nothing of the file in the page cache."""
-        os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_DONTNEED)
+        """Leave nothing of the file in the page cache, unless it is `cached`."""
+        if not self.cached:
+            os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def damage(self, page: int, outcome: int = kernels.DAMAGED) -> Exception:
         """Why a page could not be read."""

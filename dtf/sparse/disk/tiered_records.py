@@ -97,7 +97,7 @@ class TieredRecords:
         self._depth = depth
         self._sweeper = Sweeper(form, max(1, segment_bytes // form.size), filters, self.new_path)
         self._most_dirty = int(dirty_share * self.cache.capacity)
-        self._readers = _readers(depth, os.getpid())
+        self._readers = reading_threads(depth, os.getpid())
         self._writer = ThreadPoolExecutor(1, "sweep")
         self._sweep: _Sweep | None = None
         self._prefetch: _Prefetch | None = None
@@ -353,7 +353,7 @@ class TieredRecords:
 
 
 @lru_cache(1)
-def _readers(count: int, process: int) -> ThreadPoolExecutor:
+def reading_threads(count: int, process: int) -> ThreadPoolExecutor:
     """Threads for all tables of a process that have begun, with stacks so small that none takes a large page of memory.
     `process`: its id, as a fork has none of them.
     """
