@@ -115,3 +115,19 @@ def test_a_checkpoint_goes_on_on_disk_and_in_memory(
     b = spread(other, more, options=others, start=str(tmp_path / "step_000004"), **case, **cases[1])
     whole = b | {key: a[key] | b[key] for key in ("train", "eval", "ids")}
     assert difference(reference(**case, **plain), whole) <= 1e-10
+
+
+@pytest.mark.parametrize("on_disk", [(True, True, False), pytest.param((False, True, False), marks=slow)])
+def test_weight_decay_that_ends_has_acted_on_all_rows(on_disk: tuple[bool, ...], tmp_path: Path) -> None:
+    """Also on those that no step has touched since, and on rows that are made later."""
+    case: dict[str, Any] = {"sparse": "sgd", "steps": 12, "save_every": 4}
+    ends = {}
+    for way, places in {"memory": (False,) * 3, "disk": on_disk}.items():
+        start = None
+        for until, tier, decay in zip((4, 8, 12), places, (0.5, 0.0, 0.0), strict=True):
+            more = {"weight_decay": decay}
+            chosen = tiered(tmp_path, **more) if tier else {"recipe": RECIPE, "sparse_options": more}
+            run = {"halt": True} if until == 4 else {}
+            ends[way] = spread("ddp", 1, start=start, folder=str(tmp_path / way), **run, **case, **chosen)
+            start = str(tmp_path / way / f"step_{until:06}")
+    assert difference(ends["memory"], ends["disk"]) <= 1e-10

@@ -291,8 +291,12 @@ def test_what_finds_no_room_stays_out_in_whatever_order_it_comes(
         assert all(other.states[name].tobytes() == first.states[name].tobytes() for name in first.states)
     left = np.setdiff1d(source.export().ids, first.ids)
     life = tables[0].life  # type: ignore[attr-defined]
+    norms = dict(zip(source.export().ids.tolist(), np.linalg.norm(source.export().rows, axis=1).tolist(), strict=True))
     for shard in np.unique(life.shards(left)):
         assert life.counts[shard] == life.limits[shard], "rows stay out where there is no room, and only there"
+        if not options:  # nobody kept scores
+            stay, go = (ids[life.shards(ids) == shard].tolist() for ids in (first.ids, left))
+            assert max(norms[id] for id in go) <= min(norms[id] for id in stay) + 1e-6
 
 
 @DISKS
