@@ -279,7 +279,7 @@ class LocalUpdate:
             shard.master for shard in shards if shard.master is not shard.local
         ]
         gradients = trained + [master for _, master in self._copies]  # converted before the step
-        rows = self._tables.byte_count() if self._tables is not None and self._sharding.steps_tables else 0
+        rows = self._tables.planned_bytes() if self._tables is not None and self._sharding.steps_tables else 0
         states = byte_count(tensor for state in self._bound.states.values() for tensor in state.values())
         return byte_count(parameters), byte_count(gradients), states, rows
 

@@ -14,6 +14,7 @@ from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.distributed.sharding import bounds, greedy_balance
 from dtf.distributed.world import World
+from dtf.host.memory import available_bytes
 from dtf.model.init import DTYPES
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def table_specs(task: Task) -> dict[str, Table]:
 
 def memory_of(task: Task, here: Collection[str]) -> dict[str, int]:
     """Bytes of memory for the rows of each table in a process that has those in `here`, where `sparse.disk` has the
-    others: tables that need less than an equal part get what they need, the rest have equal parts.
+    others: tables that need less than an equal part get what they need, the rest have equal parts. ConfigError where
+    this host has less free.
     """
     assert task.rows is not None
     specs, rule, item = table_specs(task), task.rows, DTYPES[task.precision.param].itemsize
@@ -53,6 +55,12 @@ def memory_of(task: Task, here: Collection[str]) -> dict[str, int]:
     for number, name in enumerate(sorted(needs, key=lambda name: needs[name])):
         bounds_of[name] = min(needs[name], left // (len(needs) - number))
         left -= bounds_of[name]
+    free, wanted = available_bytes(), sum(bounds_of.values())
+    if rule.disk and free is not None and wanted > free:
+        raise ConfigError(
+            f"sparse.memory_gb={rule.memory_gb:g}: rows may come to take {wanted / 1e9:.3g} GB in this process, and the "
+            f"host has {free / 1e9:.3g} GB free; give less"
+        )
     return bounds_of
 
 

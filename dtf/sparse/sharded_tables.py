@@ -43,7 +43,7 @@ class ShardedTables:
 
     A step calls `lookup` for training, `backward` and `apply`, in this order. After `backward`, `norm` is the norm of
     the gradient of all rows over all ranks. All methods are collective, but for `specs`, `clear`, `learnt` and
-    `byte_count`.
+    `planned_bytes`.
 
     `share`: the factor of each rank's gradients in their sum. `clicks`: see `Recipe.clicks`.
     """
@@ -201,9 +201,11 @@ class ShardedTables:
         before, self._told = self._told, {key: sum(getattr(store.life, key) for store in stores) for key in LIFE_COUNTS}
         return {key: self._told[key] - before[key] for key in LIFE_COUNTS}
 
-    def byte_count(self) -> int:
-        """Bytes of all rows and their optimizer state on this rank. Not collective."""
-        return sum(table.store.byte_count() for table in self._tables.values())
+    def planned_bytes(self) -> int:
+        """Bytes of all rows and their optimizer state on this rank; of tables on disk what they may take of its memory.
+        Not collective.
+        """
+        return sum(table.store.planned_bytes() for table in self._tables.values())
 
 
 def _all_ids(store: SparseTable) -> np.ndarray:

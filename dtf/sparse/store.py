@@ -96,6 +96,10 @@ class SparseTable:
         since = 0 if self._since is None else len(self) * self._since.itemsize
         return len(self) * self._records.shape[1] * self._records.itemsize + since + self._index.slots.nbytes
 
+    def planned_bytes(self) -> int:
+        """`byte_count`, or what it is known to grow to."""
+        return self.byte_count()
+
     def about(self) -> dict[str, int]:
         """What `job=status` shows of it."""
         return {"rows": len(self), "bytes": self.byte_count(), "capacity": self.spec.capacity}

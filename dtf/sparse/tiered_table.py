@@ -81,6 +81,9 @@ class TieredTable(SparseTable):
         """Memory of the rows that are in memory, their state and the index."""
         return self.tiers.byte_count()
 
+    def planned_bytes(self) -> int:
+        return self._memory_bytes
+
     def about(self) -> dict[str, int]:
         tiers = self.tiers
         on_disk = sum(file.stored.size for file in tiers.run.files)
