@@ -58,8 +58,8 @@ def memory_of(task: Task, here: Collection[str]) -> dict[str, int]:
     free, wanted = available_bytes(), sum(bounds_of.values())
     if rule.disk and free is not None and wanted > free:
         raise ConfigError(
-            f"sparse.memory_gb={rule.memory_gb:g}: rows may come to take {wanted / 1e9:.3g} GB in this process, and the "
-            f"host has {free / 1e9:.3g} GB free; give less"
+            f"sparse.memory_gb={rule.memory_gb:g}: rows may come to take {wanted / 1e9:.3g} GB in this process, and "
+            f"the host has {free / 1e9:.3g} GB free; give less"
         )
     return bounds_of
 
