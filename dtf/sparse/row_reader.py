@@ -5,9 +5,11 @@ Needs no trainer: numpy and the files of checkpoints, no torch; numba for tables
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -64,6 +66,8 @@ class RowSnapshot:
         if table not in self._tables:
             raise DataError(f"there is no table {table!a}; there are {', '.join(sorted(self._tables)) or 'none'}")
         layers, width, dtype, decay = self._tables[table]
+        if not width:
+            raise DataError(f"table {table} of step {self.version.step} has no rows yet, and so no width")
         ids = np.asarray(ids)
         if ids.dtype.kind not in "iu" and ids.size:
             raise DataError(f"ids of table {table} are {ids.dtype}, not integers")
@@ -85,6 +89,8 @@ class RowReader:
 
     def __init__(self, path: str | Path, mapped: bool = True) -> None:
         self._path, self._mapped, self._lock = Path(path), mapped, threading.Lock()
+        itself = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _unlock(itself()))
         self._layers: dict[Content, Layer] = {}
         self._segments: dict[StoredFile, Segment] = {}
         self._now: RowSnapshot | None = None
@@ -112,7 +118,8 @@ class RowReader:
         """The rows of integers `ids` (...) of a table. All of them are of one checkpoint, which `version` names.
 
         An id without a row has zeros, the mean of new rows, as in an exported model, and is not `found`. DataError for
-        a table that there is not, and where a page of one that lay on disk is damaged or cannot be read.
+        a table that there is not, or that has no rows yet, and where a page of one that lay on disk is damaged or cannot
+        be read.
         """
         return self.snapshot.lookup(table, ids)
 
@@ -192,6 +199,12 @@ class RowReader:
             tables[name] = _Table([layer(each) for each in at], rows[0].shape[1] if rows else 0, kind, decayed)
         self._layers, self._segments = layers, segments
         return RowSnapshot(manifest, tables)
+
+
+def _unlock(reader: RowReader | None) -> None:
+    """In a process that was forked: the thread that held the lock is not there, and would hold it for ever."""
+    if reader is not None:
+        reader._lock = threading.Lock()
 
 
 def _on_disk(

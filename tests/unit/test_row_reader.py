@@ -187,6 +187,22 @@ def test_no_answer_is_of_two_checkpoints(tmp_path: Path) -> None:
     assert not wrong and reader.version.step == 11
 
 
+def test_a_forked_process_waits_for_no_thread_that_it_has_not(tmp_path: Path) -> None:
+    save(tmp_path, 1, filled(1))
+    reader = RowReader(tmp_path)
+    with reader._lock:  # as a thread that refreshes
+        child = os.fork()
+        if child == 0:
+            os._exit(int(reader._lock.locked()))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_table_without_rows_has_no_answers(tmp_path: Path) -> None:
+    save(tmp_path, 1, {"rank_0.safetensors": [whole("table/t/count", torch.tensor(0))]})
+    with pytest.raises(DataError, match="table t of step 1 has no rows yet"):
+        RowReader(tmp_path).lookup("t", [1])
+
+
 def test_a_checkpoint_that_retention_removes_meanwhile_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
