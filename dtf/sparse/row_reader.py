@@ -118,8 +118,8 @@ class RowReader:
         """The rows of integers `ids` (...) of a table. All of them are of one checkpoint, which `version` names.
 
         An id without a row has zeros, the mean of new rows, as in an exported model, and is not `found`. DataError for
-        a table that there is not, or that has no rows yet, and where a page of one that lay on disk is damaged or cannot
-        be read.
+        a table that there is not, or that has no rows yet, and where a page of one that lay on disk is damaged or
+        cannot be read.
         """
         return self.snapshot.lookup(table, ids)
 
