@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dtf.api.sparse_table import Table
+from dtf.api.sparse_table import Pooling, Table
 from dtf.checkpoint import storage
 from dtf.checkpoint.boxes import write_boxes
 from dtf.checkpoint.checkpointer import _merge
@@ -278,9 +278,12 @@ def test_the_documented_reader_reads_layers_and_exports(tmp_path: Path) -> None:
     third = save(tmp_path, 3, {"rows_0.delta_2.safetensors": layer(2, [5], 3, [3])}, second, "rows")
     found = page["lookup"](*page["rows_of_checkpoint"](third, "t"), ids)
     assert (found == RowReader(third).lookup("t", ids).rows).all() and sorted(set(found[:, 0])) == [0, 1, 2, 3]
-    module = InferenceModule(
-        torch.nn.Linear(1, 1), {"t": (torch.tensor([3, 7]), torch.ones(2, WIDTH))}, {"t": Table(WIDTH, 0, 9, 0.1)}
-    )
-    save_file(module.state_dict(), tmp_path / "model.safetensors")
-    found = page["lookup"](*page["rows_of_export"](tmp_path / "model.safetensors", "t"), ids)
-    assert np.flatnonzero(found[:, 0]).tolist() == [3, 7]
+    for pooling in (None, Pooling.sum):
+        rows, specs = torch.ones(2, WIDTH), {"t": Table(WIDTH, 0, 9, 0.1, pooling=pooling)}
+        module = InferenceModule(torch.nn.Linear(1, 1), {"t": (torch.tensor([3, 7]), rows)}, specs)
+        save_file(module.state_dict(), tmp_path / "model.safetensors")
+        read = page["rows_of_export"](tmp_path / "model.safetensors", "t")
+        assert len(read[1]) == 2 and np.flatnonzero(page["lookup"](*read, ids)[:, 0]).tolist() == [3, 7]
+    on_disk = save(tmp_path, 4, {"rank_0.safetensors": [whole("table/t/columns/rows", torch.tensor([0, WIDTH]))]})
+    with pytest.raises(AssertionError, match=r"sparse\.disk: use dtf\.RowReader"):
+        page["rows_of_checkpoint"](on_disk, "t")
