@@ -126,15 +126,25 @@ class Source(Protocol):
         """The names of all tensors."""
         ...
 
-    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The part of a global tensor at `offset` with shape `shape` (default: all of it), on CPU.
+    def read(
+        self,
+        name: str,
+        offset: tuple[int, ...] | None = None,
+        shape: tuple[int, ...] | None = None,
+        whole: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """The part at `offset` with shape `shape` of a global tensor of shape `whole` (default: all of it), on CPU. Who
+        reads a part says `whole`: a part of a larger tensor would fit too.
 
         DataError when the checkpoint has no such tensor, or one of another shape, or a damaged one.
         """
         ...
 
-    def read_into(self, name: str, out: Tensor, offset: tuple[int, ...] | None = None) -> None:
-        """Fill `out` with the part at `offset` (default: `out` has the whole tensor). As `read`, without memory of its
-        own where `out` has the stored format. What `out` holds after a DataError is of no use.
+    def read_into(
+        self, name: str, out: Tensor, offset: tuple[int, ...] | None = None, whole: tuple[int, ...] | None = None
+    ) -> None:
+        """Fill `out` with the part at `offset` of a tensor of shape `whole` (default: `out` has the whole tensor). As
+        `read`, without memory of its own where `out` has the stored format. What `out` holds after a DataError is of
+        no use.
         """
         ...

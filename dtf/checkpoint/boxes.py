@@ -201,35 +201,57 @@ class StoredCheckpoint:
             raise DataError(f"checkpoint {folder} cannot be loaded: {error}") from None
         self._blocks: dict[str, Blocks] = {}
         self._slots: dict[str, dict[str, Slot]] = {}
+        self._read = set[str]()
 
     def names(self) -> set[str]:
         """The names of all tensors."""
         return set(self.manifest.tensors)
 
-    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The part of a global tensor at `offset` with shape `shape`, on CPU.
+    def unread(self) -> set[str]:
+        """The names of the tensors of which no part was read yet."""
+        return self.names() - self._read
+
+    def read(
+        self,
+        name: str,
+        offset: tuple[int, ...] | None = None,
+        shape: tuple[int, ...] | None = None,
+        whole: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """The part of a global tensor of shape `whole` at `offset` with shape `shape`, on CPU.
 
         Without `offset`: the whole tensor, which must have `shape` if that is given. DataError for a tensor that is
         absent or has another shape.
         """
         import torch
 
-        offset, shape = self._part(name, offset, shape)
+        offset, shape = self._part(name, offset, shape, whole)
         out = torch.empty(shape, dtype=getattr(torch, TORCH_DTYPES[self.manifest.tensors[name].dtype]))
         self._fill(name, out, offset)
         return out
 
-    def read_into(self, name: str, out: Tensor, offset: tuple[int, ...] | None = None) -> None:
-        """Fill `out`, of any format and device, with the part of a global tensor at `offset`; see `read`. Memory of
-        this host that has the stored format is read into directly: what it holds after a DataError is of no use.
+    def read_into(
+        self, name: str, out: Tensor, offset: tuple[int, ...] | None = None, whole: tuple[int, ...] | None = None
+    ) -> None:
+        """Fill `out`, of any format and device, with the part at `offset` of a global tensor of shape `whole`; see
+        `read`. Memory of this host that has the stored format is read into directly: what it holds after a DataError
+        is of no use.
         """
-        offset, _ = self._part(name, offset, tuple(out.shape))
+        offset, _ = self._part(name, offset, tuple(out.shape), whole)
         self._fill(name, out, offset)
 
     def _part(
-        self, name: str, offset: tuple[int, ...] | None, shape: tuple[int, ...] | None
+        self,
+        name: str,
+        offset: tuple[int, ...] | None,
+        shape: tuple[int, ...] | None,
+        whole: tuple[int, ...] | None,
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offset and shape of what is to be read. DataError where there is no such part."""
+        """Offset and shape of what is to be read. DataError where there is no such part, or it is one of a tensor of
+        another shape: a part of a larger tensor fits as well, and holds other numbers.
+        """
+        if (offset is None) is not (whole is None):
+            raise ValueError(f"{name} is to be read in part: give `offset` and `whole`, the shape of all of it")
         stored = self.manifest.tensors.get(name)
         if stored is None:
             near = difflib.get_close_matches(name, self.manifest.tensors, n=1)
@@ -237,25 +259,27 @@ class StoredCheckpoint:
                 f"checkpoint {self.folder} has no tensor {name}{f', but {near[0]}' if near else ''}; was it written "
                 "by another model?"
             )
-        if offset is None:
-            offset = (0,) * len(stored.shape)
-            shape = stored.shape if shape is None else tuple(shape)
-            fits = shape == stored.shape
-        else:
-            shape = (
-                tuple(length - at for length, at in zip(stored.shape, offset, strict=True))
-                if shape is None
-                else tuple(shape)
-            )
-            fits = len(offset) == len(shape) == len(stored.shape) and all(
-                min(at, n) >= 0 and at + n <= length for at, n, length in zip(offset, shape, stored.shape, strict=True)
-            )
-        if not fits:
+        self._read.add(name)
+        if whole is None or offset is None:
+            whole = stored.shape if shape is None else tuple(shape)
+            offset = (0,) * len(whole)
+        if tuple(whole) != stored.shape:
             raise DataError(
-                f"checkpoint {self.folder}: {name} has shape {stored.shape}, wanted is {shape} at {offset}; was it "
-                "written by another model? A buffer has the shape that the constructor gives it"
+                f"checkpoint {self.folder}: {name} has shape {stored.shape}, and this run's has {tuple(whole)}; give "
+                "the model and its tables the sizes that they had, or start without this checkpoint. A buffer has the "
+                "shape that the constructor gives it"
             )
-        return offset, shape
+        if shape is None:
+            shape = tuple(length - at for length, at in zip(whole, offset, strict=True))
+        inside = len(offset) == len(shape) == len(whole) and all(
+            min(at, n) >= 0 and at + n <= length for at, n, length in zip(offset, shape, whole, strict=True)
+        )
+        if not inside:
+            raise DataError(
+                f"checkpoint {self.folder}: {name} has shape {stored.shape}, of which {tuple(shape)} at {offset} is no "
+                "part"
+            )
+        return offset, tuple(shape)
 
     def _fill(self, name: str, out: Tensor, offset: tuple[int, ...]) -> None:
         stored, shape = self.manifest.tensors[name], tuple(out.shape)

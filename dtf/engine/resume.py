@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 from dtf.api.registry import base_of
 from dtf.api.row_life import RowLife, life_values
 from dtf.api.task import Source
-from dtf.core.errors import ConfigError, DataError
+from dtf.checkpoint.agreement import Peers
+from dtf.checkpoint.boxes import StoredCheckpoint
+from dtf.core.errors import ConfigError, DataError, by_all
 from dtf.core.files import flat
 from dtf.core.text import count_text
 from dtf.core.types import Measured, Note
@@ -175,11 +178,31 @@ def _load(setup: TrainingSetup, path: Path) -> Resumed:
         setup.joined.see(Note("warning", f"from step {scalars['clock']['step']} on with {', '.join(changed)}"))
     source.scalars = scalars["program"]
     setup.program.load(source)
+    refuse_left_over(source, setup.joined.world, setup.joined.rank.settings.recipe.tables())
     resumed = position(scalars)
     recent = list(resumed.recent) if checkpointer.owns(path) else []
     while len(json.dumps([asdict(measured) for measured in recent])) > RECENT_BYTES:
         recent = recent[len(recent) // 2 + 1 :]
     return replace(resumed, recent=tuple(recent))
+
+
+def refuse_left_over(source: StoredCheckpoint, world: Peers, tables: Container[str]) -> None:
+    """DataError that names a tensor of the model or a table of the checkpoint that this run has not, and would go on
+    without. After `Program.load`, which refuses what the checkpoint has not. Collective.
+    """
+    unread = {name for name in source.unread() if name.startswith("model/")}
+    everyone = world.gather(sorted(unread))
+    left = world.broadcast(None if everyone is None else sorted(unread.intersection(*everyone)))
+    rows = {name.split("/")[1] for name in source.names() if name.startswith("table/")}
+    left = [*left, *(f"the sparse table {name}" for name in sorted(rows) if name not in tables)]
+    if left:
+        more = f" and {len(left) - 1} more" if left[1:] else ""
+        raise by_all(
+            DataError(
+                f"{source.place} holds {left[0]}{more}, and this run has none; give the model what it had, or start "
+                "without this checkpoint"
+            )
+        )
 
 
 def _said(key: str, value: Any, setup: TrainingSetup) -> str:

@@ -249,7 +249,8 @@ def _checkpoint(folder: Path, given: str) -> Weights:
             places[rest.removesuffix(f"/{EMA}")] = name
 
     def part(name: str, where: tuple[slice, ...]) -> Tensor:
-        return stored.read(places[name], tuple(s.start for s in where), tuple(s.stop - s.start for s in where))
+        first, shape = tuple(s.start for s in where), tuple(s.stop - s.start for s in where)
+        return stored.read(places[name], first, shape, shapes[name])
 
     shapes = {name: stored.manifest.tensors[at].shape for name, at in places.items()}
     formats = {name: _format(stored.manifest.tensors[at].dtype) for name, at in places.items()}

@@ -349,14 +349,14 @@ class LocalUpdate:
     def load(self, source: Source) -> None:
         """Take this rank's part from a checkpoint."""
         for name, shard in [*self._shards.items(), *self._frozen.items()]:
-            source.read_into(f"model/{name}", shard.master, shard.offset)
+            source.read_into(f"model/{name}", shard.master, shard.offset, shard.shape)
             if shard.local is not shard.master:
                 shard.local.copy_(shard.master)
         for name, state in self._bound.states.items():
             shard = self._shards[name]
             for key, tensor in state.items():
-                offset = shard.offset if tensor.dim() else ()
-                source.read_into(f"optimizer/{name}/{key}", tensor, offset)
+                where = (shard.offset, shard.shape) if tensor.dim() else ()
+                source.read_into(f"optimizer/{name}/{key}", tensor, *where)
         if self._tables is not None and self._sharding.steps_tables:
             self._tables.clear()  # of rows to start from, where the run goes on
             self._tables.load(source)

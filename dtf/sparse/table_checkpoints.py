@@ -130,7 +130,10 @@ def _load_files(
     store, (kept, beside) = table.store, (_places(f"table/{name}/{kind}/", source) for kind in (COLUMNS, BYTES))
     wanted, step = _record_columns(table), steps_of(source) if resume else 0
     if any(kept.get(key) != ends for key, ends in wanted.items() if resume or key == _ROWS):
-        raise DataError(f"{source.place}: table {name} has the columns {kept} in its records, this run has {wanted}")
+        raise DataError(
+            f"{source.place}: table {name} has the columns {kept} in its records, and this run has {wanted}; give the "
+            "table the width and the row optimizer that it had, or start without this checkpoint"
+        )
     parts = parts_in(source.folder, names, f"table/{name}/")
     beside = {key: slice(*ends) for key, ends in beside.items()}
     if resume and store.load(parts, beside, step):
@@ -206,7 +209,8 @@ def _load_rows(
             owns_all &= bool(owned.all())
             wanted = np.flatnonzero(owned & ~newer.has(ids)) if layers else np.flatnonzero(owned)
             found += len(wanted)
-            read = _read(table, source, at, first, len(ids), wanted, _kept(table, at, names, decay, resume))
+            parts = _kept(table, at, names, decay, resume)
+            read = _read(table, source, at, len(all_ids), first, len(ids), wanted, parts)
             rows, decayed = read.pop("rows"), read.get(DECAYED)
             if decay is not None and decayed is None:  # saved before there was any decay
                 read[DECAYED] = decayed = np.zeros(len(wanted))
@@ -250,16 +254,20 @@ def _kept(table: ShardedTable, at: str, names: Container[str], decay: float | No
 
 
 def _read(
-    table: ShardedTable, source: Source, at: str, first: int, count: int, wanted: np.ndarray, parts: Mapping[str, bool]
+    table: ShardedTable,
+    source: Source,
+    at: str,
+    rows: int,
+    first: int,
+    count: int,
+    wanted: np.ndarray,
+    parts: Mapping[str, bool],
 ) -> dict[str, np.ndarray]:
-    """The `wanted` ones of `count` rows from `first` on."""
+    """The `wanted` ones of `count` rows from `first` on, of `rows` in all."""
     left, right = table.store.columns
-    return {
-        key: source.read(at + key, *(((first, left), (count, right - left)) if wide else ((first,), (count,)))).numpy()[
-            wanted
-        ]
-        for key, wide in parts.items()
-    }
+    wide = (first, left), (count, right - left), (rows, table.width)
+    narrow = (first,), (count,), (rows,)
+    return {key: source.read(at + key, *(wide if each else narrow)).numpy()[wanted] for key, each in parts.items()}
 
 
 class _IdSet:
@@ -283,7 +291,8 @@ def _load_shards(prefix: str, table: ShardedTable, store: LivingTable, source: S
     first, last = table.owned_shards
     for key, array in store.by_shard().items():
         if prefix + key in names and last > first:
-            array[first:last] = source.read(prefix + key, _at(first, array), (last - first, *array.shape[1:])).numpy()
+            shape = last - first, *array.shape[1:]
+            array[first:last] = source.read(prefix + key, _at(first, array), shape, array.shape).numpy()
 
 
 def _at(first: int, array: np.ndarray) -> tuple[int, ...]:

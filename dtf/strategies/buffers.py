@@ -67,8 +67,7 @@ def load_buffers(part: Part, source: Source, shard: Shard) -> None:
     persistent, whole = set(part.model.state_dict()) - part.scratch, dict(part.model.named_buffers())
 
     def take(name: str, tensor: Tensor, into: Tensor) -> None:
-        # a part of a whole tensor would fit too: one that passes let grow, or another model's
-        source.read_into(name, into, offset(tensor) if is_dtensor(tensor) else None)
+        source.read_into(name, into, offset(tensor), tuple(tensor.shape))
 
     for name, buffer in whole.items():
         if name in persistent:

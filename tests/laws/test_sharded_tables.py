@@ -270,10 +270,10 @@ def test_a_checkpoint_that_counts_other_rows_than_it_has_is_refused() -> None:
         def names(self) -> set[str]:
             return {"table/ids/ids"}
 
-        def read(self, name: str, offset: Any = None, shape: Any = None) -> torch.Tensor:
+        def read(self, name: str, offset: Any = None, shape: Any = None, whole: Any = None) -> torch.Tensor:
             return torch.tensor(3) if name.endswith("count") else torch.arange(2)
 
-        def read_into(self, name: str, out: torch.Tensor, offset: Any = None) -> None:
+        def read_into(self, name: str, out: torch.Tensor, offset: Any = None, whole: Any = None) -> None:
             out.copy_(self.read(name))
 
     task = Task(Tabled(), None, PRECISIONS["fp64"], StepOptions(batch_size=8), 0, rows=lookup("sparse", "adagrad")())  # type: ignore[arg-type]

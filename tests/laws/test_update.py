@@ -172,10 +172,10 @@ class Stored:
     def names(self) -> set[str]:
         return set(self._tensors)
 
-    def read(self, name: str, offset: Any = None, shape: Any = None) -> torch.Tensor:
+    def read(self, name: str, offset: Any = None, shape: Any = None, whole: Any = None) -> torch.Tensor:
         return self._tensors[name]
 
-    def read_into(self, name: str, out: torch.Tensor, offset: Any = None) -> None:
+    def read_into(self, name: str, out: torch.Tensor, offset: Any = None, whole: Any = None) -> None:
         out.copy_(self._tensors[name])
 
 

@@ -167,8 +167,8 @@ FAULTS = [
     Fault(
         "a resumed run begins with a new optimizer",
         "dtf/optim/update.py",
-        'source.read_into(f"optimizer/{name}/{key}", tensor, offset)',
-        'source.read(f"optimizer/{name}/{key}", offset, tuple(tensor.shape))',
+        'source.read_into(f"optimizer/{name}/{key}", tensor, *where)',
+        'source.read(f"optimizer/{name}/{key}")',
         ("tests/laws/test_update.py::test_rows_count_the_steps_that_dense_adam_counts",),
     ),
     Fault(

@@ -7,21 +7,28 @@ import json
 import random
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dtf.api.strategy import Program
 from dtf.api.task import Task
 from dtf.checkpoint import storage
+from dtf.checkpoint.agreement import Peers
+from dtf.checkpoint.boxes import StoredCheckpoint
 from dtf.checkpoint.checkpointer import Checkpointer
-from dtf.checkpoint.manifest import StoredFile
+from dtf.checkpoint.manifest import StoredFile, StoredTensor
 from dtf.checkpoint.options import Every
+from dtf.core.errors import DataError
 from dtf.core.types import Box, State
+from dtf.engine.resume import refuse_left_over
 from dtf.runs.recorded_run import checkpoint_tensors
 from dtf.sparse.disk.saved_rows import Part, tensors_of
 from dtf.sparse.row_parts import columns_of, extra_of, extras_of
@@ -221,3 +228,42 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], Any], files: dict[st
     change(manifest)
     body = json.dumps(manifest).encode()[:-1]
     (folder / storage.MANIFEST).write_bytes(body + b',"sha256":"%s"}\n' % hashlib.sha256(body).hexdigest().encode())
+
+
+def load(program: Program, source: StoredCheckpoint, world: Peers, tables: Container[str]) -> None:
+    """Have a program go on from a checkpoint, as `dtf.engine.resume` does, after the law that it takes none of another
+    model: not of larger tensors, of which its own would be a part, and none that has tensors or tables beside its own.
+    Collective.
+    """
+    for kind in ("model/", "optimizer/", "table/"):
+        larger = StoredCheckpoint(source.folder)
+        larger.scalars = source.scalars
+        grown = {
+            name: _wider(tensor) for name, tensor in larger.manifest.tensors.items() if _has_width(kind, name, tensor)
+        }
+        larger.manifest = replace(larger.manifest, tensors={**larger.manifest.tensors, **grown})
+        refused = ""
+        try:
+            program.load(larger)
+        except DataError as error:
+            refused = str(error)
+        assert not grown.keys() - larger.unread() or "and this run's has" in refused, (
+            f"{kind} is taken in part: {refused}"
+        )
+    program.load(source)
+    refuse_left_over(source, world, tables)
+    for name, named in (("model/gone.weight", "model/gone.weight"), ("table/gone/count", "the sparse table gone")):
+        more = StoredCheckpoint(source.folder)
+        more._read = set(source.names())
+        more.manifest = replace(more.manifest, tensors={**more.manifest.tensors, name: StoredTensor("F32", (), ())})
+        with pytest.raises(DataError, match=f"holds {named}, and this run has none"):
+            refuse_left_over(more, world, tables)
+
+
+def _has_width(kind: str, name: str, tensor: StoredTensor) -> bool:
+    """Whether it is of this kind, and no counter; of tables those of rows by columns."""
+    return name.startswith(kind) and len(tensor.shape) > (kind == "table/")
+
+
+def _wider(tensor: StoredTensor) -> StoredTensor:
+    return replace(tensor, shape=(*tensor.shape[:-1], tensor.shape[-1] + 1))

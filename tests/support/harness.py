@@ -45,7 +45,7 @@ from dtf.model.pretrained import match_weights, open_weights
 from dtf.runs.recorded_run import in_order
 from dtf.strategies.buffers import SHARE
 from dtf.strategies.pipeline import cost_model
-from tests.support.checkpoints import boxes_of_others, rows_of_writers
+from tests.support.checkpoints import boxes_of_others, load, rows_of_writers
 from tests.support.in_process_servers import HelperThreads, KillableTransport, ask_again_soon, connect
 from tests.support.known_checks import keep, known
 from tests.support.lossy_network import LossyTransport
@@ -242,7 +242,7 @@ class _Run:
         reader = self._saver(self.case.start, self.case.start)
         source = reader.load(reader.find(0) or Path())
         state, window, source.scalars = source.scalars["clock"], source.scalars["window"], source.scalars["program"]
-        self.program.load(source)
+        load(self.program, source, self.world, self.toy.tables())
         return state, window
 
     def _see(self, event: Any) -> None:

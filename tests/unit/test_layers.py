@@ -67,13 +67,13 @@ class Stored:
     def names(self) -> set[str]:
         return set(self.tensors)
 
-    def read(self, name: str, offset: Any = None, shape: Any = None) -> Tensor:
+    def read(self, name: str, offset: Any = None, shape: Any = None, whole: Any = None) -> Tensor:
         found = self.tensors[name]
         if offset is not None:
             found = found[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
         return found.clone()
 
-    def read_into(self, name: str, out: Tensor, offset: Any = None) -> None:
+    def read_into(self, name: str, out: Tensor, offset: Any = None, whole: Any = None) -> None:
         out.copy_(self.read(name, offset, tuple(out.shape)))
 
 

@@ -211,11 +211,19 @@ class RenamedSource:
     def names(self) -> set[str]:
         return self._source.names()
 
-    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        return self._source.read(self._first(name), offset, shape)
+    def read(
+        self,
+        name: str,
+        offset: tuple[int, ...] | None = None,
+        shape: tuple[int, ...] | None = None,
+        whole: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        return self._source.read(self._first(name), offset, shape, whole)
 
-    def read_into(self, name: str, out: Tensor, offset: tuple[int, ...] | None = None) -> None:
-        self._source.read_into(self._first(name), out, offset)
+    def read_into(
+        self, name: str, out: Tensor, offset: tuple[int, ...] | None = None, whole: tuple[int, ...] | None = None
+    ) -> None:
+        self._source.read_into(self._first(name), out, offset, whole)
 
     def _first(self, name: str) -> str:
         place, _, rest = name.partition("/")
