@@ -156,6 +156,10 @@ class State(NamedTuple):
 # ---------------------------------------------------------------- events: what observers see
 
 
+SPEEDS = ("rows_per_s", "model_flops_per_s", "mfu", "read_rows_per_s", "queue_batches", "stalled")
+"""Values of a measurement that tell how fast training was: those of two equal runs differ."""
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Metrics of a stretch of training, or of an evaluation. `split`: `train` or `eval`.

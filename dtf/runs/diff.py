@@ -17,6 +17,7 @@ from dtf.checkpoint.manifest import Manifest, parse_json
 from dtf.checkpoint.storage import checkpoints, read_manifest, step_of
 from dtf.core.errors import DataError
 from dtf.core.text import count_text
+from dtf.core.types import SPEEDS
 from dtf.runs.compare import first_module, relative
 from dtf.runs.recorded_run import TABLES, RecordedRun, group_tensors, records, tensor_groups
 from dtf.runs.results import Result, differences
@@ -24,7 +25,7 @@ from dtf.runs.results import Result, differences
 _STATE = "state.json"
 _COURSE = ("course", "program", "clock", "window", "updated", "clean", "recent")
 """What a checkpoint says beside the facts about its data and model: where it stands, and settings of config.yaml."""
-_TIMES = ("split", "step", "epoch", "seconds", "rows_per_s", "model_flops_per_s", "mfu")
+_HEAD = ("split", "step", "epoch", "seconds")  # of a line of metrics
 _SHOWN = 60  # characters of a value
 _LONGEST = 12  # differences that the text shows of a kind
 
@@ -142,8 +143,8 @@ def _curves(one: Result, other: Result, split: str, tolerance: float) -> dict[st
 
 
 def _metrics(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> dict[str, Pair]:
-    """Metrics of a line that differ. What reading took differs always, and has no place in training."""
-    names = [name for name in ours if name in theirs and name not in _TIMES and not name.startswith("read")]
+    """Metrics of a line that differ, without those of speed."""
+    names = [name for name in ours if name in theirs and name not in (*_HEAD, *SPEEDS)]
     values = {name: [math.nan if row[name] is None else row[name] for row in (ours, theirs)] for name in names}
     return {
         name: [None if math.isnan(value) else value for value in pair]
