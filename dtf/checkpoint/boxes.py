@@ -127,6 +127,17 @@ def read_scalars(folder: Path, manifest: Manifest) -> dict[str, Any]:
     return scalars
 
 
+def read_count(folder: Path, manifest: Manifest, name: str) -> int:
+    """A tensor of a checkpoint that is one 64-bit integer. Torch-free. DataError where it is none, or is damaged."""
+    stored, box = manifest.tensors[name], manifest.tensors[name].boxes[0]
+    file = manifest.files[box.file]
+    blocks = Blocks(folder, box.file, file)
+    slot = slots(blocks.read, file.size).get(box.key)
+    if slot is None or not (stored.dtype, stored.shape) == (slot.dtype, slot.shape) == ("I64", ()):
+        raise DataError(f"{box.file} holds no whole number under {box.key!a}")
+    return int.from_bytes(blocks.read(slot.start, slot.stop), "little", signed=True)
+
+
 def _is_shallow(value: Any) -> bool:
     """Whether a value has few enough levels to be walked by functions that call themselves."""
     level = [value]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import time
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 from dtf.api.job import Job, Output
 from dtf.api.registry import option, register
 from dtf.checkpoint import storage
-from dtf.checkpoint.boxes import content_faults, read_scalars
+from dtf.checkpoint.boxes import content_faults, read_count, read_scalars
 from dtf.checkpoint.manifest import ITEM_BYTES, Manifest, volume
 from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.core.errors import ConfigError, DataError, Exit
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
+
+_COUNT = re.compile("table/[^/]+/count")
 
 
 class Action(Enum):
@@ -46,23 +51,20 @@ class Checkpoint(Job):
     def _inspect(self, folder: Path) -> int:
         try:
             manifest = storage.read_manifest(folder)
-            scalars = read_scalars(folder, manifest)
+            scalars, tables = read_scalars(folder, manifest), _tables(folder, manifest)
         except (DataError, OSError) as error:
             raise DataError(
                 f"checkpoint {folder} cannot be read: {error}; `job.action=verify` looks at every byte"
             ) from None
+        summary = _summary(folder, manifest)
         if self.format is Output.json:
-            print(
-                json.dumps(
-                    _plain(
-                        {"path": str(folder), **_summary(manifest), "tensors": _tensors(manifest), "scalars": scalars}
-                    ),
-                    indent=2,
-                )
-            )
+            content = {"tables": tables, "tensors": _tensors(manifest), "scalars": scalars}
+            print(json.dumps(_plain({"path": str(folder), **summary, **content}), indent=2))
             return Exit.OK
-        summary = _summary(manifest)
         print(f"{folder}\n" + "\n".join(f"  {key:<10} {_readable(key, value)}" for key, value in summary.items()))
+        if tables:
+            counts = [[table["name"], f"{table['rows']:,}", f"{table['bytes']:,}"] for table in tables]
+            print("\n" + _table(["sparse table", "rows", "bytes"], counts))
         rows = [
             [t["name"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", str(len(t["boxes"])), f"{t['bytes']:,}"]
             for t in _tensors(manifest)
@@ -109,7 +111,37 @@ def _base_bytes(manifest: Manifest) -> int:
     return sum(manifest.files[name].size for name in manifest.base.files) if manifest.base else 0
 
 
-def _summary(manifest: Manifest) -> dict[str, Any]:
+def _shared(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The files that are links to those of checkpoints of earlier steps beside this one: on disk once."""
+    mine, files, steps = _places(folder), set[str](), list[int]()
+    for other in storage.checkpoints(folder.parent):
+        step = storage.step_of(other.name)
+        if step is not None and step < manifest.step and (both := mine.keys() & _places(other).keys()):
+            files |= {mine[place] for place in both}
+            steps.append(step)
+    files &= manifest.files.keys()
+    return {"steps": steps, "files": len(files), "bytes": sum(manifest.files[name].size for name in files)}
+
+
+def _places(folder: Path) -> dict[int, str]:
+    """The files of a checkpoint by their inode. None of one that its run is about to remove."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        return {entry.inode(): entry.name for entry in entries}
+    return {}
+
+
+def _tables(folder: Path, manifest: Manifest) -> list[dict[str, Any]]:
+    """The sparse tables: how many rows each has, and the bytes of all that is kept of it."""
+    found = []
+    for name in sorted(name for name in manifest.tensors if _COUNT.fullmatch(name)):
+        table = name.removesuffix("count")
+        kept = [tensor for key, tensor in manifest.tensors.items() if key.startswith(table)]
+        size = sum(volume(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kept)
+        found.append({"name": table.split("/")[1], "rows": read_count(folder, manifest, name), "bytes": size})
+    return found
+
+
+def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
     goal = manifest.objective
     return {
         "step": manifest.step,
@@ -121,6 +153,7 @@ def _summary(manifest: Manifest) -> dict[str, Any]:
         "bytes": _bytes(manifest),
         "base": manifest.base
         and {"step": manifest.base.step, "files": len(manifest.base.files), "bytes": _base_bytes(manifest)},
+        "shared": _shared(folder, manifest),
         "elements": sum(volume(tensor.shape) for tensor in manifest.tensors.values()),
     }
 
@@ -152,8 +185,13 @@ def _readable(key: str, value: Any) -> str:
         return f"{value['metric']} = {value['value']:.6g} ({value['mode']})" if value else "not evaluated at this step"
     if key == "base":
         if not value:
-            return "none; all of it was written for this step"
+            return "none"
         return f"step {value['step']}, which has {value['files']} of the files too: {value['bytes']:,} bytes"
+    if key == "shared":
+        if not value["files"]:
+            return "nothing with checkpoints of earlier steps in this folder"
+        steps = ", ".join(map(storage.step_name, value["steps"]))
+        return f"{value['files']} of the files, also in {steps}: {value['bytes']:,} bytes"
     return f"{value:,}" if key in ("bytes", "elements") else str(value)
 
 

@@ -154,11 +154,18 @@ def test_inspect_says_what_an_earlier_checkpoint_has_too(tmp_path: Path, capsys:
     saver = checkpointer(tmp_path, delta_every=1)
     for step, name in ((1, "table/t/rows"), (2, "table/t/delta_1/rows")):
         layer = saver.layer(False)
-        saver.save(step, State([Box(name, torch.zeros(100), (100,), (0,), layer)], {}), {})
+        rows, count = (
+            Box(name, torch.zeros(100), (100,), (0,), layer),
+            whole("table/t/count", torch.tensor(1000 + step)),
+        )
+        saver.save(step, State([rows, count], {}), {})
     assert job(path=str(tmp_path / "step_000001")) == job(path=str(tmp_path / "step_000002")) == Exit.OK
     said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in said if line.startswith("t ")] == ["t 1,001 408", "t 1,002 808"]
     size = (tmp_path / "step_000001" / "rows_0.safetensors").stat().st_size
-    assert [line for line in said if line.startswith("base ")] == [
-        "base none; all of it was written for this step",
+    assert [line for line in said if line.startswith(("base ", "shared "))] == [
+        "base none",
+        "shared nothing with checkpoints of earlier steps in this folder",
         f"base step 1, which has 1 of the files too: {size} bytes",
+        f"shared 1 of the files, also in step_000001: {size} bytes",
     ]
