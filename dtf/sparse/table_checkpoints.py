@@ -218,7 +218,9 @@ def _load_rows(
                 rows = rows * np.exp(decay - decayed)[:, None]
             scores = None
             if table.by_columns and isinstance(table.store, LivingTable) and SCORE not in read:
-                whole = source.read(f"{at}{_ROWS}", (first, 0), (len(ids), table.width)).numpy()[wanted]
+                whole = source.read(
+                    f"{at}{_ROWS}", (first, 0), (len(ids), table.width), (len(all_ids), table.width)
+                ).numpy()[wanted]
                 now = 1 if decay is None or decayed is None else np.exp(decay - decayed)[:, None]
                 scores = first_scores(whole * now)  # the same on all ranks
             try:
