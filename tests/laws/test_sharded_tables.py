@@ -241,7 +241,7 @@ def test_a_run_goes_on_in_another_precision(rule: str, tmp_path: Path) -> None:
     assert list(found) == ["3"]
 
 
-def test_rows_that_ftrl_keeps_go_on_at_the_same_alpha_only(run_dtf: Any) -> None:
+def test_rows_that_ftrl_keeps_go_on_at_the_same_alpha_and_with_the_same_tables_only(run_dtf: Any) -> None:
     run = [
         "plugins=[tests.support.sparse_toy]",
         "recipe=tabled",
@@ -251,11 +251,14 @@ def test_rows_that_ftrl_keeps_go_on_at_the_same_alpha_only(run_dtf: Any) -> None
         "launcher.processes=1",
         "observer=[]",
     ]
-    cut = run_dtf(*run, "train.until=2")
-    refused = run_dtf(*run, "sparse.alpha=0.2", folder=cut.folder)
+    three = [*run, "recipe.bags=true"]
+    cut = run_dtf(*three, "train.until=2")
+    refused = run_dtf(*three, "sparse.alpha=0.2", folder=cut.folder)
     assert (cut.code, refused.code) == (0, 2), refused.err
     assert "was written with sparse.alpha=0.1, this run has sparse.alpha=0.2" in refused.err
-    further = run_dtf(*run, "sparse.l2=0.5", "sparse.evict_unseen=50", folder=cut.folder)
+    fewer = run_dtf(*run, f"checkpoint.resume={cut.folder}")
+    assert fewer.code == 65 and "holds the sparse table words, and this run has none; give" in fewer.err, fewer.err
+    further = run_dtf(*three, "sparse.l2=0.5", "sparse.evict_unseen=50", folder=cut.folder)
     assert further.code == 0, further.err
     assert "with sparse.evict_unseen=50 (was 0), sparse.l2=0.5 (was 0.0)" in further.out + further.err
 
