@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dtf.api.evaluator import Evaluator, Peers  # noqa: F401  a user's module finds them here too
 from dtf.api.layout import Layout
 from dtf.api.options import FineTuning
+from dtf.api.sparse_table import inputs_of
 from dtf.core.errors import ConfigError
 from dtf.core.renamed import accept_old_names
 
@@ -251,11 +252,14 @@ class Recipe(ABC):
 
         Default: as `tables` says, which may read data.
         """
-        return {name: table.width for name, table in self.tables().items()}
+        tables = self.tables()
+        inputs_of(tables)  # refuses what declares none, here before processes are started
+        return {name: table.width for name, table in tables.items()}
 
     def clicks(self, targets: Any) -> Tensor | None:
-        """Which rows of a batch are clicks, (B,): not 0 where one is. They raise the scores of the rows of sparse
-        tables that were shown, see `sparse.evict_score`. Default: None, nothing is a click.
+        """Which rows of a batch are clicks, a tensor (B,) of any dtype: 0 and NaN where none is. They raise the scores
+        of the rows of sparse tables that were shown, see `sparse.evict_score`. ConfigError where it returns anything
+        else. Default: None, nothing is a click.
         """
         return None
 

@@ -41,7 +41,7 @@ class RowLife:
     )
     admit_probability: float = option(
         default=1.0,
-        above=0,
+        least=1e-9,
         most=1,
         doc="each time that an id without a row is shown, it gets one with this probability",
     )

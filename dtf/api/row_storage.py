@@ -40,6 +40,7 @@ class RowStorage:
     memory_gb: float = option(
         default=0.0,
         least=0,
+        most=1_000_000,
         doc="with `disk`: memory for the rows of all tables in one process; the rows of one step must fit",
         unit="GB",
     )
@@ -64,6 +65,11 @@ class RowStorage:
                 "sparse.memory_gb",
                 f"sparse.disk={self.disk} keeps on disk what finds no room in memory, and sparse.memory_gb says not "
                 "how much there is; give it too, as sparse.memory_gb=2",
+            )
+        if "://" in self.disk:
+            raise KeyProblem(
+                "sparse.disk",
+                f"sparse.disk={self.disk} is no folder of a local disk; give one, as sparse.disk=/data/rows",
             )
         folder = Path(self.disk).expanduser()
         there = next(each for each in (folder, *folder.absolute().parents) if each.exists())

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from numbers import Real
+from typing import Any, Protocol
 
 from dtf.core.errors import ConfigError
 
 NO_NUMBA = "sparse tables need numba, which is not installed: python -m pip install 'dtf[ctr]'"
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 
 
 class Pooling(Enum):
@@ -41,6 +46,7 @@ class Table:
     scale: float  # standard deviation of a new row
     inputs: tuple[str, ...] = ()  # those that hold its ids; empty: the one of the table's name
     pooling: Pooling | None = None  # of rows of Bags; None: no input is Bags
+    capacity_key: str = "capacity"  # the config key that sets it, for errors
 
     @property
     def most_rows(self) -> int:
@@ -59,9 +65,18 @@ class KeepsChanges(Protocol):
 
 
 def inputs_of(tables: Mapping[str, Table]) -> dict[str, Table]:
-    """Name of each input that holds ids -> the table they belong to. ConfigError for one that several tables name."""
+    """Name of each input that holds ids -> the table they belong to, of what `Recipe.tables` returned. ConfigError for
+    what declares no tables, and for an input that several tables name.
+    """
+    if not isinstance(tables, Mapping):
+        kind = type(tables).__name__
+        raise ConfigError(f"tables() returned {kind}; it must return a dict of the tables by name, {{}} for none")
     found: dict[str, Table] = {}
     for name, table in tables.items():
+        if fault := name_fault(name):
+            raise ConfigError(f"tables(): table {name!r} {fault}; Table(inputs=...) has the names of inputs")
+        if fault := _fault(table):
+            raise ConfigError(f"tables(): table {name} {fault}")
         for key in table.inputs or (name,):
             if key in found:
                 raise ConfigError(
@@ -70,6 +85,30 @@ def inputs_of(tables: Mapping[str, Table]) -> dict[str, Table]:
                 )
             found[key] = table
     return found
+
+
+def name_fault(name: object) -> str:
+    """What keeps a table from having this name, which stands in names of files and tensors; empty: nothing."""
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return ""
+    return "needs another name: 1 to 100 letters (a to z), digits, _, - and ., and no . first"
+
+
+def _fault(table: Any) -> str:
+    """What keeps a declaration from being one; empty: nothing."""
+    if not isinstance(table, Table):
+        return f"is {type(table).__name__}; it must be a dtf.Table"
+    for key, least in {"width": 1, "size": 0, "capacity": 1}.items():
+        value = getattr(table, key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            return f"has {key}={value!r}; it must be an int of {least} or more"
+    if not isinstance(table.scale, Real) or not 0 <= table.scale < math.inf:
+        return f"has scale={table.scale!r}; it must be a number of 0 or more"
+    if not isinstance(table.inputs, tuple | list) or not all(isinstance(key, str | int) for key in table.inputs):
+        return f"has inputs={table.inputs!r}; it must be a tuple of names of inputs"
+    if not isinstance(table.pooling, Pooling | None):
+        return f"has pooling={table.pooling!r}; it must be Pooling.sum, Pooling.mean, Pooling.max or None"
+    return ""
 
 
 class Placement(Enum):

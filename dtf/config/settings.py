@@ -23,7 +23,7 @@ from dtf.api.row_optimizer import DEFAULT
 from dtf.api.row_storage import MOST_RECORD_BYTES, Values
 from dtf.api.sampler import Tail
 from dtf.api.schema import KeyProblem, build, build_option, coerce, coerce_option, option_node, show, unset
-from dtf.api.sparse_table import NO_NUMBA
+from dtf.api.sparse_table import NO_NUMBA, name_fault
 from dtf.config.plugin_modules import brings_parts, entry_point_modules, load_plugin
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
@@ -132,7 +132,11 @@ class Settings(Root):
         """Raise ConfigError for sparse tables that cannot be trained with these settings, and for a choice of `sparse`
         where there are no tables. Called after the recipe's check. `is_default`: nothing was chosen.
         """
-        if not self.recipe.table_widths():
+        widths = self.recipe.table_widths()
+        for name in widths:
+            if fault := name_fault(name):
+                raise ConfigError(f"table_widths(): table {name!r} {fault}")
+        if not widths:
             if self.job.trains and not is_default and self.sparse != lookup("sparse", DEFAULT)():
                 name, because = type(self.recipe).__name__, self.recipe.inactive_keys().get("sparse")
                 raise KeyProblem(

@@ -55,9 +55,9 @@ def check_fetched(dataset: Dataset, rows: int, answer: Any) -> None:
 
 def refuse_loose_bags(dataset: Dataset, rows: Batch, recipe: Recipe) -> None:
     """Raise ConfigError for Bags among some rows that no sparse table pools, and for tables without an input."""
+    looked_up = inputs_of(recipe.tables())
     if type(recipe).receive is not Recipe.receive:
         return  # it may make something else of them
-    looked_up = inputs_of(recipe.tables())
     named = rows.inputs if isinstance(rows.inputs, dict) else {"inputs": rows.inputs}
     absent = next((name for name in looked_up if name not in named), None)
     if absent is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from dtf.api.registry import base_of
 from dtf.api.row_life import RowLife, life_values
+from dtf.api.schema import show
 from dtf.api.task import Source
 from dtf.checkpoint.agreement import Peers
 from dtf.checkpoint.boxes import StoredCheckpoint
@@ -170,7 +171,7 @@ def _load(setup: TrainingSetup, path: Path) -> Resumed:
     life = {f"sparse.{key}": value for key, value in life_values(RowLife()).items()} | {"sparse.values": "param"}
     before = {key: value for key, value in life.items() if key in now} | before
     changed = [
-        f"{_said(key, now.get(key), setup)} (was {str(before.get(key))[:_SHOWN]})"
+        f"{_said(key, now.get(key), setup)} (was {show(before.get(key))})"
         for key in sorted(now.keys() | before.keys())
         if now.get(key) != before.get(key)
     ]
@@ -210,7 +211,7 @@ def _said(key: str, value: Any, setup: TrainingSetup) -> str:
     train = setup.joined.rank.settings.train
     if key == "train.steps" and train.steps is None:
         return f"train.epochs={train.epochs:g}, that is {count_text(value, 'step')}"
-    return f"{key}={value}"
+    return f"{key}={show(value)}"
 
 
 def _refuse_another_task(setup: TrainingSetup, path: Path, source: Source) -> None:

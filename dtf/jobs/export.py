@@ -86,7 +86,7 @@ class ExportJob(Job):
             return Exit.OK
         metadata = json.loads((folder / "model.json").read_text())
         for name, rows in metadata.get("rows", {}).items():
-            print(f"table {name}: {rows['kept']:,} rows went along, {rows['left_out']:,} stayed out")
+            print(rows_text(name, rows["kept"], rows["left_out"], self.min_score))
         for which, metrics in metadata.get("evaluation", {}).items():
             values = " ".join(f"{name}={number_text(value)}" for name, value in metrics.items())
             print(f"evaluation with {which.replace('_', ' ')}: {values}")
@@ -100,6 +100,12 @@ class ExportJob(Job):
             sep="\n",
         )
         return Exit.OK
+
+
+def rows_text(table: str, kept: int, left_out: int, min_score: float) -> str:
+    """How many rows of a table went along."""
+    why = f", as no score is job.min_score={min_score:g} or more" if min_score and left_out and not kept else ""
+    return f"table {table}: {kept:,} rows went along, {left_out:,} stayed out{why}"
 
 
 def check_onnx(settings: Settings) -> None:

@@ -140,7 +140,7 @@ def _with_tables(rank: Rank, job: ExportJob, weights: Weights, rows: Dataset) ->
     tables: Any = model.tables
     told: dict[str, Any] = {"rows": {}}
     for name, table in zip(settings.recipe.tables(), tables.values(), strict=True):
-        kept, count = len(table.ids), int(source.read(f"table/{name}/{COUNT}"))
+        kept, count = table.count, int(source.read(f"table/{name}/{COUNT}"))
         told["rows"][name] = {"kept": kept, "left_out": count - kept}
     if evaluation:
         told["evaluation"] = evaluation | {"kept_rows": judged(model)}

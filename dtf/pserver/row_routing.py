@@ -102,7 +102,7 @@ class ServerShards(ShardedTables):
     def _check(self, counts: Tensor) -> None:
         for (name, table_shard), rows in zip(self._shards.items(), counts.tolist(), strict=True):
             if rows > table_shard.store.spec.capacity:
-                raise full(name, table_shard.store.spec.capacity, int(rows))
+                raise full(name, table_shard.store.spec, int(rows))
 
     def records(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Rows of distinct ids with their state, made where there are none; see `SparseTable.records`.

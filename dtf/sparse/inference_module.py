@@ -75,13 +75,16 @@ class LookupModule(nn.Module):
 
 
 class _InferenceTable(nn.Module):
-    """Rows (n, width) of ascending ids (n,)."""
+    """Rows (n, width) of ascending ids (n,). `count`: n."""
 
     ids: Tensor
     rows: Tensor
 
     def __init__(self, ids: Tensor, rows: Tensor, pooling: Pooling | None) -> None:
         super().__init__()
+        self.count = len(ids)
+        if not self.count:  # torch.export cannot save tensors without numbers
+            ids, rows = ids.new_full((1,), -1), rows.new_zeros(1, rows.shape[1])
         self.register_buffer("ids", ids)
         self._pooling = pooling
         # zeros of all other ids and, where there are bags, of -1, which counts for nothing
@@ -101,7 +104,5 @@ class _InferenceTable(nn.Module):
     def _at(self, ids: Tensor) -> Tensor:
         """The row of each id."""
         last = len(self.ids)
-        if not last:
-            return torch.zeros_like(ids)
         at = torch.searchsorted(self.ids, ids).clamp(max=last - 1)
         return torch.where(self.ids[at] == ids, at, last)

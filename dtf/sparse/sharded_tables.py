@@ -104,7 +104,7 @@ class ShardedTables:
             self._world.reduce(total)
         for (name, table), rows in zip(self._tables.items(), total[1:].tolist(), strict=True):
             if table.by_rows and rows > table.store.spec.capacity:
-                raise full(name, table.store.spec.capacity, int(rows))
+                raise full(name, table.store.spec, int(rows))
         self.norm = total[0].sqrt() * self._share
 
     def apply(self, factor: float, lr: float, step: int) -> None:

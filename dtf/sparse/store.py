@@ -79,12 +79,12 @@ class SparseTable:
             self._index = index_of(self.spec, self._kernels)
             self._records = reserve(self._positions(), self.stride, self.dtype)
         except (OSError, ValueError, OverflowError) as error:
+            each = ", one for each id," if 0 < self.spec.size <= self.spec.capacity else ""
             raise ConfigError(
-                f"table {self.name}: this host has no room for capacity={self.spec.capacity} rows of {self.stride} "
-                f"numbers: {error}; set a smaller one"
+                f"table {self.name}: this host has no room for capacity={self.spec.capacity} rows{each} of "
+                f"{self.stride} numbers with their state: {error}; set a smaller {self.spec.capacity_key}"
             ) from error
-        # (capacity,) `decayed` when the row was last multiplied; None: no step shrank rows
-        self._since: np.ndarray | None = None
+        self._since: np.ndarray | None = None  # (capacity,) `decayed` when the row was last multiplied; None: never
         self._count, self.decayed = 0, 0.0
         self._changes: Changes | None = None  # nobody asks
 
@@ -317,7 +317,7 @@ class SparseTable:
             return positions
         first, last = self._count, self._count + absent
         if last > self._capacity:
-            raise full(self.name, self._capacity, last)
+            raise full(self.name, self.spec, last)
         new = np.flatnonzero((positions < 0) & (ids != -1))
         fresh = ids[new]
         positions[new] = np.arange(first, last)
@@ -375,11 +375,12 @@ class SparseTable:
             self._since[self._index.items()[1]] = self.decayed
 
 
-def full(name: str, capacity: int, rows: int) -> ConfigError:
+def full(name: str, spec: Table, rows: int) -> ConfigError:
     """The ConfigError for more rows than a table may hold."""
     return ConfigError(
-        f"table {name} is full: capacity={capacity} rows, {rows} are wanted; set a larger capacity, or hash ids into "
-        "fewer"
+        f"table {name} is full: capacity={spec.capacity} rows, {rows} are wanted; go on in this run.dir with sparse."
+        f"when_full=evict or refuse, or in a new one with checkpoint.resume=OLD and a larger "
+        f"{spec.capacity_key}"
     )
 
 

@@ -17,6 +17,8 @@ from dtf.core.nest import Bags
 from dtf.core.types import Batch
 from dtf.sparse.id_arrays import add_segments, gather, segment_sum, unique
 
+_ID_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint32, torch.uint16, torch.uint8)
+
 
 class _Input(NamedTuple):
     """Ids of one input."""
@@ -33,7 +35,9 @@ class TableInputs:
     """The ids of one table in a batch. `distinct` (U,): each once, in the order in which they first appear."""
 
     def __init__(self, inputs: Mapping[str, Any], names: Sequence[str], pooling: Pooling | None) -> None:
-        """`names`: of the inputs that hold the table's ids. ConfigError for bags that it does not pool."""
+        """`names`: of the inputs that hold the table's ids. ConfigError for what are no ids, and for bags that it does
+        not pool.
+        """
         self.names, self._pooling = tuple(names), pooling
         self._parts = [_input(name, inputs[name], pooling) for name in names]
         ids = [part.ids for part in self._parts]
@@ -77,12 +81,10 @@ class TableInputs:
 
     def seen(self, batch: Batch, clicks: Any) -> np.ndarray:
         """How often each distinct id was shown, and clicked: (U, 2) float32; in padding 0. `clicks`: see
-        `Recipe.clicks`.
+        `Recipe.clicks`. ConfigError for clicks of another form.
         """
         shown = (batch.weight != 0).cpu()
-        clicked = clicks(batch.targets) if clicks is not None else None
-        columns = [shown, torch.zeros_like(shown) if clicked is None else shown & (clicked.cpu() != 0)]
-        rows = torch.stack(columns, 1).numpy().astype(np.float32)
+        rows = torch.stack([shown, shown & _clicked(clicks, batch)], 1).numpy().astype(np.float32)
         real = [part for part in self._parts if part.device.type != "meta"]
         return self.summed(np.concatenate([rows[:0], *(np.repeat(rows, part.per_row, axis=0) for part in real)]))
 
@@ -142,9 +144,29 @@ class TableInputs:
         pool_kernels.give_sum(flat, inverse, part.lengths, sums)
 
 
+def _clicked(clicks: Any, batch: Batch) -> Tensor:
+    """Which rows are clicks, bool (B,) on CPU."""
+    if clicks is None or (given := clicks(batch.targets)) is None:
+        return torch.zeros(len(batch.weight), dtype=torch.bool)
+    if not isinstance(given, Tensor) or given.shape != batch.weight.shape:
+        what = f"a tensor {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        raise ConfigError(
+            f"{clicks.__qualname__}() returned {what} for {len(batch.weight)} rows; it must return a tensor "
+            f"({len(batch.weight)},), not 0 where a row is a click, or None"
+        )
+    given = given.detach().cpu()
+    return (given != 0) & ~given.isnan()
+
+
 def _input(name: str, value: Any, pooling: Pooling | None) -> _Input:
     none = np.empty(0, np.int64)
     if not isinstance(value, Bags):
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        if kind not in _ID_TYPES:
+            raise ConfigError(
+                f"inputs[{name!r}] are {kind}, and ids of a sparse table are int64 or smaller integers; convert "
+                "them with .long()"
+            )
         ids = none if value.is_meta else value.cpu().numpy().reshape(-1)
         each = value.numel() // max(1, len(value))
         return _Input(name, tuple(value.shape), value.device, ids, None, each)

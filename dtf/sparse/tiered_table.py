@@ -63,7 +63,7 @@ class TieredTable(SparseTable):
         states = self.stride - self.width
         values = "float64" if self.dtype == np.float64 else "bfloat16" if self._rounds else "float32"
         form = RecordFormat(self.width, states, values, self.rule.extra_bytes)
-        tiers = self._tiers = TieredRecords(self._folder, form, self._memory_of_rows(), *self._hashes)
+        tiers = self._tiers = TieredRecords(self._folder, form, self._memory_of_rows(), *self._hashes, name=self.name)
         self._records, self._extras = tiers.records, extras_of(self.rule)
         self._since = self._extra(DECAYED)
         self.decayed = 0.0
@@ -148,7 +148,7 @@ class TieredTable(SparseTable):
             return False
         saved_rows.load(self.tiers, parts)
         if not self.rule.lives and len(self) > self._capacity:
-            raise full(self.name, self._capacity, len(self))
+            raise full(self.name, self.spec, len(self))
         return True
 
     def _memory_of_rows(self) -> int:
@@ -173,7 +173,7 @@ class TieredTable(SparseTable):
         if not len(new):
             return positions
         if len(self) + len(new) > self._capacity:
-            raise full(self.name, self._capacity, len(self) + len(new))
+            raise full(self.name, self.spec, len(self) + len(new))
         positions[new] = self.tiers.make(ids[new])
         self._begin(ids[new], positions[new], draw)
         return positions

@@ -10,7 +10,7 @@ from dtf.api.recipe import Dataset, Recipe, Split
 from dtf.api.registry import option, register
 from dtf.api.sampler import RowTrait
 from dtf.api.schema import KeyProblem
-from dtf.api.sparse_table import Pooling, Table
+from dtf.api.sparse_table import Pooling, Table, name_fault
 from dtf.core.errors import ConfigError
 from dtf.recipes.ctr.data import DataOptions
 from dtf.recipes.ctr.generated_data import ClicksOptions
@@ -119,6 +119,12 @@ class ClickThrough(Recipe):
                 f"recipe.model.table_per_field=true names an input after each field, and {twice} would be two; rename "
                 "the column"
             )
+        odd = next((name for name in names if name_fault(name)), None)
+        if odd is not None:
+            raise ConfigError(
+                f"recipe.model.table_per_field=true names tables after fields: {odd!r} {name_fault(odd)}; rename "
+                "the column"
+            )
 
     @property
     def _inputs(self) -> tuple[str, ...]:
@@ -138,12 +144,13 @@ class ClickThrough(Recipe):
             return {}
         width, capacity, scale = self.model.width, self.model.capacity, self.model.scale
         size, pooling = self.data.table_rows, self.model.pooling if self.data.bag_fields else None
+        key = "recipe.model.capacity"
         if not self.model.table_per_field:
-            inputs = self._inputs
-            return {"ids": Table(width, size, capacity or size, scale, () if inputs == ("ids",) else inputs, pooling)}
+            inputs = () if self._inputs == ("ids",) else self._inputs
+            return {"ids": Table(width, size, capacity or size, scale, inputs, pooling, key)}
         rows = self.data.rows_of_fields()
         return {
-            name: Table(width, size, capacity or rows[f], scale, (), pooling if f >= self.data.fields else None)
+            name: Table(width, size, capacity or rows[f], scale, (), pooling if f >= self.data.fields else None, key)
             for f, name in enumerate(self._inputs)
         }
 

@@ -258,9 +258,9 @@ def test_rows_that_ftrl_keeps_go_on_at_the_same_alpha_and_with_the_same_tables_o
     assert "was written with sparse.alpha=0.1, this run has sparse.alpha=0.2" in refused.err
     fewer = run_dtf(*run, f"checkpoint.resume={cut.folder}")
     assert fewer.code == 65 and "holds the sparse table words, and this run has none; give" in fewer.err, fewer.err
-    further = run_dtf(*three, "sparse.l2=0.5", "sparse.evict_unseen=50", folder=cut.folder)
+    further = run_dtf(*three, "sparse.l2=0.5", "sparse.when_full=evict", folder=cut.folder)
     assert further.code == 0, further.err
-    assert "with sparse.evict_unseen=50 (was 0), sparse.l2=0.5 (was 0.0)" in further.out + further.err
+    assert "with sparse.l2=0.5 (was 0.0), sparse.when_full=evict (was null)" in further.out + further.err
 
 
 def test_a_checkpoint_that_counts_other_rows_than_it_has_is_refused() -> None:

@@ -92,6 +92,10 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         "recipe.model.table_per_field=true has a meaning for recipe.model.table=sparse only",
     ),
     (("sparse.lr_factor=2",), "ResnetShapes has none; leave sparse=... out"),
+    ((*TABLED, "recipe.capacity=0"), "tables(): table ids has capacity=0; it must be an int of 1 or more"),
+    ((*TABLED, "sparse.memory_gb=1e300", "sparse.disk=rows"), "sparse.memory_gb=1e+300 must be 0 to 1000000"),
+    ((*TABLED, "sparse.memory_gb=1", "sparse.disk=s3://bucket/x"), "sparse.disk=s3://bucket/x is no folder of a local"),
+    ((*TABLED, "sparse.admit_probability=1e-17"), "sparse.admit_probability=1e-17 must be 1e-09 to 1"),
     (
         (*TABLED, "sparse=sgd", "sparse.weight_decay=20", "lr.peak=0.1"),
         "sparse.weight_decay=20 times the learning rate 0.1 must be less than 1",

@@ -87,6 +87,14 @@ def test_bags_that_no_table_pools_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"has a table for inputs\['who'\], and Clicks.fetch\(\) returned"):
         refuse_loose_bags(data, named, recipe)
 
+    class Receives(Tabled):
+        def receive(self, inputs: Any) -> Any:
+            return inputs
+
+    refuse_loose_bags(data, loose, Receives())
+    with pytest.raises(ConfigError, match="table ids has capacity=0"):
+        refuse_loose_bags(data, loose, Receives(capacity=0))
+
 
 class Two(Tabled):
     """Two inputs of one table, one of bags; another table of bags alone."""

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from dtf.api.sparse_table import Table
+from dtf.api.sparse_table import Pooling, Table
 from dtf.core.errors import ConfigError
+from dtf.core.nest import Bags
 from dtf.jobs import rank_export
-from dtf.jobs.export import Form
+from dtf.jobs.export import Form, rows_text
+from dtf.sparse.inference_module import InferenceModule
 from dtf.sparse.living_table import table_class
 from dtf.sparse.pruning import Pruning
 from dtf.sparse.row_optimizers import RowAdagrad, RowSgd
@@ -41,6 +44,23 @@ def test_without_scores_rows_of_large_norm_go_along() -> None:
     assert Pruning(max_rows=9).kept(table, None).tolist() == [1, 2, 3, 5] and not Pruning()
     with pytest.raises(ConfigError, match=r"job.min_score=0.5: the run kept no scores .* table t; use job.max_rows"):
         Pruning(min_score=0.5).kept(table, None)
+
+
+@pytest.mark.parametrize("pooling", [None, Pooling.mean])
+def test_a_table_of_which_no_row_goes_along_gives_zeros(pooling: Pooling | None) -> None:
+    """With numbers in each tensor: torch.export.save fails where one has none."""
+    spec, none = Table(2, 0, 100, 0.1, pooling=pooling), (torch.empty(0, dtype=torch.int64), torch.empty(0, 2))
+    module = InferenceModule(torch.nn.Identity(), {"t": none}, {"t": spec})
+    for made in (module, module.bare(torch.nn.Identity())):
+        assert all(tensor.numel() for tensor in made.state_dict().values())
+        ids = torch.tensor([[5, -1]]) if pooling is None else Bags(torch.tensor([5, -1]), torch.tensor([2]))
+        assert made({"t": ids})["t"].tolist() == ([[[0, 0], [0, 0]]] if pooling is None else [[0, 0]])
+    assert next(iter(module.tables.values())).count == 0
+    assert (
+        rows_text("t", 0, 9, 1e38)
+        == "table t: 0 rows went along, 9 stayed out, as no score is job.min_score=1e+38 or more"
+    )
+    assert rows_text("t", 0, 0, 1e38) == "table t: 0 rows went along, 0 stayed out"
 
 
 def test_a_large_table_is_put_into_a_program_where_somebody_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 
@@ -180,7 +179,9 @@ def test_a_full_table_says_so_and_stays_as_it_was(size: int) -> None:
         lambda: full.update(ints(9, 10), np.ones((2, WIDTH)), 0.1, 1.0, 0),
     ):
         with pytest.raises(
-            ConfigError, match=re.escape("table t is full: capacity=5 rows, 6 are wanted; set a larger capacity")
+            ConfigError,
+            match="table t is full: capacity=5 rows, 6 are wanted; go on in this run.dir with sparse.when_full=evict "
+            "or refuse, or in a new one with checkpoint.resume=OLD and a larger capacity",
         ):
             attempt()
     full.lookup(ints(9, 10), create=False)
@@ -197,8 +198,12 @@ def test_ids_that_cannot_be(id: int) -> None:
 
 
 def test_no_room_is_told() -> None:
-    with pytest.raises(ConfigError, match=f"no room for capacity={2**60} rows"):
+    with pytest.raises(
+        ConfigError, match=f"capacity={2**60} rows of {WIDTH} numbers with their state: .*; set a smaller cap"
+    ):
         table(capacity=2**60)
+    with pytest.raises(ConfigError, match=r"rows, one for each id, of .*; set a smaller recipe.rows"):
+        SparseTable(Table(1, 2**60, 2**60, 0, capacity_key="recipe.rows"), RowSgd(), 1, "t")
 
 
 @pytest.mark.parametrize("size", [1000 * 2**11, 10**15])

@@ -202,6 +202,16 @@ def test_a_disk_that_is_full_before_there_is_a_row_is_told_as_such(
         TieredTable(Table(2, 0, 100, 0.1), rule, 1, "t", np.float32, 10_000, (0, LAST))
 
 
+def test_a_step_that_needs_more_memory_says_how_much(tmp_path: Path) -> None:
+    rule = RowSgd(disk=str(tmp_path / "rows"), memory_gb=1e-9)
+    table = TieredTable(Table(2, 0, 100, 0.1), rule, 1, "words", np.float32, 1, (0, LAST))
+    with pytest.raises(
+        ConfigError,
+        match=r"table words has 1e-09 GB of sparse.memory_gb here, room for 1 rows; one step needs 24, about 9",
+    ):
+        table.lookup(np.arange(-1, 24), create=True)
+
+
 def right(table: TieredRecords, kept: dict[int, bytes]) -> None:
     """Whatever the table says of any row is true."""
     for ids in np.split(ROWS, 6):

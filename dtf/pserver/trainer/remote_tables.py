@@ -47,7 +47,7 @@ class RemoteTables(ShardedTables):
         self._connect, self._schemas = connect, rows_schemas(task.recipe)
         self._routed, self._recipe_clicks = routed_tables(task), task.recipe.clicks
         self._lives = any(table.lives for table in self._routed.values())
-        self._capacities = {name: table.capacity for name, table in task.recipe.tables().items()}
+        self._specs = task.recipe.tables()
         self._turn = self._orders = 0
         # the newest, until servers are known to have it
         self._update: dict[str, int | float] = {"version": 0, "factor": 0.0, "lr": 0.0, "step": 0}
@@ -196,9 +196,9 @@ class RemoteTables(ShardedTables):
     def _refuse_overfull(self, rows: Any) -> None:
         from dtf.sparse.store import full
 
-        for (name, capacity), count in zip(self._capacities.items(), rows.tolist(), strict=True):
-            if count > capacity:
-                raise full(name, capacity, count)
+        for (name, spec), count in zip(self._specs.items(), rows.tolist(), strict=True):
+            if count > spec.capacity:
+                raise full(name, spec, count)
 
 
 class RemoteTablesProgram(Spmd):

@@ -18,7 +18,8 @@ _BUCKET_BITS = 12
 
 
 class RowCache:
-    """At most as many rows as fit into `memory_bytes`, at positions of `records` and `extra`. For one thread.
+    """At most as many rows as fit into `memory_bytes`, one at least, at positions of `records` and `extra`. For one
+    thread.
 
     `records` (C, width + states): a row and its state side by side. `extra` (C, bytes).
     """
@@ -26,11 +27,8 @@ class RowCache:
     def __init__(self, form: RecordFormat, memory_bytes: int, low: int, high: int) -> None:
         """For ids with hashes in [low, high]."""
         self.form = form
-        self.capacity = capacity = min(
-            memory_bytes // (form.stride * form.dtype.itemsize + form.extra + _PER_ROW), 2**31 // _SLOTS - 1
-        )
-        if capacity < 1:
-            raise ConfigError(f"{memory_bytes} bytes of memory hold no row of a table; give more")
+        self.row_bytes = form.stride * form.dtype.itemsize + form.extra + _PER_ROW
+        self.capacity = capacity = max(1, min(memory_bytes // self.row_bytes, 2**31 // _SLOTS - 1))
         try:
             self.records = reserve(capacity, form.stride, form.dtype)
             self.extra = reserve(capacity, form.extra, np.dtype(np.uint8))
@@ -39,7 +37,10 @@ class RowCache:
             self._slots = reserve(_SLOTS * capacity, 1, np.dtype(np.int32)).reshape(-1)
             self._next = reserve(capacity, 1, np.dtype(np.int32)).reshape(-1)
         except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(f"this host has no room for {memory_bytes} bytes of rows: {error}; give less") from error
+            raise ConfigError(
+                f"this host has no room for {memory_bytes / 1e9:.3g} GB of rows: {error}; set a smaller "
+                "sparse.memory_gb"
+            ) from error
         self.flags, self._uses = np.zeros(capacity, np.uint8), np.zeros(capacity, np.uint8)
         # lists of positions: free ones, and dirty rows by the upper bits of their hash; a position is in one at most.
         # Position + 1 of the first, and how many there are
@@ -53,8 +54,7 @@ class RowCache:
     @property
     def byte_count(self) -> int:
         """Bytes of the rows that are here, and of their index."""
-        each = self.form.stride * self.form.dtype.itemsize + self.form.extra + _PER_ROW
-        return (self._top - self._free_count) * each
+        return (self._top - self._free_count) * self.row_bytes
 
     def find(self, ids: np.ndarray, with_absent: bool = False) -> tuple[np.ndarray, int]:
         """Positions (n,) of ids: NOT_CACHED, or NO_ROW for one that is known to have none (`with_absent`: where it is

@@ -63,7 +63,8 @@ class _Prefetch(NamedTuple):
 class TieredRecords:
     """Rows by id, at most `memory_bytes` of them in memory, the others in `folder`, which is this object's alone: files
     that a killed process left there are removed. The hashes of ids are in [low, high]. The ids of one call are
-    distinct; -1 stands for no row. `ranges`: into which hashes are divided at first; None: as the memory is.
+    distinct; -1 stands for no row. `ranges`: into which hashes are divided at first; None: as the memory is. `name`: of
+    the table, for errors.
 
     Positions index `records` (C, width + states) and `extra` (C, bytes). They hold until the next call of a method
     that takes ids. Who changes rows says so with `changed` before that.
@@ -83,8 +84,9 @@ class TieredRecords:
         ranges: int | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         dirty_share: float = DIRTY_SHARE,
+        name: str = "",
     ) -> None:
-        self.folder, self.form = folder, form
+        self.folder, self.form, self._name, self._memory_bytes = folder, form, name, memory_bytes
         filters = int(FILTER_SHARE * memory_bytes)
         self.cache = RowCache(form, memory_bytes - filters, low, high)
         self.records, self.extra = self.cache.records, self.cache.extra
@@ -103,6 +105,7 @@ class TieredRecords:
         self._prefetch: _Prefetch | None = None
         self._forgotten: list[np.ndarray] = []  # ids that left the cache since the prefetch began
         self._step = self._files = 0
+        self._needed = 0  # rows of the last call that must be in memory together
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._remove_files()
@@ -122,7 +125,7 @@ class TieredRecords:
         """Positions (n,) of the rows of ids (n,), all in memory now; -1 for those without a row. `step`: the one that
         needs them, never less than before.
         """
-        self._step = step
+        self._step, self._needed = step, int((ids != -1).sum())
         self._settle()
         positions, missing = self.cache.find(ids)
         if missing and self._prefetch is not None:
@@ -278,14 +281,19 @@ class TieredRecords:
             while len(taken) < count and self._sweep_one():
                 taken = np.concatenate([taken, self._take(count - len(taken), 1, 0)])
             if len(taken) < count:
-                raise ConfigError(
-                    f"{self.cache.capacity} rows of a table fit into its memory, and one step needs more; set a larger "
-                    "sparse.memory_gb"
-                )
+                raise self._no_room(max(self._needed, count))
         except BaseException:
             self.cache.give_back(taken)
             raise
         return taken
+
+    def _no_room(self, rows: int) -> ConfigError:
+        wanted = rows * self.cache.row_bytes / (1 - FILTER_SHARE)
+        return ConfigError(
+            f"table {self._name} has {self._memory_bytes / 1e9:.3g} GB of sparse.memory_gb here, room for "
+            f"{self.cache.capacity:,} rows; one step needs {rows:,}, about {wanted / 1e9:.2g} GB; set a larger "
+            "sparse.memory_gb"
+        )
 
     def _take(self, count: int, first: int, last: int) -> np.ndarray:
         taken, forgotten = self.cache.take(count, first, last)
