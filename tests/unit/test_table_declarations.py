@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 from dtf.api.sparse_table import Pooling, Table
+from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
+from dtf.recipes.ctr.recipe import GeneratedClicks
 from dtf.sparse.table_inputs import TableInputs
 from tests.support.sparse_toy import Tabled
 
@@ -102,3 +105,18 @@ def test_clicks_are_numbers_that_are_not_0() -> None:
 def test_clicks_of_another_form_are_refused(clicked: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=rf"clicks\(\) returned {what} for 3 rows; it must return a tensor \(3,\)"):
         seen(clicked)
+
+
+def test_widths_and_fields_of_other_names_are_refused_before_ranks_start() -> None:
+    class Fields(GeneratedClicks):
+        _inputs = ("site", "user id")  # type: ignore[assignment]
+
+    with pytest.raises(ConfigError, match="'user id' needs another name: .*; rename the column"):
+        Fields()._check_fields()
+
+    class Reads(Tabled):
+        def table_widths(self) -> dict[str, int]:
+            return {"user id": 4}
+
+    with pytest.raises(ConfigError, match=r"table_widths\(\): table 'user id' needs another name"):
+        Settings.check_tables(SimpleNamespace(recipe=Reads()), True)  # type: ignore[arg-type]

@@ -207,7 +207,7 @@ def test_a_step_that_needs_more_memory_says_how_much(tmp_path: Path) -> None:
     table = TieredTable(Table(2, 0, 100, 0.1), rule, 1, "words", np.float32, 1, (0, LAST))
     with pytest.raises(
         ConfigError,
-        match=r"table words has 1e-09 GB of sparse.memory_gb here, room for 1 rows; one step needs 24, about 9",
+        match=r"table words has 1e-09 GB of sparse.memory_gb here, room for 1 row; one step needs 24, about 9",
     ):
         table.lookup(np.arange(-1, 24), create=True)
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dtf.core.errors import ConfigError, DataError, SaveError, io_failure
+from dtf.core.text import count_text
 from dtf.sparse.disk.cache_kernels import ABSENT, DIRTY, NOT_CACHED, STORED, WRITING
 from dtf.sparse.disk.partitioned_run import PartitionedRun, Range, Reading, Sweeper, contents
 from dtf.sparse.disk.record_format import RecordFormat
@@ -288,11 +289,10 @@ class TieredRecords:
         return taken
 
     def _no_room(self, rows: int) -> ConfigError:
-        wanted = rows * self.cache.row_bytes / (1 - FILTER_SHARE)
+        wanted = 1.05 * rows * self.cache.row_bytes / (1 - FILTER_SHARE)  # two digits of it are enough
         return ConfigError(
             f"table {self._name} has {self._memory_bytes / 1e9:.3g} GB of sparse.memory_gb here, room for "
-            f"{self.cache.capacity:,} rows; one step needs {rows:,}, about {wanted / 1e9:.2g} GB; set a larger "
-            "sparse.memory_gb"
+            f"{count_text(self.cache.capacity, 'row')}; one step needs {rows:,}, about {wanted / 1e9:.2g} GB; give more"
         )
 
     def _take(self, count: int, first: int, last: int) -> np.ndarray:
