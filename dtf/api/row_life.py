@@ -77,11 +77,6 @@ class RowLife:
         """Whether a table without room lets the rows of least score leave."""
         return self.lives and self.when_full is not WhenFull.refuse
 
-    @property
-    def scores(self) -> bool:
-        """Whether a row's score and last step are needed."""
-        return self.evicts_when_full or self.evict_unseen > 0 or self.evict_score > 0
-
     def shards(self, table: Table) -> int:
         """Into how many virtual shards a hash of the id divides a table. Rows of one shard are always together, and
         rows leave and are refused within a shard. Depends on no number of processes: 1,024, or fewer, a power of two,
@@ -100,7 +95,8 @@ class RowLife:
                 f"sparse.when_full=error ends the run when the table is full, and sparse.{key} asks for rows that have "
                 "a life; use evict or refuse, or leave one of them out",
             )
-        if self.score_decay != DECAY and not self.scores:
+        leave = self.evicts_when_full or self.evict_unseen > 0 or self.evict_score > 0
+        if self.score_decay != DECAY and not leave:
             raise KeyProblem(
                 "sparse.score_decay",
                 f"sparse.score_decay={self.score_decay:g} is of no account where no row leaves by its score; set "

@@ -66,7 +66,7 @@ class RowOptimizer(RowLife, RowStorage, ABC):
     @property
     def extra_bytes(self) -> int:
         """What a row on disk takes beside its id, its numbers and its state."""
-        return 8 * self.decays + 8 * self.scores
+        return 8 * self.decays + 8 * self.lives
 
     @abstractmethod
     def states(self, width: int) -> dict[str, tuple[int, float]]:

@@ -36,7 +36,8 @@ class ExportJob(Job):
     """
 
     uses_model = True
-    keys_of_run = (*Job.keys_of_run[:-1], "sparse")  # which says what scores of rows mean
+    # all of sparse, which says what scores of rows mean
+    keys_of_run = (*(key for key in Job.keys_of_run if not key.startswith("sparse.")), "sparse")
 
     model: str = option(
         default="",

@@ -162,13 +162,14 @@ class Life:
 
 def first_scores(rows: np.ndarray) -> np.ndarray:
     """With which rows (n, width) begin whose scores nobody kept: that of one show, and less than another one for their
-    norm, so that of such rows those of largest norm stay. The same on every machine.
+    norm, so that of such rows those of largest norm stay. The same for the same rows everywhere.
     """
     squares = np.zeros(len(rows))
     for column in rows.T:  # in this order everywhere
         squares += column.astype(np.float64) ** 2
     norms = np.sqrt(squares)
-    return (1 + norms / (1 + norms)).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # what is not finite goes first
+        return np.nan_to_num(1 + norms / (1 + norms), nan=1.0).astype(np.float32)
 
 
 def lowest(keys: tuple[np.ndarray, ...], count: int) -> np.ndarray:

@@ -5,6 +5,7 @@ Rows are made by `update`, not by `lookup`: an id without a row reads as it is d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -40,10 +41,6 @@ class LivingTable(SparseTable):
     def lookup(self, ids: np.ndarray, create: bool) -> np.ndarray:
         """Rows (U, width) of distinct ids (U,), those that do not exist as they are drawn; none is made."""
         return super().lookup(ids, create=False)
-
-    def scores(self, ids: np.ndarray, step: int) -> np.ndarray:
-        """The scores (U,) at `step` of ids that have a row; zeros in a table that keeps none."""
-        return self._places.scores(self._find(ids), step)
 
     def by_shard(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps of each shard, (shards, ...) by name."""
@@ -98,12 +95,14 @@ class LivingTable(SparseTable):
         states = {LAST_STEP: np.full(len(ids), step, np.int32)} | states
         scores, last = states[SCORE].reshape(-1), states[LAST_STEP].reshape(-1)
         shards, rest = life.shards(ids), np.ones(len(ids), bool)
-        for shard in life.crowded(shards)[0].tolist():
+        gone = [np.empty(0, np.int64)]
+        for shard, handles, here in self._rows_of(life.crowded(shards)[0]):
             mine = np.flatnonzero(shards == shard)
-            leave, out = self._overfull(shard, ShardRows(ids[mine], scores[mine], last[mine]), step)
-            self._leave(leave)
+            leave, out = life.overfull(shard, here, ShardRows(ids[mine], scores[mine], last[mine]), step)
+            gone.append(handles[leave])
             rest[mine[out]] = False
             life.evicted += len(out)
+        self._leave(np.concatenate(gone))
         ids, rows, states = ids[rest], rows[rest], {name: values[rest] for name, values in states.items()}
         return ids, rows, states, self._settle(ids, shards[rest], scores[rest], last[rest])
 
@@ -121,9 +120,9 @@ class LivingTable(SparseTable):
         """Rows that leave crowded shards for `coming` new ones of each, see `Life.lowest`."""
         return self._places.lowest_at(shards, coming, step)
 
-    def _overfull(self, shard: int, come: ShardRows, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows that leave a shard, and indices of those that do not come to it, see `Life.overfull`."""
-        return self._places.overfull_at(shard, come, step)
+    def _rows_of(self, shards: np.ndarray) -> Iterator[tuple[int, np.ndarray, ShardRows]]:
+        """Each of some ascending shards, what `_leave` takes for each of its rows, and what is known of these."""
+        return self._places.rows_of(shards)
 
     def _settle(self, ids: np.ndarray, shards: np.ndarray, scores: np.ndarray, last: np.ndarray | int) -> np.ndarray:
         """Positions (n,) of new rows, which are zeros, with their statistics."""

@@ -14,7 +14,7 @@ from dtf.sparse.disk.saved_rows import Part
 from dtf.sparse.disk.segment import BATCH_BYTES
 from dtf.sparse.life import LAST_STEP, SCORE, Life, ShardRows
 from dtf.sparse.living_table import LivingTable
-from dtf.sparse.row_parts import EXTRAS, extra_of
+from dtf.sparse.row_parts import extra_of
 from dtf.sparse.tiered_table import TieredTable
 
 
@@ -24,21 +24,11 @@ class LivingTieredTable(LivingTable, TieredTable):
     def clear(self) -> None:
         self.life = Life(self.spec, self.rule, self._seed, self.name)
         super().clear()
-        self._last, self._scores = self._extra(LAST_STEP), self._extra(SCORE)
+        self._last, self._scores = (extra_of(key, self.tiers.extra, self._extras[key]) for key in (LAST_STEP, SCORE))
 
     def by_shard(self) -> dict[str, np.ndarray]:
         """See `LivingTable.by_shard`. With the rows of each, so that nobody has to count them."""
         return super().by_shard() | {f"life/rows_{len(self.life.counts)}": self.life.counts}
-
-    def scores(self, ids: np.ndarray, step: int) -> np.ndarray:
-        found = [np.zeros(0)]
-        for some in self._some(len(ids)):
-            positions = self._find(ids[some])
-            if self._scores is None or self._last is None:
-                found.append(np.zeros(len(positions)))
-            else:
-                found.append(self.life.decayed(self._scores[positions], self._last[positions], step))
-        return np.concatenate(found)
 
     def load(self, parts: list[Part], beside: dict[str, slice], step: int) -> bool:
         """See `SparseTable.load`. Where shards have less room than they had, their lowest rows leave."""
@@ -46,12 +36,12 @@ class LivingTieredTable(LivingTable, TieredTable):
         if not super().load(parts, beside, step):
             life.counts[:] = 0
             return False
-        if life.counts.sum() != len(self):
+        if len(self) != len(self.tiers):  # they were counted by other shards
             life.counts[:] = 0
             for ids, *_ in self.tiers.scan():
                 life.counts += np.bincount(life.shards(ids), minlength=len(life.counts))
-        for shard in np.flatnonzero(life.counts > life.limits).tolist():
-            self._leave(self._overfull(shard, _joined([]), step)[0])
+        overfull = self._rows_of(np.flatnonzero(life.counts > life.limits))
+        self._leave(_ids(ids[life.overfull(shard, rows, _joined([]), step)[0]] for shard, ids, rows in overfull))
         return True
 
     def _memory_of_rows(self) -> int:
@@ -68,61 +58,50 @@ class LivingTieredTable(LivingTable, TieredTable):
 
     # ------------------------------------------------------------ where rows lie
 
-    def _rows_of(self, shards: np.ndarray) -> Iterator[tuple[int, ShardRows]]:
-        """Each of some ascending shards, and what is known of its rows. Other shards between them are read along where
-        they are less than what is read at a time.
+    def _rows_of(self, shards: np.ndarray) -> Iterator[tuple[int, np.ndarray, ShardRows]]:
+        """See `LivingTable._rows_of`: the ids of rows. Other shards between are read along where they are less than
+        what is read at a time.
         """
+        hashes = self.life.hashes
         between = (np.diff(shards) - 1) * int(self.life.limits.max()) * self.tiers.form.size
         for group in np.split(shards, 1 + np.flatnonzero(between > BATCH_BYTES)) if len(shards) else ():
             rest, parts = group.tolist(), list[ShardRows]()
-            for ids, _, extra in self.tiers.scan(self.life.hashes(rest[0])[0], self.life.hashes(rest[-1])[1]):
-                of, rows = self.life.shards(ids), ShardRows(ids, self._told(SCORE, extra), self._told(LAST_STEP, extra))
+            for ids, _, extra in self.tiers.scan(hashes(rest[0])[0], hashes(rest[-1])[1]):
+                score, last = (extra_of(key, extra, self._extras[key]) for key in (SCORE, LAST_STEP))
+                of, rows = self.life.shards(ids), ShardRows(ids, score, last)
                 while rest and len(of) and rest[0] < of[-1]:
-                    yield rest[0], _joined([*parts, _within(rows, *np.searchsorted(of, [rest[0], rest[0] + 1]))])
+                    whole = _joined([*parts, _within(rows, *np.searchsorted(of, [rest[0], rest[0] + 1]))])
+                    yield rest[0], whole.ids, whole
                     rest, parts = rest[1:], []
                 if rest:
                     parts.append(_within(rows, int(np.searchsorted(of, rest[0])), len(of)))
             for shard in rest:
-                yield shard, _joined(parts)
-                parts = []
-
-    def _told(self, name: str, extra: np.ndarray) -> np.ndarray:
-        """What is known of rows, (n,); zeros where it is not kept."""
-        return extra_of(name, extra, self._extras[name]) if name in self._extras else np.zeros(len(extra), EXTRAS[name])
+                whole, parts = _joined(parts), []
+                yield shard, whole.ids, whole
 
     def _show(self, positions: np.ndarray, seen: np.ndarray, step: int) -> None:
-        if self._scores is not None:
-            self.life.kernels.show(positions, seen, step, self.rule.score_decay, self._scores, self._last)
-            self.tiers.changed(np.where(seen[:, 0] > 0, positions, -1))  # before shards are read
+        self.life.kernels.show(positions, seen, step, self.rule.score_decay, self._scores, self._last)
+        self.tiers.changed(np.where(seen[:, 0] > 0, positions, -1))  # before shards are read
 
     def _overdue(self, step: int) -> np.ndarray:
-        found = self._rows_of(self.life.due(step))
-        return _ids(rows.ids[self.life.overdue(rows, step)] for _, rows in found)
+        return _ids(ids[self.life.overdue(rows, step)] for _, ids, rows in self._rows_of(self.life.due(step)))
 
     def _lowest(self, shards: np.ndarray, coming: np.ndarray, step: int) -> np.ndarray:
         new = dict(zip(shards.tolist(), coming.tolist(), strict=True))
         found = self._rows_of(shards)
-        return _ids(rows.ids[self.life.lowest(shard, rows, new[shard], step)] for shard, rows in found)
-
-    def _overfull(self, shard: int, come: ShardRows, step: int) -> tuple[np.ndarray, np.ndarray]:
-        ((_, rows),) = self._rows_of(np.array([shard]))
-        leave, out = self.life.overfull(shard, rows, come, step)
-        return rows.ids[leave], out
+        return _ids(ids[self.life.lowest(shard, rows, new[shard], step)] for shard, ids, rows in found)
 
     def _settle(self, ids: np.ndarray, shards: np.ndarray, scores: np.ndarray, last: np.ndarray | int) -> np.ndarray:
         made = self.tiers.make(ids)
         self.life.counts += np.bincount(shards, minlength=len(self.life.counts))
-        if self._scores is not None and self._last is not None:
-            self._scores[made], self._last[made] = scores, last
+        self._scores[made], self._last[made] = scores, last
         return made
 
     def _leave(self, gone: np.ndarray) -> None:
-        if not len(gone):
-            return
-        self.life.evicted += len(gone)
-        self.life.counts -= np.bincount(self.life.shards(gone), minlength=len(self.life.counts))
-        for some in self._some(len(gone)):
+        for some in self._some(len(gone)) if len(gone) else ():
             self.tiers.remove(gone[some])
+            self.life.evicted += len(gone[some])
+            self.life.counts -= np.bincount(self.life.shards(gone[some]), minlength=len(self.life.counts))
 
 
 def _within(rows: ShardRows, first: int, last: int) -> ShardRows:

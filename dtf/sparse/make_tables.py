@@ -42,10 +42,10 @@ def table_specs(task: Task) -> dict[str, Table]:
     return specs
 
 
-def memory_of(task: Task, here: Collection[str]) -> dict[str, int]:
+def memory_of(task: Task, here: Collection[str], processes: int = 1) -> dict[str, int]:
     """Bytes of memory for the rows of each table in a process that has those in `here`, where `sparse.disk` has the
     others: tables that need less than an equal part get what they need, the rest have equal parts. ConfigError where
-    this host has less free.
+    this host, which has so many `processes` that do so, has less free.
     """
     assert task.rows is not None
     specs, rule, item = table_specs(task), task.rows, DTYPES[task.precision.param].itemsize
@@ -55,11 +55,11 @@ def memory_of(task: Task, here: Collection[str]) -> dict[str, int]:
     for number, name in enumerate(sorted(needs, key=lambda name: needs[name])):
         bounds_of[name] = min(needs[name], left // (len(needs) - number))
         left -= bounds_of[name]
-    free, wanted = available_bytes(), sum(bounds_of.values())
+    free, wanted = available_bytes(), processes * sum(bounds_of.values())
     if rule.disk and free is not None and wanted > free:
         raise ConfigError(
-            f"sparse.memory_gb={rule.memory_gb:g}: rows may come to take {wanted / 1e9:.3g} GB in this process, and "
-            f"the host has {free / 1e9:.3g} GB free; give less"
+            f"sparse.memory_gb={rule.memory_gb:g}: rows may come to take {wanted / 1e9:.3g} GB in the processes of "
+            f"this host, which has {free / 1e9:.3g} GB free; give less"
         )
     return bounds_of
 
@@ -114,7 +114,8 @@ def tables_of(
     chosen = {name: _placement(task, name, placements, world.size) for name in specs}
     whole = {name: spec.width * spec.most_rows for name, spec in specs.items() if chosen[name] is Placement.table_wise}
     owners = greedy_balance(whole, world.size)
-    memory = memory_of(task, [name for name in specs if name not in whole or name in owners[world.rank]])
+    here = [name for name in specs if name not in whole or name in owners[world.rank]]
+    memory = memory_of(task, here, world.place.local_size)
     spread: dict[str, ShardedTable] = {}
     for name, spec in specs.items():
         placement = chosen[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,24 +23,23 @@ class PlacedLife(Life):
         self.starts = np.concatenate([[0], np.cumsum(self.limits)])
         rows = int(self.starts[-1])
         self.ids = reserve(rows, 1, np.dtype(np.int64)).reshape(-1)
-        self._last = reserve(rows, 1, np.dtype(np.int32)).reshape(-1) if rule.scores else None
-        self._scores = reserve(rows, 1, np.dtype(np.float32)).reshape(-1) if rule.scores else None
+        self._last = reserve(rows, 1, np.dtype(np.int32)).reshape(-1)
+        self._scores = reserve(rows, 1, np.dtype(np.float32)).reshape(-1)
 
     def byte_count(self) -> int:
-        beside = sum(array.itemsize for array in (self.ids, self._last, self._scores) if array is not None)
+        beside = sum(array.itemsize for array in (self.ids, self._last, self._scores))
         return super().byte_count() + len(self) * beside
 
     def show(self, positions: np.ndarray, seen: np.ndarray, step: int) -> None:
         """Count for the rows at `positions` (U,), -1 for none, how often they were shown and clicked, `seen` (U, 2)."""
-        if self._scores is not None:
-            self.kernels.show(positions, seen, step, self.rule.score_decay, self._scores, self._last)
+        self.kernels.show(positions, seen, step, self.rule.score_decay, self._scores, self._last)
 
     def overdue_at(self, step: int) -> np.ndarray:
         """Positions of the rows that leave in this step, of the shard that is `due`."""
-        for shard in self.due(step).tolist():
-            at, rows = self._rows(shard)
-            return at[self.overdue(rows, step)]
-        return np.empty(0, np.int64)
+        found = [np.empty(0, np.int64)]
+        for _, at, rows in self.rows_of(self.due(step)):
+            found.append(at[self.overdue(rows, step)])
+        return np.concatenate(found)
 
     def lowest_at(self, shards: np.ndarray, coming: np.ndarray, step: int) -> np.ndarray:
         """Positions of the rows that leave crowded shards, see `lowest`."""
@@ -47,19 +47,12 @@ class PlacedLife(Life):
         where = self.starts, self.counts, self.limits, self.ids, self._scores, self._last
         return out[: self.kernels.lowest(shards, coming, *where, step, self.rule.score_decay, out)]
 
-    def overfull_at(self, shard: int, come: ShardRows, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `overfull`: positions of those that leave, and indices of those that do not come."""
-        at, rows = self._rows(shard)
-        leave, out = self.overfull(shard, rows, come, step)
-        return at[leave], out
-
     def settle(self, ids: np.ndarray, shards: np.ndarray, scores: np.ndarray, last: np.ndarray | int) -> np.ndarray:
         """Positions (n,) for new rows, for which there is room."""
         positions = np.empty(len(ids), np.int64)
         self.kernels.settle(shards, self.starts, self.counts, positions)
         self.ids[positions] = ids
-        if self._scores is not None and self._last is not None:
-            self._scores[positions], self._last[positions] = scores, last
+        self._scores[positions], self._last[positions] = scores, last
         return positions
 
     def leave(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -71,26 +64,15 @@ class PlacedLife(Life):
         moved = self.kernels.close(positions, shards, self.starts, self.counts, were, are)
         were, are = were[:moved], are[:moved]
         for array in (self.ids, self._last, self._scores):
-            if array is not None:
-                array[are] = array[were]
+            array[are] = array[were]
         return were, are
 
     def statistics(self, positions: np.ndarray) -> dict[str, np.ndarray]:
         """The statistics of rows, as a checkpoint keeps them."""
-        if self._last is None or self._scores is None:
-            return {}
         return {LAST_STEP: self._last[positions], SCORE: self._scores[positions]}
 
-    def scores(self, positions: np.ndarray, step: int) -> np.ndarray:
-        """The scores (n,) at `step` of the rows at some positions; zeros where none are kept."""
-        if self._scores is None or self._last is None:
-            return np.zeros(len(positions))
-        return self.decayed(self._scores[positions], self._last[positions], step)
-
-    def _rows(self, shard: int) -> tuple[np.ndarray, ShardRows]:
-        """Positions (n,) of the rows of a shard, and what is known of them."""
-        some = slice(self.starts[shard], self.starts[shard] + self.counts[shard])
-        none = np.zeros(self.counts[shard], np.int32)
-        scores = none.astype(np.float32) if self._scores is None else self._scores[some]
-        at = np.arange(some.start, some.stop)
-        return at, ShardRows(self.ids[some], scores, none if self._last is None else self._last[some])
+    def rows_of(self, shards: np.ndarray) -> Iterator[tuple[int, np.ndarray, ShardRows]]:
+        """Each of some shards, the positions (n,) of its rows, and what is known of them."""
+        for shard in shards.tolist():
+            at = int(self.starts[shard]) + np.arange(int(self.counts[shard]))
+            yield shard, at, ShardRows(self.ids[at], self._scores[at], self._last[at])

@@ -28,7 +28,7 @@ def columns_of(rule: RowOptimizer, width: int) -> dict[str, slice]:
 def extras_of(rule: RowOptimizer) -> dict[str, slice]:
     """The bytes of each of `EXTRAS` beside a record on disk."""
     places, stop = {}, 0
-    for name in [DECAYED] * rule.decays + [LAST_STEP, SCORE] * rule.scores:
+    for name in [DECAYED] * rule.decays + [LAST_STEP, SCORE] * rule.lives:
         places[name] = slice(stop, stop + EXTRAS[name].itemsize)
         stop = places[name].stop
     return places

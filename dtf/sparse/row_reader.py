@@ -89,8 +89,7 @@ class RowReader:
 
     def __init__(self, path: str | Path, mapped: bool = True) -> None:
         self._path, self._mapped, self._lock = Path(path), mapped, threading.Lock()
-        itself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _unlock(itself()))
+        _READERS.add(self)
         self._layers: dict[Content, Layer] = {}
         self._segments: dict[StoredFile, Segment] = {}
         self._now: RowSnapshot | None = None
@@ -119,7 +118,7 @@ class RowReader:
 
         An id without a row has zeros, the mean of new rows, as in an exported model, and is not `found`. DataError for
         a table that there is not, or that has no rows yet, and where a page of one that lay on disk is damaged or
-        cannot be read.
+        cannot be read. ConfigError where the host lets no thread start that reads.
         """
         return self.snapshot.lookup(table, ids)
 
@@ -201,10 +200,16 @@ class RowReader:
         return RowSnapshot(manifest, tables)
 
 
-def _unlock(reader: RowReader | None) -> None:
-    """In a process that was forked: the thread that held the lock is not there, and would hold it for ever."""
-    if reader is not None:
+_READERS: weakref.WeakSet[RowReader] = weakref.WeakSet()
+
+
+def _unlock() -> None:
+    """In a process that was forked: a thread that held a lock is not there, and would hold it for ever."""
+    for reader in _READERS:
         reader._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)
 
 
 def _on_disk(

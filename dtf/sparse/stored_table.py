@@ -47,7 +47,11 @@ class StoredTable(SparseTable):
 
     def load(self, parts: list[Part], beside: dict[str, slice], step: int) -> bool:
         from dtf.sparse.disk.row_files import layers_of
+        from dtf.sparse.disk.segment import layout_of
 
+        files = (file for part in parts for file in (*part.segments, *part.changed))
+        if self._rounds and not all(layout_of(*file).narrow for file in files):
+            return False  # rows are rounded as they are put
         self._parts, self._beside = parts, beside
         self._layers, _ = layers_of(parts, slice(*self.columns), beside.get(DECAYED), {})
         return True

@@ -104,6 +104,12 @@ class TieredTable(SparseTable):
         step: int,
         seen: np.ndarray | None = None,
     ) -> None:
+        if self._since is None and self.rule.shrinkage(self.rule.rate(lr)):
+            raise ConfigError(
+                f"table {self.name}: {type(self.rule).__name__}.shrinkage is not 0 at this learning rate, and was 0 at "
+                "the least one, so that rows on sparse.disk keep no decay; let it be 0 for all or for none, or leave "
+                "sparse.disk out"
+            )
         super().update(ids, gradients, lr, factor, step, seen)
         self._step += 1  # not `step`, which stands still where a step is skipped
 

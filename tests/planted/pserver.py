@@ -263,7 +263,7 @@ FAULTS = [
     Fault(
         "a shard on disk is read without what this step has shown",
         "dtf/sparse/living_tiered_table.py",
-        "            self.tiers.changed(np.where(seen[:, 0] > 0, positions, -1))  # before shards are read\n",
+        "        self.tiers.changed(np.where(seen[:, 0] > 0, positions, -1))  # before shards are read\n",
         "",
         ("tests/unit/test_row_life.py::test_a_table_lives_as_its_reference[disk]",),
     ),

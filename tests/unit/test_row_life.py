@@ -177,8 +177,7 @@ def assert_same(table: Any, reference: Reference) -> None:
         row, total, score, last = reference.rows[id]
         np.testing.assert_allclose(rows[place], row, rtol=1e-12, atol=1e-14)
         np.testing.assert_allclose(states["sum"][place], total, rtol=1e-12)
-        if reference.rule.scores:
-            assert (states[SCORE][place], states[LAST_STEP][place]) == (score, last)
+        assert (states[SCORE][place], states[LAST_STEP][place]) == (score, last)
     life = table.life
     assert (life.admitted, life.refused, life.evicted) == (reference.admitted, reference.refused, reference.evicted)
 
@@ -193,9 +192,13 @@ OPTIONS = st.fixed_dictionaries(
     }
 ).flatmap(
     lambda options: st.sampled_from([0.9999, 0.7, 1.0]).map(
-        lambda decay: options | ({"score_decay": decay} if RowAdagrad(**typed(options)).scores else {})
+        lambda decay: options | ({"score_decay": decay} if lets_rows_go(RowAdagrad(**typed(options))) else {})
     )
 )
+
+
+def lets_rows_go(rule: RowAdagrad) -> bool:
+    return rule.evicts_when_full or rule.evict_unseen > 0 or rule.evict_score > 0
 
 
 def _typed(options: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from dtf.checkpoint import boxes
 from dtf.checkpoint.boxes import StoredCheckpoint
 from dtf.sparse.disk.segment import LAST
 from dtf.sparse.inference_module import InferenceModule, LookupModule
+from dtf.sparse.life import LAST_STEP, SCORE
 from dtf.sparse.living_tiered_table import LivingTieredTable
 from dtf.sparse.pruning import Pruning
 from dtf.sparse.row_optimizers import RowwiseAdagrad
@@ -91,7 +92,9 @@ def test_scores_lie_beside_the_rows(tmp_path: Path) -> None:
     source: Any = SimpleNamespace(scalars={"table_steps": table.step})
     ids = np.unique(IDS[table.has(IDS)])
     assert isinstance(table.stores[0], LivingTieredTable)
-    scores = table.stores[0].scores(ids, table.step)
+    kept = table.stores[0].export()
+    at = np.searchsorted(kept.ids, ids)
+    scores = table.stores[0].life.decayed(kept.states[SCORE][at], kept.states[LAST_STEP][at], table.step)
     for least in np.unique(scores)[1:]:
         expected = ids[scores >= least]
         assert (Pruning(min_score=float(least)).kept(store, source) == expected).all()

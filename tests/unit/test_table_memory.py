@@ -19,6 +19,6 @@ def test_tables_have_equal_parts_or_what_they_need(monkeypatch: pytest.MonkeyPat
     assert both["who"] < 100_000 and both["ids"] + both["who"] == 2_000_000  # a table of forty rows
     monkeypatch.setattr(make_tables, "available_bytes", lambda: 1_500_000)
     with pytest.raises(
-        ConfigError, match="sparse.memory_gb=0.002: .* take 0.002 GB .* host has 0.0015 GB free; give less"
+        ConfigError, match="sparse.memory_gb=0.002: .* take 0.002 GB .* host, which has 0.0015 GB free; give less"
     ):
         make_tables.memory_of(task, ["ids", "who"])

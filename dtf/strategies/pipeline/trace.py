@@ -111,6 +111,7 @@ def trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
     places = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     buffers = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
     parameters = [(name, parameter, _state(parameter)) for name, parameter in model.named_parameters()]
+    held = [parameter.detach() for _, parameter, _ in parameters]  # else other numbers could come to the same address
     graphs, changed = [], ""
     for mode in (True, False):
         for module in model.modules():
@@ -136,6 +137,7 @@ def trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
             model, f"the forward pass changes the buffer {changed}, which only one process can keep right, {where}"
         )
     written = next((name for name, parameter, state in parameters if _state(parameter) != state), None)
+    del held
     if written is not None:
         raise refusal(model, f"the forward pass itself changes the parameter {written}, or whether it learns, {where}")
     if str(graphs[0]) != str(graphs[1]):
