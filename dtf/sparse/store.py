@@ -134,7 +134,7 @@ class SparseTable:
 
         `lr`: that of the schedule. `step`: see RowOptimizer. `seen` (U, 2): how often each id was shown in this step,
         and clicked, for tables whose rows have a life. To be called every step, also without ids, since weight decay
-        may act on all rows. Errors as of `lookup`.
+        may act on all rows. Errors as of `lookup`; where rows have a life the table is of no use afterwards.
         """
         ids, gradients = self._checked(ids), np.ascontiguousarray(gradients, self.dtype)
         if gradients.shape != (len(ids), self.width):
