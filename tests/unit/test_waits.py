@@ -7,6 +7,7 @@ ranks at one place are not accused.
 from __future__ import annotations
 
 import os
+from functools import cache
 from itertools import starmap
 
 import pytest
@@ -129,6 +130,9 @@ def test_ranks_at_one_place_take_long() -> None:
 def board(monkeypatch: pytest.MonkeyPatch):
     for module, name in ((heartbeat, "_cell"), (memory, "_numbers"), (memory, "_names")):
         monkeypatch.setattr(module, name, getattr(module, name))
+    # the names of all models that earlier tests made in this process may be more than there is room for
+    monkeypatch.setattr(memory, "_lines", [])
+    monkeypatch.setattr(memory, "_place_code", cache(memory._place_code.__wrapped__))
     made = Board(2)
     yield made
     made.close()
@@ -183,6 +187,7 @@ def test_the_first_entries_are_all_there(board: Board) -> None:
 
 def test_without_room_for_names_entries_are_nameless(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
     heartbeat.attach(board.fd, 0)
+    Operation("first", group_of("long", (0, 1)))
     with Operation("x" * (1 << 18), group_of("long", (0, 1))), Operation("later", group_of("later", (0, 1))):
         seen = board.position(0)
     assert [entry.name for entry in seen.entries] == ["", ""] and seen.inside
