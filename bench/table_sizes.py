@@ -4,7 +4,7 @@
 
 In one process: a table in memory, and one of which a tenth lies in memory and the others on disk. Both get all rows,
 then steps of 53,248 ids (2,048 rows of 26 fields) by popularity, rank ** -1.05, of which each distinct one is looked up
-and updated once. `folder` is what the table has on disk after them, `saved` what one checkpoint of it holds.
+and updated once. `folder` is what the table has on disk after them, `checkpoint` what one of it holds.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 10_000_000])
     parser.add_argument("--folder", default=None, help="on the disk that is measured; default: the system's for such")
     given = parser.parse_args()
-    print("| rows of | rows | all in memory | a step | memory, a tenth | folder | saved | a step |", flush=True)
+    print("| rows of | rows | all in memory | a step | memory, a tenth | folder | checkpoint | a step |", flush=True)
     for kind in KINDS:
         for rows in given.rows:
             with tempfile.TemporaryDirectory(dir=given.folder) as folder:

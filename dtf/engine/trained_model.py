@@ -59,14 +59,15 @@ def whole_model(settings: Settings, weights: Weights) -> nn.Module:
 def _parts(
     settings: Settings, weights: Weights, scored: bool = False
 ) -> tuple[nn.Module, ShardedTables | None, Source | None]:
-    """The model and its tables; with `scored`, and the checkpoint, where tables have the scores that it keeps."""
+    """The model and its tables. With `scored` the checkpoint too, if it keeps scores: the tables have them then."""
     recipe = settings.recipe
     model = init_model(recipe, settings.seed, weights)
     cast(model, settings.precision, torch.device("cpu"))
     source, rule = weights.source() if scored else None, settings.sparse
     scores = [] if source is None else [name for name in source.names() if name.endswith(f"/{SCORE}")]
-    # those of a table that lay on disk are beside its rows; others are where rows live on
-    lives = bool(scores) and (bool(rule.disk) or not any(f"/{BYTES}/" in name for name in scores))
+    # scores of a table that lay on disk are read beside its rows; others need a table that goes on as it was trained
+    beside_rows = any(f"/{BYTES}/" in name for name in scores)
+    as_trained = bool(scores) and (bool(rule.disk) or not beside_rows)
     task = Task(
         recipe,
         settings.optimizer,
@@ -74,10 +75,10 @@ def _parts(
         settings.step,
         settings.seed,
         None,
-        None if lives else weights,
-        rule if lives else frozen(rule, weights),
+        None if as_trained else weights,
+        rule if as_trained else frozen(rule, weights),
     )
     tables = tables_of(task, World(Place()), Placement.replicated)
-    if tables is not None and lives and source is not None:
+    if tables is not None and as_trained and source is not None:
         tables.load(source)
     return model, tables, source if scores else None
