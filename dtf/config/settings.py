@@ -63,7 +63,7 @@ _PARTS = {
     "data": "samplers",
     "optim": "optimizers torch_optimizers",
     "sparse": "row_optimizers",
-    "strategies": "ddp dp fsdp tensor pipeline.strategy",
+    "strategies": "ddp dp fsdp mesh tensor pipeline.strategy",
     "pserver": "strategy",
     "observers": "console events jsonl mlflow_observer profile prometheus resources tensorboard wandb_observer",
     "launch": "env inline local manual static torchrun",

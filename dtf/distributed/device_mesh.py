@@ -1,4 +1,4 @@
-"""The device mesh of a run: data parallel shares of the rows, times the ranks that compute one share together."""
+"""The device mesh of a run: shares of the rows, times the ranks that compute one share together."""
 
 from __future__ import annotations
 
@@ -9,62 +9,132 @@ from dtf.core.errors import LayoutError
 from dtf.core.types import Shard
 from dtf.distributed.batch_broadcast import BatchBroadcast
 from dtf.distributed.grad_allreduce import GradientSum
+from dtf.distributed.mesh_sizes import AXES, MeshSizes
 from dtf.distributed.world import World
 
 TOLERANCE = 1e-3
 """Largest relative difference of norms that are bitwise equal unless kernels are not deterministic."""
 
+SHARE, LAYER, ROWS, SLICES = (
+    ("pipeline", "context", "tensor"),
+    ("context", "tensor"),
+    ("replicate", "shard"),
+    ("shard", "context", "tensor"),
+)
+"""Axes of: the ranks that compute one share of the rows; of these, those that compute a layer together; the ranks that
+hold the same part of the model and compute other rows; the ranks that have all slices of a stage."""
+
 
 class ParallelDims:
-    """The ranks of a run as a device mesh: data parallel shares, times `degree` neighbouring ranks that compute a share
-    together.
+    """The ranks of a run as a device mesh, and the groups of ranks along its axes.
 
-    Built by all ranks with the same arguments. Collective. `axis`: the name of the second axis, such as `tp`.
-    `inputs`: whether all ranks of a share need the inputs of a batch, see BatchBroadcast.
+    Built by all ranks with the same arguments. Collective. `inputs`: whether all ranks of a share need the inputs of a
+    batch, see BatchBroadcast.
     """
 
-    def __init__(self, world: World, axis: str, degree: int, inputs: bool = True) -> None:
-        mesh = world.mesh({"dp": world.size // degree, axis: degree})
-        self._dp_group = mesh["dp"].get_group()
-        self.group_of_parts = self._dp_group
+    def __init__(self, world: World, sizes: MeshSizes, inputs: bool = True) -> None:
+        self.sizes, self._world = sizes, world
+        sharded = sizes.shard > 1
+        self.mesh = world.mesh(
+            {axis: size for axis, size in sizes.by_axis().items() if size > 1 or (sharded and axis in ROWS)}
+        )
+        self._grid = torch.arange(world.size).view([*sizes.by_axis().values()])
+        self.place = dict(zip(AXES, (self._grid == world.rank).nonzero()[0].tolist(), strict=True))
+        """This rank's place along each axis."""
+        self._made: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        share, self._layer, self._rows, self.slices = (self.group(*axes) for axes in (SHARE, LAYER, ROWS, SLICES))
+        self._share = share
+        self.mesh_rows = self.rank_lists(*SHARE)
+        """The ranks of each share of the rows, in order of the shares."""
+        self.dp_shard = Shard(self.place["replicate"] * sizes.shard + self.place["shard"], sizes.shares)
+        self.layer_rank = self.place["context"] * sizes.tensor + self.place["tensor"]
+        """This rank's place among those that compute a layer together."""
+        self.broadcast = BatchBroadcast(share, world.device, inputs) if share is not None else None
+        self.reduce = GradientSum(self._rows) if self._rows is not None and not sharded else None
+        """Sums gradients over the ranks that hold the same part of the model and compute other rows, where the backward
+        pass does not."""
+
+    def rank_lists(self, *axes: str) -> list[list[int]]:
+        """The groups of ranks that differ along these axes alone, of the whole mesh."""
+        kept = [number for number, axis in enumerate(AXES) if axis not in axes]
+        inside = [number for number, axis in enumerate(AXES) if axis in axes]
+        grid = self._grid.permute(*kept, *inside)
+        return grid.reshape(-1, self._grid[tuple(slice(None) if n in inside else 0 for n in range(5))].numel()).tolist()
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one along these axes alone; None: there are no others. Collective over all
+        ranks at the first call for these axes.
+        """
+        longer = tuple(axis for axis in axes if self.sizes.by_axis()[axis] > 1)
+        if not longer:
+            return None
+        if longer not in self._made:
+            self._made[longer] = self._new_group(longer)
+        return self._made[longer]
+
+    def _new_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        if len(axes) == 1:
+            return self.mesh[axes[0]].get_group()
+        lists = self.rank_lists(*axes)
+        if len(lists) == 1:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        groups = [dist.new_group(ranks) for ranks in lists]
+        own = next(group for group, ranks in zip(groups, lists, strict=True) if self._world.rank in ranks)
+        assert isinstance(own, dist.ProcessGroup)
+        return own
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads the rows of its share, for the others."""
+        return self.broadcast is None or self.broadcast.reads
+
+    @property
+    def row_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same part of the model and compute other rows, in order of their shares."""
-        self.dp_shard = Shard(mesh["dp"].get_local_rank(), world.size // degree)
-        self.mesh = mesh[axis]
-        self.group = self.mesh.get_group()
-        self.axis_rank = self.mesh.get_local_rank()
-        self.mesh_rows: list[list[int]] = mesh.mesh.tolist()  # data parallel share -> its ranks
-        self.broadcast = BatchBroadcast(self.group, world.device, inputs)
-        self.reduce = GradientSum(self._dp_group) if self.dp_shard.count > 1 else None
-        """Sums gradients over the ranks that hold the same part of the model and compute other rows."""
+        assert self._rows is not None
+        return self._rows
 
     def average(self, flat: torch.Tensor) -> None:
         """Mean of a tensor over the ranks that hold the same part of the model, in place. Collective over them."""
-        dist.all_reduce(flat, group=self._dp_group)
-        flat.div_(self.dp_shard.count)
+        _add(flat, self._rows).div_(self.dp_shard.count)
+
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over the ranks of a share, in place. Collective over them."""
+        return _add(sums, self._share)
+
+    def total_of_stages(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over the ranks that have the same part of each stage, in place. Collective over them."""
+        return _add(sums, self.group("pipeline"))
+
+    def total_of_slices(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over the ranks that have all slices of a stage, in place. Collective over them."""
+        return _add(sums, self.slices)
 
     def check_alike(self, norms: dict[str, torch.Tensor]) -> None:
-        """Raise ConfigError on all ranks when norms, (), by name, that all ranks of a share compute alike, differ
-        between them.
+        """Raise ConfigError on all ranks when norms, (), by name, that all ranks which compute a layer together compute
+        alike, differ between them.
 
-        Collective over the ranks of a share. Waits for the device.
+        Collective over these ranks. Waits for the device.
         """
-        if not norms:
+        if not norms or self._layer is None:
             return
         values = torch.stack([norm.double() for norm in norms.values()])
         least, most = values.clone(), values.clone()
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._layer)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._layer)
         unequal = [
             name for name, differs in zip(norms, (most - least > TOLERANCE * most).tolist(), strict=True) if differs
         ]
         if unequal:
             raise LayoutError(
-                f"strategy.degree={self.mesh.size()}: ranks that should agree have different {unequal[0]}: it works on "
+                f"{self.sizes}: ranks that should agree have different {unequal[0]}: it works on "
                 "slices, or on what was made of them; "
                 "name its module, and dropouts beside it, in the splits of the recipe's layout"
             )
 
-    def total(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sum of a tensor over the ranks of a share, in place. Collective over them."""
-        dist.all_reduce(sums, group=self.group)
-        return sums
+
+def _add(sums: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    return sums

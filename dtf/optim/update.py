@@ -174,7 +174,7 @@ class LocalUpdate:
                 self._step_tables(factor, lr)
         for shard in self._trained:
             shard.parameter.grad = None
-        self._drop_gathered()
+        self.drop_gathered()
         if self._host:
             return (0.0, 0.0) if self._scale is not None and not self.applied else (number, 1.0)
         known = torch.ones_like(norm)
@@ -210,7 +210,10 @@ class LocalUpdate:
             with _FETCHING:
                 self._sharding.fetch_others()
 
-    def _drop_gathered(self) -> None:
+    def drop_gathered(self) -> None:
+        """Forget whole parameters that were gathered. Called by all ranks before a step: an evaluation may have left
+        some, and code between may have dropped those of one rank alone, such as by `state_dict()`.
+        """
         if self._sharding.drop_gathered is not None:
             self._sharding.drop_gathered()
 
@@ -258,7 +261,7 @@ class LocalUpdate:
             else:
                 master.copy_(self._aside.pop(name))
         self._changed()
-        self._drop_gathered()
+        self.drop_gathered()
 
     def skipped(self) -> int:
         """How many updates were skipped so far. The same on all ranks. May synchronise with the device."""
@@ -287,7 +290,7 @@ class LocalUpdate:
         """The parameters on this rank: by name, and slices by name and offset. Parameters of one name are bitwise equal
         on all ranks.
         """
-        self._drop_gathered()  # who asks may change them
+        self.drop_gathered()  # who asks may change them
         shards = {**self._shards, **self._frozen}
         return {
             name if shard.local.shape == shard.shape else f"{name} at {list(shard.offset)}": shard.local
@@ -322,7 +325,7 @@ class LocalUpdate:
         for computing, master in self._copies:
             computing.copy_(master)
         self.table_steps += steps
-        self._drop_gathered()
+        self.drop_gathered()
 
     def state(self) -> State:
         """What this rank contributes to a checkpoint."""
@@ -370,7 +373,7 @@ class LocalUpdate:
             self._skipped = skipped
         else:
             self._skipped.fill_(skipped)
-        self._drop_gathered()
+        self.drop_gathered()
 
 
 def check_scalars(scalars: Mapping[str, Any]) -> None:

@@ -50,9 +50,9 @@ from dtf.strategies.unsaved import Unsaved
 class Spmd(ReadsAhead):
     """A replica on every rank, and an update that makes them agree, as `sharding` says.
 
-    `dims`: given where several ranks compute one replica. Then gradients arrive summed over replicas, otherwise
-    averaged over ranks, as torch's wrappers do. `exchange`: bytes in flight between ranks, see Memory. `to_sum`: makes
-    the wrapper sum gradients in place of averaging them.
+    `dims`: given where ranks form a device mesh. Then gradients arrive summed over those that compute other rows,
+    otherwise averaged over ranks, as torch's wrappers do. `exchange`: bytes in flight between ranks, see Memory.
+    `to_sum`: makes the wrapper sum gradients in place of averaging them.
 
     To make one is collective. ConfigError on all ranks when `sharding` is not that of the replica's model.
     """
@@ -85,7 +85,7 @@ class Spmd(ReadsAhead):
         self._sharding, self._to_sum = sharding, to_sum
         self._tables = self.tables = sharding.tables
         self._share = dims.dp_shard if dims else Shard(world.rank, world.size)
-        self._reads = dims is None or dims.broadcast.reads
+        self._reads = dims is None or dims.reads
         self.shard = self._share if self._reads else None
         self.shares = self._share.count
         self.micro_batch_rows = task.step.rows_each(self.shares)
@@ -96,7 +96,8 @@ class Spmd(ReadsAhead):
         self._unsaved: Unsaved | None = None
         self._compared: list[str] | None = None  # names of parts that several replicas hold
         replica.divided = self.shares > 1
-        if dims:
+        self._together = dims is not None and dims.sizes.layer_ranks > 1  # whether ranks compute a layer together
+        if self._together:
             held = (*replica.model.parameters(), *replica.model.buffers())
             replica.parts = [local(tensor) for tensor in held if is_dtensor(tensor)]
         bounds = micro_batch_bounds(task.step.batch_size, self.micro_batch_rows)
@@ -114,7 +115,7 @@ class Spmd(ReadsAhead):
     def prepare(self, batch: Batch | None) -> Batch | None:
         if batch is not None:
             batch = to_device(batch, self._world.device, self._task)
-        return self._dims.broadcast(batch) if self._dims else batch
+        return self._dims.broadcast(batch) if self._dims and self._dims.broadcast else batch
 
     def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
@@ -126,10 +127,10 @@ class Spmd(ReadsAhead):
             models, scratch = [self._replica.model], self._replica.scratch
             run = self._replica.passes(self._few).run
             self._unsaved = Unsaved(models, self._task.recipe, scratch, run, self._task.precision.compute, peers)
-        if self._dims is None:
+        if self._dims is None or not self._together:
             self._replica.warmup(batch, peers)
             self.row_flops = row_flops(self._replica.trials)
-            if self._replica.clipped:
+            if self._replica.clipped and self._dims is None:
                 self._sum_gradients()
             return
         model, masks = self._replica.model, self._replica.masks
@@ -168,6 +169,7 @@ class Spmd(ReadsAhead):
         if factor is None:
             factor = self._factors[ticket.rows] = self._factor / ticket.rows
         factor = self._update.scale(factor)
+        self._update.drop_gathered()
         sums = self._replica.accumulate(ticket, batch, bounds, micro_batches, self._share, factor)
         if self._replica.counts is not None:
             counts = self._replica.counts.double().reshape(1)
@@ -235,7 +237,7 @@ class Spmd(ReadsAhead):
             return None
         if self.shares == 1:
             return self._unsaved and self._unsaved.warning()
-        place = f"part {self._dims.axis_rank}" if self._dims else "model"
+        place = f"part {self._dims.layer_rank}" if self._dims else "model"
         parts = [*whole_and_slices(self._update.held()), part_of(self._replica, place, {}, self._task.recipe)]
         compute, peers = self._task.precision.compute, self._world
         if self._compared is None:

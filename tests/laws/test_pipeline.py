@@ -78,7 +78,7 @@ def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
     alive at once on this rank.
     """
     from dtf.distributed.p2p import P2PChannel
-    from dtf.strategies.pipeline import program
+    from dtf.strategies.pipeline import flow
 
     made = build(rank, size, schedule=Schedule[schedule], virtual=virtual, balance=type(Pipeline().balance)["flops"])
     sent: dict[int, int] = {}
@@ -96,7 +96,7 @@ def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
     P2PChannel.send = send  # type: ignore[method-assign]
     alive, most = 0, 0
 
-    class Counting(program.Held):
+    class Counting(flow.Held):
         def __new__(cls, *values: Any) -> Any:
             nonlocal alive, most
             alive += 1
@@ -107,7 +107,7 @@ def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
             nonlocal alive
             alive -= 1
 
-    program.Held = Counting  # type: ignore[misc]
+    flow.Held = Counting  # type: ignore[misc]
     made.step(Train(0, 0, 0, ROWS, 0.1), made.prepare(batch(made)))
     boxes = [box for box in made.state().boxes if "running" not in box.name and "num_batches" not in box.name]
     names = [name for stage in made._stages.values() for name, _ in stage.model.named_parameters()]

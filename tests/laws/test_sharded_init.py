@@ -16,7 +16,8 @@ from dtf.distributed.world import World
 from dtf.optim.optimizers import AdamW
 from dtf.recipes.resnet.options import ModelOptions
 from dtf.recipes.resnet.recipe import ResnetShapes
-from dtf.strategies.fsdp import Fsdp, Unit
+from dtf.strategies.fsdp import Fsdp
+from dtf.strategies.mesh_strategy import Unit
 from tests.support.ranks import ranks
 
 

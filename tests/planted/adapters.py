@@ -64,14 +64,14 @@ FAULTS = [
     ),
     Fault(
         "recurrent layers move gathered weights",
-        "dtf/strategies/fsdp.py",
+        "dtf/strategies/fully_sharded.py",
         "        _keep_weights_in_place(model)\n",
         "",
         ("tests/laws/test_own_memory.py::test_a_layer_that_moves_its_weights_learns",),
     ),
     Fault(
         "a model sees that it is sharded",
-        "dtf/strategies/fsdp.py",
+        "dtf/strategies/fully_sharded.py",
         '            vars(module).pop("_is_fsdp_managed_module", None)\n',
         "            pass\n",
         ("tests/unit/test_fsdp_mark.py::test_only_compiled_modules_keep_the_mark_of_torch",),

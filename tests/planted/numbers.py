@@ -245,14 +245,14 @@ FAULTS = [
     ),
     Fault(
         "a pipeline computes a micro-batch twice and loses one",
-        "dtf/strategies/pipeline/program.py",
-        "self._forward(s, j, parts[j], factor, messages, train)",
-        "self._forward(s, j, parts[j - 1 if 0 < j < len(parts) - 1 else j], factor, messages, train)",
+        "dtf/strategies/pipeline/flow.py",
+        "self._forward(s, j, parts[j], factor, messages, train,",
+        "self._forward(s, j, parts[j - 1 if 0 < j < len(parts) - 1 else j], factor, messages, train,",
         (f"{SAME}[pipeline-{{}}-3]",),
     ),
     Fault(
         "a pipeline draws the masks of the first micro-batch for all",
-        "dtf/strategies/pipeline/program.py",
+        "dtf/strategies/pipeline/flow.py",
         "enter(self._stages[s], j)\n",
         "enter(self._stages[s], 0)\n",
         (f"{SAME}[pipeline-{{}}-3]",),

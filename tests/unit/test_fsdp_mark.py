@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from dtf.strategies.fsdp import _unmark
+from dtf.strategies.fully_sharded import _unmark
 
 MARK = "_is_fsdp_managed_module"
 

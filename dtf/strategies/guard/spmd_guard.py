@@ -36,13 +36,13 @@ def spmd_guard(
 ) -> Guard:
     """Compares the ranks of a `Spmd`. `factor`: of the sum of losses over the rows of a step. Collective."""
     share = dims.dp_shard if dims else Shard(world.rank, world.size)
-    group = dims.group_of_parts if dims else dist.group.WORLD
+    group = dims.row_group if dims else dist.group.WORLD
     assert group is not None
     witness = Witness([GradientWitness(_parameters(replica), replica.masks)])
     rows_to_all = RowsToAll(group, world.device)
 
     def held() -> Mapping[str, Mapping[str, Tensor]]:
-        place = f"part {dims.axis_rank}" if dims else "model"
+        place = f"part {dims.layer_rank}" if dims else "model"
         parts = [*whole_and_slices(update.held()), *whole_and_slices(update.updated_here())]
         return {f"{i} {part.name}": part.tensors for i, part in enumerate(parts)} | {place: alike_buffers(replica)}
 

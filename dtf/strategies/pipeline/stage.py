@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dtf.api.layout import BufferUpdate
 from dtf.api.task import Task
+from dtf.distributed.sharding import local
 from dtf.model.activation_checkpointing import apply_activation_checkpointing
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.changing_buffers import ChangingBuffers
@@ -44,6 +45,8 @@ class Stage:
         self.masks = SeededDropout(model, task.seed, device)
         self.compiled = compile_modules(model, task.compiled, f"step.compile={task.step.compile.value}")
         apply_activation_checkpointing(model, checkpointed, task.step.remat, self.masks)
+        self.sync: Callable[[bool], None] = lambda last: None
+        """Called before each backward pass, with whether it is the last of a step."""
         model.train()
 
     @property
@@ -55,3 +58,8 @@ class Stage:
         """Training or evaluation, for all modules."""
         if self.model.training is not mode:
             self.model.train(mode)
+
+
+def local_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """What is here of each parameter, by name."""
+    return {name: local(parameter.detach()) for name, parameter in model.named_parameters()}

@@ -18,7 +18,7 @@ from dtf.strategies.guard.replica_guard import Copy, ReplicaGuard
 from dtf.strategies.guard.rows import RowsToAll
 from dtf.strategies.guard.spmd_guard import alike_buffers, rows_of_micro_batch
 from dtf.strategies.guard.witness import GradientWitness, Witness
-from dtf.strategies.pipeline.stage import Stage
+from dtf.strategies.pipeline.stage import Stage, local_parameters
 from dtf.strategies.trial_numbers import passes_without_trace
 
 Run = Callable[[Batch, Train, Callable[[Stage, int], None]], Evaluated]
@@ -38,12 +38,13 @@ def stage_guard(
     """
     models = [stage.model for stage in stages]
     witness = Witness([GradientWitness(stage.model.parameters(), stage.masks) for stage in stages])
-    rows_to_all = RowsToAll(dims.group_of_parts, world.device, dims.broadcast.reads)
+    rows_to_all = RowsToAll(dims.row_group, world.device, dims.reads or dims.sizes.layer_ranks > 1)
     receiver = Receiver(task)
 
     def held() -> Mapping[str, Mapping[str, Tensor]]:
-        parts = {f"stage {s.index}": {**dict(s.model.named_parameters()), **alike_buffers(s)} for s in stages}
-        return parts | {f"updated by rank {dims.axis_rank}": update.updated_here()}
+        place = f"in slice {dims.layer_rank}.{dims.place['shard']}"
+        parts = {f"stage {s.index} {place}": {**local_parameters(s.model), **alike_buffers(s)} for s in stages}
+        return parts | {f"updated by rank {dims.place['pipeline']} {place}": update.updated_here()}
 
     def again(rows: Batch, ticket: Train, number: int) -> Tensor:
         def enter(stage: Stage, j: int) -> None:

@@ -17,13 +17,14 @@ from dtf.api.task import StartCheck, Task
 from dtf.core.consistency import Peers
 from dtf.core.types import Batch, Evaluated
 from dtf.distributed.device_mesh import ParallelDims
+from dtf.distributed.sharding import local
 from dtf.distributed.world import World
 from dtf.model.attributes import Attributes
 from dtf.model.changing_buffers import buffers_restored
 from dtf.model.communication import AsksForOthers, others_error
 from dtf.model.compiled_forward import uncompiled
 from dtf.model.counters import Counters
-from dtf.model.forward import ForwardPass, batch_norm_error, global_rng_error
+from dtf.model.forward import ForwardPass, as_padding, batch_norm_error, global_rng_error
 from dtf.model.known_parameters import KnownParameters
 from dtf.model.memory import Footprint
 from dtf.model.outside_tensors import OutsideTensors, outside_error
@@ -33,11 +34,10 @@ from dtf.strategies.compile_trial import CompileTrial
 from dtf.strategies.pass_probes import WrittenParameters, count_calls
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
+from dtf.strategies.replica_start import PADDED
 from dtf.strategies.start_check import BUFFER, GRADIENT, Collectives, Numbers, Passes, Trials, check_passes, take_size
+from dtf.strategies.start_padding import agree, not_zero, padding_error
 from dtf.strategies.trial_numbers import passes_without_trace, row_sizes
-
-INSTEAD = "strategy.degree=0"
-"""What to use where the rows of a model cannot be divided: all ranks in one pipeline."""
 
 Run = Callable[..., Evaluated]
 
@@ -47,7 +47,8 @@ class StartTrials:
 
     `run(batch, enter, train)`: forward and backward of one micro-batch by `passes`, with what to call before each
     stage's forward pass; `train=False`: an evaluation.
-    `received`: the bytes of gradients that arrived in it ahead of their pass.
+    `received`: the bytes of gradients that arrived in it ahead of their pass. `instead`: what to use where the rows of
+    a model cannot be divided.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class StartTrials:
         received: Callable[[], int],
         dims: ParallelDims,
         passes: ForwardPass,
+        instead: str,
     ) -> None:
+        self._instead, self._padded = instead, ""
         self._stages, self._shared, self._run, self._received, self._dims = stages, shared, run, received, dims
         self._recipe, self._passes = task.recipe, passes
         self._divided = dims.dp_shard.count > 1
@@ -93,10 +96,11 @@ class StartTrials:
                 for stage, names in zip(self._stages, changed, strict=True):
                     self._shared.refuse_changed(stage.index, names())
                     if self._divided:
-                        stage.changing.refuse(names(), INSTEAD)
+                        stage.changing.refuse(names(), self._instead)
 
             outside = [OutsideTensors(stage.model, self._recipe) for stage in self._stages]
-            self._passes.watch = outside[-1].look  # the last stage has the loss
+            if self._dims.sizes.shard == 1:  # what is gathered is a copy
+                self._passes.watch = outside[-1].look  # the last stage has the loss
             stack.callback(setattr, self._passes, "watch", None)
             written = [WrittenParameters(stage.model) for stage in self._stages]
             asks = AsksForOthers("the model or its loss")  # others do not come to the loss
@@ -112,21 +116,31 @@ class StartTrials:
             if drawing:
                 raise global_rng_error("pipeline", "and the other stages would not draw them too", drawing[0])
             for known, found in zip(parameters, written, strict=True):
-                known.refuse_changed(INSTEAD if self._divided else "strategy=ddp launcher.processes=1", found.found)
+                known.refuse_changed(
+                    self._instead if self._divided else "strategy=ddp launcher.processes=1", found.found
+                )
             check_buffers()
             for attribute in attributes:
                 attribute.refuse_read()
-            if self._divided and check.found is None:
+            gathers = self._dims.sizes.shard > 1  # then pipelines may make passes over padding
+            if self._divided and (check.found is None or (gathers and PADDED not in check.found)):
                 counters = [Counters(stage.model, self._recipe) for stage in self._stages]
                 trials = Trials(
                     lambda: self._trial(a(), 0), lambda: self._trial(b(), 1), self.modules, counters, alike=False
                 )
                 found = _changed(attributes, shared)
                 names = lambda: sorted({*found, *_changed(attributes, shared)})  # noqa: E731
-                check_passes(trials, compute, self.peers(world), names, INSTEAD)
+                check_passes(trials, compute, self.peers(world), names, self._instead)
                 check_buffers()
-                check.passed({})
+                shown = [not_zero(self._trial(as_padding(a()), 0))] if gathers else []
+                check.passed(dict(zip((PADDED,), agree(shown, world), strict=False)))
+            self._padded = (check.found or {}).get(PADDED, "")
             self.compiled.follow_code(a)
+
+    def refuse_padding(self) -> None:
+        """ConfigError where a pass over rows that count for nothing would add to gradients."""
+        if self._padded:
+            raise padding_error(self._padded, self._instead)
 
     def _evaluate(self, rows: Batch) -> Numbers:
         """The sums of an evaluation of some rows, where this rank computes losses."""
@@ -231,7 +245,7 @@ class StartTrials:
             for name, parameter in stage.model.named_parameters():
                 if parameter.grad is not None:
                     names.append(f"{GRADIENT}{name} in stage {stage.index}")
-                    norms.append(take_size(parameter.grad).reshape(1))
+                    norms.append(take_size(local(parameter.grad)).reshape(1))
         for stage in self._stages:
             for parameter in stage.model.parameters():
                 parameter.grad = None
@@ -239,7 +253,7 @@ class StartTrials:
             for name, norm in row_sizes(rows, inputs_of(self._recipe.tables())).items():
                 names.append(name)
                 norms.append(norm.reshape(1))
-        total = self._dims.total(sums.double().clone())
+        total = self._dims.total_of_stages(sums.double().clone())
         numbers = torch.cat([total, *(norm.to(total.device) for norm in norms)]).tolist()
         return dict(zip([*(f"sum {i}" for i in range(len(total))), *names], numbers, strict=True))
 

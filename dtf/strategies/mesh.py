@@ -1,0 +1,58 @@
+"""Any combination of replication, sharding, pipeline and tensor parallelism, as one device mesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dtf.api.registry import option, register
+from dtf.core.errors import ConfigError
+from dtf.distributed.mesh_sizes import MeshSizes
+from dtf.strategies.mesh_strategy import MeshStrategy, PipelineOptions, ShardOptions, TableOptions
+
+
+@register("strategy", "mesh")
+class Mesh(PipelineOptions, ShardOptions, TableOptions, MeshStrategy):
+    """One device mesh with axes by size: copies of the model, slices of its state, stages, and slices of its layers.
+
+    What each axis sends is told by the strategy that is this axis alone: `fsdp` (shard), `pipeline`, `tensor`.
+    `replicate` all-reduces what a rank has of the gradients, once a step.
+    """
+
+    uses_blocks = True
+    one_share = "strategy.replicate=1 strategy.shard=1"
+
+    replicate: int = option(default=1, least=1, doc="copies of the model, which compute other rows")
+    pipeline: int = option(default=1, least=1, doc="ranks that hold a copy of the model in stages", unit="ranks")
+    shard: int = option(
+        default=0,
+        least=0,
+        doc="ranks that compute other rows and divide the state of what they have in common, see `zero`; 0: as many as "
+        "the other axes leave of launcher.processes",
+        unit="ranks",
+    )
+    tensor: int = option(
+        default=1, least=1, doc="ranks that divide each layer which the layout splits; neighbours", unit="ranks"
+    )
+
+    def sizes(self, processes: int) -> MeshSizes:
+        sizes = MeshSizes(
+            replicate=self.replicate, pipeline=self.pipeline, shard=max(1, self.shard), tensor=self.tensor
+        )
+        if self.shard == 0 and not processes % sizes.total:
+            return replace(sizes, shard=processes // sizes.total)
+        if sizes.total != processes:
+            said = " x ".join(
+                f"strategy.{axis}={size}" for axis, size in sizes.by_axis().items() if size > 1 or axis == "shard"
+            )
+            if self.shard:
+                raise ConfigError(
+                    f"{said} makes {sizes.total} ranks, and launcher.processes={processes}; make the two equal, or use "
+                    "strategy.shard=0, which takes what is left"
+                )
+            others = replace(sizes, shard=1)
+            raise ConfigError(
+                f"{said.replace(' x strategy.shard=1', '').replace('strategy.shard=1 x ', '')} makes groups of "
+                f"{others.total} ranks, which do not divide launcher.processes={processes}; use "
+                f"{others.total * max(1, processes // others.total)} processes, or other sizes"
+            )
+        return sizes

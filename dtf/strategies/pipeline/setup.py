@@ -1,0 +1,228 @@
+"""The program of a device mesh with stages: the model is cut, and each stage divided as the other axes say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from dtf.api.task import Task
+from dtf.core.errors import ConfigError
+from dtf.data.batches import micro_batch_bounds
+from dtf.distributed.device_mesh import ParallelDims
+from dtf.distributed.mesh_sizes import MeshSizes
+from dtf.distributed.world import World
+from dtf.model.activation_checkpointing import modules_to_checkpoint
+from dtf.model.draw_by_name import draws_by_name
+from dtf.model.init import formats, layout_of, model_to_cut
+from dtf.model.outside_tensors import refuse_held
+from dtf.optim.sharding import ParamShard
+from dtf.optim.update import LocalUpdate
+from dtf.sparse.make_tables import tables_of
+from dtf.sparse.sharded_tables import ShardedTables
+from dtf.strategies.fully_sharded import FullSharding
+from dtf.strategies.mesh_sharding import mesh_sharding, sum_gradients
+from dtf.strategies.mesh_strategy import Balance, MeshStrategy
+from dtf.strategies.own_memory import refuse_shared_memory
+from dtf.strategies.pass_probes import refuse_hooks_on_sums
+from dtf.strategies.pipeline.graph_split import refuse_hooks_of_root
+from dtf.strategies.pipeline.messages import PipelineRanks, channels
+from dtf.strategies.pipeline.planner import PipelineSpec, broadcast_plan
+from dtf.strategies.pipeline.program import PipelineProgram
+from dtf.strategies.pipeline.schedules import bubble, in_flight
+from dtf.strategies.pipeline.shared_tensors import (
+    RankTensors,
+    SharedTensors,
+    TiedGradients,
+    Ties,
+    check_formats,
+    first_names,
+    holders,
+    renamed,
+)
+from dtf.strategies.pipeline.stage import Stage
+from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
+from dtf.strategies.tensor_modules import divide
+
+PER_RANK = 4
+"""Micro-batches of a global batch for each rank of a pipeline, unless step.micro_batch_rows says otherwise: the bubble
+is below a fifth.
+"""
+
+
+def pipeline_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task, world: World) -> PipelineProgram:
+    """The program of a rank. `name`: of the strategy, for messages. Collective."""
+    dims = ParallelDims(world, sizes, inputs=sizes.layer_ranks > 1)
+    rows, spec = _spec(strategy, sizes, task)
+    stages = spec.ranks * spec.virtual
+    model = model_to_cut(task)
+    if sizes.shares > 1:
+        refuse_hooks_on_sums(model, strategy.one_share)
+    refuse_hooks_of_root(model)
+    refuse_shared_memory(model, name, "strategy=ddp")
+    refuse_held(model, name)
+    layout = layout_of(task.recipe, model)
+    checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
+    split, bounds, table = broadcast_plan(model, spec, task, world)
+    names = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
+    if not names:
+        raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
+    sharding = FullSharding(model, layout, strategy, name, task) if sizes.shard > 1 else None
+    by_name, place = draws_by_name(task.recipe), dims.place["pipeline"]
+    dtype = next(iter(formats(model, task.precision).values()))[1]
+    if by_name and sharding is None:
+        cast_parts(model, task.precision, computing=True)
+    if sizes.tensor > 1:
+        divide(model, layout.splits, dims.mesh["tensor"])
+    segments = {s: split.segment(bounds[s], bounds[s + 1]) for s in range(place, stages, spec.ranks)}
+    copies = holders(split.uses, bounds, spec.ranks)
+    exchange = sharding.exchange(segments.values(), spec.micro_batches) if sharding is not None else 0
+    tensors = _StageTensors(model, segments, task)
+    masters = tensors.fill(sharding, dims, world, by_name)
+    elsewhere = frozenset(key for key, places in copies.items() if places[0] != place)
+    params = tensors.shards(masters, dims)
+    tables = tables_of(task, world, strategy.tables, gives=dims.reads)
+    update = _update(task, world, dims, list(segments.values()), params, names, elsewhere, dtype, copies, tables)
+    shared = SharedTensors(tensors.names, elsewhere, frozenset(copies))
+    chains = dims.rank_lists("pipeline")
+    links = channels(chains, stages, world.rank, world.device)
+    own = next(ranks for ranks in chains if world.rank in ranks)
+    parts, wrapped = [], set[str]()
+    for s, segment in segments.items():
+        again = [key for key in checkpointed if key not in wrapped]
+        wrapped |= {key for key, _ in segment.named_modules()}
+        parts.append(Stage(s, segment, task, world.device, again, layout.buffers))
+        if sharding is not None:
+            parts[-1].sync = sharding.gradient_sync([segment])
+    pipeline = PipelineRanks(own, place, stages, *links)
+    return PipelineProgram(
+        parts,
+        pipeline,
+        strategy.schedule,
+        update,
+        task,
+        world,
+        dims,
+        rows,
+        table,
+        tables,
+        shared,
+        exchange,
+        strategy.one_share,
+    )
+
+
+def _spec(strategy: MeshStrategy, sizes: MeshSizes, task: Task) -> tuple[int, PipelineSpec]:
+    """The rows of a micro-batch, and what the stages have to be."""
+    ranks, shares, virtual = sizes.pipeline, sizes.shares, strategy.virtual
+    # batch statistics need two rows
+    count = max(shares, min(PER_RANK * ranks * shares, task.step.batch_size // 2))
+    rows = task.step.rows_each(count)
+    bounds = micro_batch_bounds(task.step.batch_size, rows)
+    micro_batches = -(-(len(bounds) - 1) // shares)  # of one pipeline, at most
+    spec = PipelineSpec(
+        ranks,
+        virtual,
+        micro_batches,
+        bubble(strategy.schedule, ranks, virtual, micro_batches),
+        bounds[1],
+        [in_flight(strategy.schedule, s, ranks, virtual, micro_batches) for s in range(ranks * virtual)],
+        list(strategy.cuts),
+        strategy.balance is Balance.time,
+        math.ceil(strategy.memory_gb * 2**30),
+    )
+    return rows, spec
+
+
+class _StageTensors:
+    """The tensors of this rank's stages, `segments`, cut out of `model`. `names`: see `SharedTensors`."""
+
+    def __init__(self, model: nn.Module, segments: Mapping[int, GraphModule], task: Task) -> None:
+        first = first_names(model)
+        self.names = {s: renamed(segment, first) for s, segment in segments.items()}
+        self._model, self._segments, self._task = model, segments, task
+
+    def fill(
+        self, sharding: FullSharding | None, dims: ParallelDims, world: World, by_name: bool
+    ) -> dict[str, torch.Tensor]:
+        """Give the stages their place, format, slices and numbers, in place. Returns master copies by first name."""
+        ties, masters = Ties(self._segments.values()), dict[str, torch.Tensor]()
+        for s, segment in self._segments.items():
+            if not by_name:
+                check_formats(self._model, segment, self.names[s], self._task.precision)
+            if sharding is not None:
+                made = sharding.wrap(segment, dims.mesh["replicate", "shard"], world)
+            else:
+                made = (lay_out if by_name else settle)(segment, self._task.precision, world.device)
+            masters = {self.names[s][key]: master for key, master in made.items()} | masters
+        if sharding is None:
+            ties.join()
+            if by_name:
+                draw(self._tensors(), self._task, masters)
+        else:
+            sum_gradients(self._segments.values())
+        return masters
+
+    def shards(self, masters: Mapping[str, torch.Tensor], dims: ParallelDims) -> dict[str, ParamShard]:
+        """What the update gets, by first name."""
+        return param_shards(self._tensors(), masters, first=dims.layer_rank == 0 and dims.place["shard"] == 0)
+
+    def _tensors(self) -> RankTensors:
+        return RankTensors((segment, self.names[s]) for s, segment in self._segments.items())
+
+
+def _update(
+    task: Task,
+    world: World,
+    dims: ParallelDims,
+    stages: list[GraphModule],
+    shards: dict[str, ParamShard],
+    names: list[str],
+    elsewhere: frozenset[str],
+    dtype: torch.dtype,
+    copies: Mapping[str, list[int]],
+    tables: ShardedTables | None,
+) -> LocalUpdate:
+    """The update of this rank's stages, `shards`. `names`: all trained parameters of the model, in its order."""
+    trained = [key for key, shard in shards.items() if shard.parameter.requires_grad]
+    counted = [i for i, key in enumerate(trained) if key not in elsewhere]
+    own, positions = (
+        torch.tensor(indices, dtype=torch.int64, device=world.device)
+        for indices in (counted, [names.index(trained[i]) for i in counted])
+    )
+
+    def all_norms(norms: torch.Tensor) -> torch.Tensor:
+        """Norms of all parameters in the model's order, whichever stage has them: the same bits for every cut."""
+        everyone = norms.new_zeros(len(names))
+        everyone[positions] = norms[own]
+        return dims.total_of_stages(everyone)
+
+    tied = TiedGradients(
+        {key: copies[key] for key in names if key in copies}, dims.rank_lists("pipeline"), world.rank, trained
+    )
+    sharding = mesh_sharding(stages, shards, dims, tables)
+    sharding = replace(
+        sharding,
+        params={
+            key: shard._replace(is_primary=shard.is_primary and key not in elsewhere) for key, shard in shards.items()
+        },
+        complete_gradients=_both(sharding.complete_gradients, tied),
+        all_norms=all_norms,
+        like=torch.empty(0, dtype=dtype, device=world.device),
+    )
+    return LocalUpdate(sharding, task.optimizer, task.step.clip_norm, task.precision.loss_scale)
+
+
+def _both(
+    first: Callable[[list[torch.Tensor]], None] | None, then: Callable[[list[torch.Tensor]], None]
+) -> Callable[[list[torch.Tensor]], None]:
+    def complete(gradients: list[torch.Tensor]) -> None:
+        if first is not None:
+            first(gradients)
+        then(gradients)
+
+    return complete
