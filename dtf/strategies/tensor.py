@@ -94,7 +94,7 @@ class Tensor(Strategy):
         from dtf.sparse.make_tables import tables_of
         from dtf.strategies.own_memory import refuse_shared_memory
         from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
-        from dtf.strategies.tensor_modules import divide
+        from dtf.strategies.tensor_parallel.divide import divide
 
         refuse_shared_memory(model, "strategy=tensor", "strategy=ddp")
         refuse_held(model, "strategy=tensor")
