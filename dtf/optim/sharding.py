@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 
 from dtf.api.optimizer import Combine
+from dtf.distributed.sharding import Piece
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import ShardedTables
 
 
 class ParamShard(NamedTuple):
-    """What this rank holds of one parameter: all of it, or a slice of its global tensor."""
+    """What this rank holds of one parameter: all of it, or a slice of its global tensor, one box of it or several."""
 
     parameter: nn.Parameter  # its gradient arrives here
     local: Tensor  # what forward and backward use
@@ -24,6 +25,19 @@ class ParamShard(NamedTuple):
     offset: tuple[int, ...]  # of the local part in it
     # whether this rank counts it in norms and saves it; False where another rank that holds all of it does
     is_primary: bool = True
+    pieces: tuple[Piece, ...] = ()  # that fill the local part, where it is no single box; `offset` is that of the first
+
+    @property
+    def boxes(self) -> tuple[Piece, ...]:
+        """The pieces, or the one box that the local part is."""
+        return self.pieces or (Piece((0,) * self.local.dim(), tuple(self.offset), tuple(self.local.shape)),)
+
+    @property
+    def place(self) -> str:
+        """Follows the name of a slice where it has to differ from that of another one; "" for a whole parameter."""
+        if tuple(self.local.shape) == tuple(self.shape):
+            return ""
+        return f" at {[list(piece.offset) for piece in self.pieces] if self.pieces else list(self.offset)}"
 
 
 def full_params(model: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, ParamShard]:

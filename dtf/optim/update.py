@@ -292,10 +292,7 @@ class LocalUpdate:
         """
         self.drop_gathered()  # who asks may change them
         shards = {**self._shards, **self._frozen}
-        return {
-            name if shard.local.shape == shard.shape else f"{name} at {list(shard.offset)}": shard.local
-            for name, shard in shards.items()
-        }
+        return {f"{name}{shard.place}": shard.local for name, shard in shards.items()}
 
     def updated_here(self) -> dict[str, Tensor]:
         """The numbers that this rank steps, and the optimizer's state of them: by name, and slices by name and offset.
@@ -304,10 +301,12 @@ class LocalUpdate:
         found: dict[str, Tensor] = {}
         for name in self._own:
             shard = self._shards[name]
-            at = "" if shard.local.shape == shard.shape else f" at {list(shard.offset)}"
-            own = {f"the optimizer's {key} of {name}{at}": tensor for key, tensor in self._bound.states[name].items()}
+            own = {
+                f"the optimizer's {key} of {name}{shard.place}": tensor
+                for key, tensor in self._bound.states[name].items()
+            }
             if shard.master is not shard.local:
-                own[f"the master copy of {name}{at}"] = shard.master
+                own[f"the master copy of {name}{shard.place}"] = shard.master
             found |= own
         if self._scale is not None:
             found["the loss scale"] = self._scale
@@ -352,14 +351,14 @@ class LocalUpdate:
     def load(self, source: Source) -> None:
         """Take this rank's part from a checkpoint."""
         for name, shard in [*self._shards.items(), *self._frozen.items()]:
-            source.read_into(f"model/{name}", shard.master, shard.offset, shard.shape)
+            for key, tensor in {"": shard.master, **self._bound.states.get(name, {})}.items():
+                place = f"optimizer/{name}/{key}" if key else f"model/{name}"
+                if tensor.dim() != len(shard.shape):
+                    source.read_into(place, tensor)
+                for piece in shard.boxes if tensor.dim() == len(shard.shape) else ():
+                    source.read_into(place, piece.here(tensor), piece.offset, shard.shape)
             if shard.local is not shard.master:
                 shard.local.copy_(shard.master)
-        for name, state in self._bound.states.items():
-            shard = self._shards[name]
-            for key, tensor in state.items():
-                where = (shard.offset, shard.shape) if tensor.dim() else ()
-                source.read_into(f"optimizer/{name}/{key}", tensor, *where)
         if self._tables is not None and self._sharding.steps_tables:
             self._tables.clear()  # of rows to start from, where the run goes on
             self._tables.load(source)
@@ -385,12 +384,13 @@ def check_scalars(scalars: Mapping[str, Any]) -> None:
 
 
 def _boxes(name: str, shard: ParamShard, state: Mapping[str, Tensor]) -> Iterator[Box]:
-    yield Box(f"model/{name}", shard.master, shard.shape, shard.offset)
-    for key, tensor in state.items():
+    for key, tensor in {"": shard.master, **state}.items():
+        place = f"optimizer/{name}/{key}" if key else f"model/{name}"
         if tensor.dim() == len(shard.shape):
-            yield Box(f"optimizer/{name}/{key}", tensor, shard.shape, shard.offset)
+            for piece in shard.boxes:
+                yield Box(place, piece.here(tensor), shard.shape, piece.offset)
         elif not any(shard.offset):  # a counter, the same for all slices: the first one's
-            yield Box(f"optimizer/{name}/{key}", tensor, (), ())
+            yield Box(place, tensor, (), ())
 
 
 def _norm_dtype(gradients: list[Tensor]) -> torch.dtype:

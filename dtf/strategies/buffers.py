@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor, nn
 
 from dtf.api.task import Source
 from dtf.core.types import Box, Shard
-from dtf.distributed.sharding import is_dtensor, local, offset
+from dtf.distributed.sharding import Slice, is_dtensor, local, slice_of
 from dtf.model.batch_statistics import EMA_SUFFIX, BatchNormStatistics
 from dtf.model.ema import EMA_PREFIX
+from dtf.strategies.tensor_parallel.slices import slices_of
 
 SHARE = "share_"
 """Tensors under `share_<index>/` belong to one share of the rows; all others to the run."""
@@ -37,7 +39,9 @@ def buffers(part: Part, first: bool = True) -> list[Box]:
     persistent = part.model.state_dict().keys() - dict(part.model.named_parameters()).keys() - part.scratch
     named = [(name, buffer) for name, buffer in part.model.named_buffers() if name in persistent]
     named += [(name, torch.tensor(steps)) for name, steps in part.statistics.counters().items()]
-    return [_box(stored(name), b, b) for name, b in named if first or is_dtensor(b)]
+    divided = slices_of(part.model)
+    kept = [(name, buffer) for name, buffer in named if first or name in divided or is_dtensor(buffer)]
+    return [box for name, buffer in kept for box in _boxes(stored(name), buffer, buffer, divided.get(name))]
 
 
 def stored(name: str) -> str:
@@ -52,12 +56,12 @@ def own_averages(part: Part, shard: Shard, first: bool = True) -> list[Box]:
     """
     if shard.count == 1:  # they are the mean, which `buffers` has
         return []
-    whole = dict(part.model.named_buffers())
-    averages = part.statistics.stashed().items()
+    whole, divided = dict(part.model.named_buffers()), slices_of(part.model)
     return [
-        _box(f"{SHARE}{shard.index}/{name}", tensor, whole[name])
-        for name, tensor in averages
-        if first or is_dtensor(whole[name])
+        box
+        for name, tensor in part.statistics.stashed().items()
+        if first or name in divided or is_dtensor(whole[name])
+        for box in _boxes(f"{SHARE}{shard.index}/{name}", tensor, whole[name], divided.get(name))
     ]
 
 
@@ -65,21 +69,26 @@ def own_averages(part: Part, shard: Shard, first: bool = True) -> list[Box]:
 def load_buffers(part: Part, source: Source, shard: Shard) -> None:
     """Inverse of `buffers` and `own_averages`."""
     persistent, whole = set(part.model.state_dict()) - part.scratch, dict(part.model.named_buffers())
+    divided = slices_of(part.model)
 
-    def take(name: str, tensor: Tensor, into: Tensor) -> None:
-        source.read_into(name, into, offset(tensor), tuple(tensor.shape))
+    def take(place: str, name: str, into: Tensor) -> None:
+        shape, pieces = slice_of(whole[name], divided.get(name))
+        for piece in pieces:
+            source.read_into(place, piece.here(into), piece.offset, shape)
 
     for name, buffer in whole.items():
         if name in persistent:
-            take(stored(name), buffer, local(buffer))
+            take(stored(name), name, local(buffer))
     for name in part.statistics.counters():
         part.statistics.restore(int(source.read(f"model/{name}", shape=())))
     if len({name.split("/")[0] for name in source.names() if name.startswith(SHARE)}) == shard.count > 1:
         part.statistics.stash()
         for name, held in part.statistics.stashed().items():
-            take(f"{SHARE}{shard.index}/{name}", whole[name], held)
+            take(f"{SHARE}{shard.index}/{name}", name, held)
 
 
-def _box(name: str, tensor: Tensor, like: Tensor) -> Box:
-    """`tensor` as the part of a global tensor that `like`, perhaps a DTensor, is."""
-    return Box(name, local(tensor.detach()), tuple(like.shape), offset(like))
+def _boxes(name: str, tensor: Tensor, like: Tensor, divided: Slice | None) -> Iterator[Box]:
+    """`tensor` as the part of a global tensor that `like`, perhaps a DTensor or `divided`, is."""
+    shape, pieces = slice_of(like, divided)
+    for piece in pieces:
+        yield Box(name, piece.here(local(tensor.detach())), shape, piece.offset)

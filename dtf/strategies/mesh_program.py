@@ -19,7 +19,7 @@ from dtf.strategies.own_memory import refuse_shared_memory
 from dtf.strategies.replica import Replica
 from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
 from dtf.strategies.spmd import Spmd, microbatch_load
-from dtf.strategies.tensor_modules import divide
+from dtf.strategies.tensor_parallel.divide import divide
 
 
 def mesh_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task, world: World) -> Program:
@@ -45,7 +45,7 @@ def mesh_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task
     else:
         masters = settle(model, task.precision, world.device)
     tables = tables_of(task, world, strategy.tables, gives=dims.reads)
-    params = param_shards(model, masters, first=dims.layer_rank == 0 and dims.place["shard"] == 0)
+    params = param_shards(model, masters, dims.place["shard"] == 0, dims.layer_rank == 0)
     sync = None
     if sharding is not None:
         sum_gradients([model])

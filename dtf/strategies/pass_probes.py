@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dtf.core.errors import ConfigError
-from dtf.distributed.sharding import is_dtensor
 from dtf.model.communication import Communication
 from dtf.model.init import HOOKS_ON_SUMS
 from dtf.model.seeded_dropout import SeededDropout
+from dtf.strategies.tensor_parallel.slices import slices_of
 
 
 class Reached(torch.autograd.Function):
@@ -170,7 +170,7 @@ def written_by_pass(model: nn.Module, run: Callable[[], Any]) -> list[str]:
         model.eval()
         model.train()
     written.refuse_gradients()
-    if not any(map(is_dtensor, model.parameters())):  # else it is what dtf has made of it that talks
+    if not slices_of(model):  # else it is what dtf has made of it that talks
         talks.refuse("the model")
     return written.found
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from dtf.api.precision import Precision
 from dtf.api.task import Task
-from dtf.distributed.sharding import is_dtensor, local, offset
+from dtf.distributed.sharding import is_dtensor, local, slice_of
 from dtf.model.draw_by_name import init_modules
 from dtf.model.init import build_on_meta, formats
 from dtf.optim.sharding import ParamShard
+from dtf.strategies.tensor_parallel.slices import slices_of
 
 
 def cast_parts(model: nn.Module, precision: Precision, computing: bool) -> dict[str, Tensor]:
@@ -35,48 +36,19 @@ def cast_parts(model: nn.Module, precision: Precision, computing: bool) -> dict[
 
 def settle(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, Tensor]:
     """Move a model that is cut already, with its values, to its device and to the formats in which it computes, in
-    place. Parameters may be DTensors; these are made anew.
+    place.
 
     Returns master copies by name, of the parameters that compute in another format than they are kept in.
     """
     dtypes, masters = formats(model, precision), {}
     for name, parameter in model.named_parameters():
-        part = local(parameter.detach())
         kept, computing = dtypes[name]
         if computing is not kept:
-            masters[name] = part.to(device, kept)
-        part = part.to(device, computing)
-        if not is_dtensor(parameter):
-            parameter.data = part
-        elif part.device != parameter.device or part.dtype is not parameter.dtype:
-            _replace(model, name, parameter, part)
+            masters[name] = parameter.detach().to(device, kept)
+        parameter.data = parameter.data.to(device, computing)
     for name, buffer in model.named_buffers():
-        part = local(buffer).to(device, dtypes.get(name, (buffer.dtype, buffer.dtype))[1])
-        if not is_dtensor(buffer):
-            buffer.data = part
-        elif part.device != buffer.device or part.dtype is not buffer.dtype:
-            _replace(model, name, buffer, part)
+        buffer.data = buffer.data.to(device, dtypes.get(name, (buffer.dtype, buffer.dtype))[1])
     return masters
-
-
-def _replace(model: nn.Module, name: str, old: Tensor, part: Tensor) -> None:
-    """Put a DTensor with another local part into the place of one."""
-    from torch.distributed.tensor import DTensor
-
-    prefix, _, key = name.rpartition(".")
-    module = model.get_submodule(prefix)
-    new = DTensor.from_local(
-        part,
-        old.device_mesh,  # type: ignore[attr-defined]
-        old.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=old.shape,
-        stride=old.stride(),
-    )
-    if isinstance(old, nn.Parameter):
-        module._parameters[key] = nn.Parameter(new, old.requires_grad)
-    else:
-        module._buffers[key] = new
 
 
 def lay_out(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, Tensor]:
@@ -101,23 +73,26 @@ def lay_out(model: nn.Module, precision: Precision, device: torch.device) -> dic
 
 
 def param_shards(
-    model: nn.Module, masters: Mapping[str, Tensor] | None = None, first: bool = True
+    model: nn.Module, masters: Mapping[str, Tensor] | None, first: bool, first_of_layer: bool
 ) -> dict[str, ParamShard]:
-    """This rank's slices of a model, by name. Parameters are DTensors or plain tensors.
+    """This rank's slices of a model, by name. Parameters are DTensors or plain tensors, perhaps of divided modules.
 
-    The optimizer steps the slices, or their `masters` where there are some. `first`: whether this rank writes the
-    tensors that all ranks of its group hold in whole.
+    The optimizer steps the slices, or their `masters` where there are some. `first`: whether this rank is the first of
+    those that divide parameters as DTensors; `first_of_layer`: of those that compute a layer together. The first one
+    writes what the others hold too.
     """
-    shards = {}
+    shards, divided = {}, slices_of(model)
     for name, parameter in model.named_parameters():
         data = local(parameter.detach())
+        part = slice_of(parameter, divided.get(name))
         shards[name] = ParamShard(
             parameter,
             data,
             (masters or {}).get(name, data),
-            tuple(parameter.shape),
-            offset(parameter),
-            first or is_dtensor(parameter),
+            part.shape,
+            part.pieces[0].offset,
+            (first or is_dtensor(parameter)) and (first_of_layer or name in divided),
+            part.pieces if len(part.pieces) > 1 else (),
         )
     return shards
 
@@ -130,18 +105,19 @@ def draw(model: nn.Module, task: Task, masters: Mapping[str, Tensor] | None = No
     """
     weights = task.weights
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    divided = slices_of(model)
     for module, initial in init_modules(task.recipe, task.seed, build_on_meta(task.recipe)):
         for name, whole in initial.items():
             if name not in tensors:  # another rank has it
                 continue
             data = local(tensors[name].detach())
-            begin = offset(tensors[name])
-            if weights is not None and name in weights:
-                part = weights.read(name, begin, tuple(data.shape))
-            else:
-                part = whole[tuple(slice(at, at + size) for at, size in zip(begin, data.shape, strict=True))]
-            data.copy_(part)
-            if masters and name in masters:
-                masters[name].copy_(part)
+            for piece in slice_of(tensors[name], divided.get(name)).pieces:
+                if weights is not None and name in weights:
+                    part = weights.read(name, piece.offset, piece.shape)
+                else:
+                    part = piece.of(whole)
+                piece.here(data).copy_(part)
+                if masters and name in masters:
+                    piece.here(masters[name]).copy_(part)
         module._parameters.clear()
         module._buffers.clear()

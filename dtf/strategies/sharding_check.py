@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dtf.checkpoint.manifest import partition_fault
 from dtf.core.errors import ConfigError
-from dtf.distributed.sharding import byte_count, local
+from dtf.distributed.sharding import Piece, byte_count, local
 from dtf.distributed.world import World
 from dtf.optim.sharding import ParamShard, Sharding
 from dtf.sparse.sharded_tables import ShardedTables
@@ -28,7 +28,7 @@ class _Held(NamedTuple):
     shape: list[int]  # of the global tensor
     trained: bool
     steps: bool  # whether this rank steps it
-    writes: list[list[int]] | None  # the box (offset, shape) that this rank writes to checkpoints
+    writes: list[list[list[int]]]  # the boxes (offset, shape) that this rank writes to checkpoints
 
 
 def check_sharding(sharding: Sharding, model: nn.Module, world: World) -> None:
@@ -113,13 +113,17 @@ def _place_fault(shard: ParamShard) -> str:
         numbers = getattr(shard, field)
         if not isinstance(numbers, tuple | list) or any(type(number) is not int for number in numbers):
             return f"has {field}={numbers!r}; give a tuple of int"
-    shape, offset, part = tuple(shard.shape), tuple(shard.offset), tuple(shard.local.shape)
-    lies_in = len(shape) == len(offset) == len(part) and all(
-        a >= 0 and a + n <= length for a, n, length in zip(offset, part, shape, strict=True)
-    )
-    if not lies_in and shard.local.numel():
-        return f"says that {part} at offset {offset} is a part of shape {shape}, and it does not lie in it"
-    return ""
+    if not isinstance(shard.pieces, tuple) or not all(isinstance(piece, Piece) for piece in shard.pieces):
+        return f"has pieces={shard.pieces!r}; give a tuple of dtf.distributed.sharding.Piece, or none"
+    shape, part = tuple(shard.shape), tuple(shard.local.shape)
+    for _, offset, size in shard.boxes:
+        lies_in = len(shape) == len(offset) == len(size) and all(
+            a >= 0 and a + n <= length for a, n, length in zip(offset, size, shape, strict=True)
+        )
+        if not lies_in and shard.local.numel():
+            return f"says that {size} at offset {offset} is a part of shape {shape}, and it does not lie in it"
+    fault = partition_fault(part, [(piece.at, piece.shape) for piece in shard.pieces]) if shard.pieces else ""
+    return f"has pieces that do not fill the local tensor of shape {part} exactly once: {fault}" if fault else ""
 
 
 def _shared_master(params: Mapping[str, ParamShard]) -> tuple[str, str] | None:
@@ -164,8 +168,8 @@ def _held(sharding: Sharding) -> list[_Held]:
         steps = trained and (sharding.owned is None or name in sharding.owned)
         writes = sharding.writes or (steps and sharding.owned is not None)  # as LocalUpdate.state does
         writes = writes and shard.is_primary and (steps or not trained) and shard.master.numel() > 0
-        box = [list(shard.offset), list(shard.master.shape)] if writes else None
-        held.append(_Held(name, list(shard.shape), trained, steps, box))
+        boxes = [[list(piece.offset), list(piece.shape)] for piece in shard.boxes] if writes else []
+        held.append(_Held(name, list(shard.shape), trained, steps, boxes))
     return held
 
 
@@ -196,17 +200,17 @@ def _coverage_fault(one: tuple[_Held, ...]) -> str:
     name, shape = one[0].name, tuple(one[0].shape)
     if one[0].trained and not any(held.steps for held in one):
         return f"no rank owns {name}: it would never be stepped"
-    boxes = [(tuple(held.writes[0]), tuple(held.writes[1])) for held in one if held.writes is not None]
+    boxes = [(tuple(offset), tuple(size)) for held in one for offset, size in held.writes]
     fault = partition_fault(shape, boxes) if 0 not in shape else ""
     if not fault:
         return ""
-    writers = [rank for rank, held in enumerate(one) if held.writes is not None]
+    writers = [rank for rank, held in enumerate(one) if held.writes]
     if not writers:
         return (
             f"no rank writes {name} to checkpoints; of the ranks that hold it, give one writes=True and a ParamShard "
             "with is_primary=True"
         )
-    whole = [rank for rank in writers if one[rank].writes == [[0] * len(shape), list(shape)]]
+    whole = [rank for rank in writers if one[rank].writes == [[[0] * len(shape), list(shape)]]]
     if len(whole) > 1:
         remedy = "writes=False" if all(held.steps for held in one) else "other parameters to own"
         return f"ranks {whole[0]} and {whole[1]} both write {name} to checkpoints; give one of them {remedy}"

@@ -16,7 +16,6 @@ from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.device_mesh import ParallelDims
-from dtf.distributed.sharding import is_dtensor, local
 from dtf.distributed.world import World
 from dtf.model.annotate import section
 from dtf.model.error_context import name_failing_module
@@ -43,6 +42,7 @@ from dtf.strategies.replica_digests import compare_replicas, exchange_of, part_o
 from dtf.strategies.sharding_check import check_sharding
 from dtf.strategies.start_check import Collectives, check_evaluation, differing_module
 from dtf.strategies.start_padding import pads
+from dtf.strategies.tensor_parallel.slices import slices_of
 from dtf.strategies.trial_numbers import trial
 from dtf.strategies.unsaved import Unsaved
 
@@ -98,8 +98,9 @@ class Spmd(ReadsAhead):
         replica.divided = self.shares > 1
         self._together = dims is not None and dims.sizes.layer_ranks > 1  # whether ranks compute a layer together
         if self._together:
-            held = (*replica.model.parameters(), *replica.model.buffers())
-            replica.parts = [local(tensor) for tensor in held if is_dtensor(tensor)]
+            divided = slices_of(replica.model)
+            held = (*replica.model.named_parameters(), *replica.model.named_buffers())
+            replica.parts = [getattr(tensor, "_local_tensor", tensor) for name, tensor in held if name in divided]
         bounds = micro_batch_bounds(task.step.batch_size, self.micro_batch_rows)
         replica.pads = pads(len(bounds) - 1, self.shares, replica.equal_passes)
         self._factor = torch.full((), 1.0 if dims else world.size, device=world.device, dtype=loss_dtype(task))
@@ -141,7 +142,11 @@ class Spmd(ReadsAhead):
             why = "and ranks that divide its channels would draw alike for different ones"
             raise global_rng_error("tensor", why, drawing[0] if drawing else "")
         self.row_flops = row_flops(self._replica.trials, self._dims.total)
-        self._dims.check_alike(seen | {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()})
+        seen |= {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()}
+        sums = {
+            name: torch.tensor(n).abs() for name, n in self._replica.start_numbers.items() if name.startswith("sum ")
+        }
+        self._dims.check_alike(seen | sums)
 
     def _sum_gradients(self) -> None:
         """From now on sum gradients over ranks in place of averaging them: those that flow through the model are then

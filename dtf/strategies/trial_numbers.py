@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
-from dtf.distributed.sharding import is_dtensor, local
+from dtf.distributed.sharding import is_dtensor, local, slice_of
 from dtf.model.attributes import without_trace
 from dtf.model.forward import leaf_gradients
 from dtf.model.init import init_model
@@ -21,6 +21,7 @@ from dtf.model.module_outputs import unrecorded
 from dtf.model.shared_state import SharedState
 from dtf.strategies.pass_probes import WrittenParameters, pass_error
 from dtf.strategies.start_check import BUFFER, GRADIENT, Numbers, take_size
+from dtf.strategies.tensor_parallel.slices import slices_of
 
 
 def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) -> tuple[Numbers, dict[str, Tensor]]:
@@ -34,7 +35,8 @@ def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) 
             f"the gradient of {sparse[0]} is sparse (sparse=True of its module); use sparse=False, or a sparse "
             "table of the recipe"
         )
-    whole = {name: gradient.norm() for name, gradient in gradients.items() if not is_dtensor(gradient)}
+    divided = slices_of(model)
+    whole = {n: gradient.norm() for n, gradient in gradients.items() if n not in divided and not is_dtensor(gradient)}
     norms = [take_size(local(gradient)) for gradient in gradients.values()]
     for parameter in model.parameters():
         parameter.grad = None
@@ -91,7 +93,9 @@ def put_start(model: nn.Module, task: Task, names: Collection[str]) -> None:
     """Give these parameters the values they start from, and let them learn as at the start."""
     if names:
         start = dict(init_model(task.recipe, task.seed, task.weights).named_parameters())
+        divided = slices_of(model)
         for name, parameter in model.named_parameters():
             if name in names:
-                parameter.data.copy_(start[name].data)
+                for piece in slice_of(parameter, divided.get(name)).pieces:
+                    piece.here(parameter).copy_(piece.of(start[name]))
                 parameter.requires_grad_(start[name].requires_grad)

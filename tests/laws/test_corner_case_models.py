@@ -97,6 +97,7 @@ def test_a_buffer_that_the_forward_pass_changes_is_refused(
             {"cuts": ["c"]},
             "changes the parameter b.weight.*or use strategy=ddp launcher.processes=1",
         ),
+        ("penalised", "tensor", {}, "ranks that should agree have different gradients of"),
         ("prelu", "tensor", {}, "ranks that should agree have different gradients of act.weight"),
         pytest.param(
             "undropped", "tensor", {}, "ranks that should agree have different inputs of drop", marks=pytest.mark.slow

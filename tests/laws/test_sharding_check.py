@@ -15,6 +15,7 @@ from torch import nn
 
 from dtf.core.errors import ConfigError
 from dtf.core.types import Place
+from dtf.distributed.sharding import Piece
 from dtf.distributed.world import World
 from dtf.optim.sharding import ParamShard, Sharding, full_params
 from dtf.strategies.sharding_check import check_sharding
@@ -39,6 +40,13 @@ def sliced(rank: int, model: nn.Module, sharding: Sharding, wrong: int = 0, **fi
     return Sharding(**({"params": params, "sum_slices": torch.Tensor.clone} | fields))
 
 
+def pieced(rank: int, model: nn.Module, sharding: Sharding, at: int = 1) -> Sharding:
+    """The same weight in rows 0 and 2, and 1 and 3. `at`: where the second piece begins in the local tensor."""
+    made = sliced(rank, model, sharding)
+    pieces = (Piece((0, 0), (rank, 0), (1, 3)), Piece((at, 0), (2 + rank, 0), (1, 3)))
+    return with_shard(made, "0.weight", offset=(rank, 0), pieces=pieces)
+
+
 def nothing() -> None:
     """Brings no parameter."""
 
@@ -48,8 +56,13 @@ RIGHT: dict[str, Change] = {
     "rank 0 writes": lambda rank, model, s: s,
     "each owns some": lambda rank, model, s: replace(s, owned=OWNED[rank], fetch_others=nothing),
     "slices": sliced,
+    "slices of several pieces": pieced,
 }
 WRONG: dict[str, tuple[Change, str]] = {
+    "pieces over each other": (
+        lambda rank, model, s: pieced(rank, model, s, at=0),
+        r"has pieces that do not fill the local tensor of shape \(2, 3\) exactly once",
+    ),
     "no sharding": (lambda rank, model, s: s.params, "rank 0, Spmd got a dict; make a dtf.Sharding"),
     "a flag": (
         lambda rank, model, s: replace(s, complete_gradients=True),

@@ -73,9 +73,10 @@ SPLITS |= {"grouped": Split.local, "channels": Split.local, "back": Split.row, "
 
 def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split]) -> tuple[nn.Module, nn.Module]:
     """A model, whole and divided, with the same numbers and masks."""
-    from dtf.distributed.sharding import local, offset
+    from dtf.distributed.sharding import slice_of
     from dtf.model.seeded_dropout import SeededDropout
-    from dtf.strategies.tensor_modules import divide
+    from dtf.strategies.tensor_parallel.divide import divide
+    from dtf.strategies.tensor_parallel.slices import slices_of
 
     torch.manual_seed(0)
     whole = build().double()
@@ -86,8 +87,7 @@ def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split])
     state = dict(whole.state_dict())
     with torch.no_grad():
         for name, tensor in [*parts.named_parameters(), *parts.named_buffers()]:
-            here = local(tensor)
-            here.copy_(state[name][tuple(slice(at, at + n) for at, n in zip(offset(tensor), here.shape, strict=True))])
+            tensor.copy_(slice_of(tensor, slices_of(parts).get(name)).take(state[name]))
     for model in (whole, parts):
         SeededDropout(model, 0, torch.device("cpu")).begin_micro_batch(0, 0)
     return whole, parts
@@ -95,8 +95,9 @@ def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split])
 
 def every(rank: int, size: int) -> list[Any]:
     """Losses, ranks of the right class and every gradient of the chain, divided and whole."""
-    from dtf.distributed.sharding import local, offset
+    from dtf.distributed.sharding import slice_of
     from dtf.model import losses
+    from dtf.strategies.tensor_parallel.slices import slices_of
 
     whole, parts = pair(World(Place(rank=rank, size=size)).mesh({"tp": size}), Every, SPLITS)
     ids, targets = torch.arange(44).view(4, 11) * 5 % 11, torch.tensor([0, 4, 2, 3])
@@ -106,20 +107,17 @@ def every(rank: int, size: int) -> list[Any]:
         loss = losses.cross_entropy(scores, targets, label_smoothing=0.1)
         loss.sum().backward()
         with torch.no_grad():
-            found.append([loss, losses.target_rank(scores, targets), *(local(b) for b in model.buffers())])
+            found.append([loss, losses.target_rank(scores, targets)])
     worst = max(float((a - b).abs().max()) for a, b in zip(found[0][:2], found[1][:2], strict=True))
-    averages = dict(parts.named_buffers())
+    averages, divided = dict(parts.named_buffers()), slices_of(parts)
     for name, buffer in whole.named_buffers():
-        part = tuple(
-            slice(at, at + n) for at, n in zip(offset(averages[name]), local(averages[name]).shape, strict=True)
-        )
-        torch.testing.assert_close(buffer[part], local(averages[name]), rtol=1e-12, atol=1e-12)
+        part = slice_of(averages[name], divided.get(name)).take(buffer)
+        torch.testing.assert_close(part, averages[name], rtol=1e-12, atol=1e-12)
     gradients = dict(parts.named_parameters())
     for name, parameter in whole.named_parameters():
         mine = gradients[name]
         assert parameter.grad is not None and mine.grad is not None, name
-        part = tuple(slice(at, at + n) for at, n in zip(offset(mine), local(mine).shape, strict=True))
-        difference = (parameter.grad[part] - local(mine.grad)).abs()
+        difference = (slice_of(mine, divided.get(name)).take(parameter.grad) - mine.grad).abs()
         assert not difference.numel() or float(difference.max()) < 1e-12, name
     return [worst, float(found[0][0].sum())]
 
@@ -181,7 +179,6 @@ def test_a_mask_is_cut_along_the_channels_or_the_layout_is_refused() -> None:
 
 def forgetful(rank: int, size: int) -> dict[str, Any]:
     """By kind of rematerialisation: gradients, and bytes that a block with both kinds of sums keeps for a row."""
-    from dtf.distributed.sharding import local
     from dtf.model.activation_checkpointing import apply_activation_checkpointing
     from dtf.model.seeded_dropout import SeededDropout
 
@@ -211,7 +208,7 @@ def forgetful(rank: int, size: int) -> dict[str, Any]:
                 for _ in range(4):
                     dist.all_reduce(torch.zeros(1))
             kept.append(footprint.saved_bytes / 100 / 8)
-        found[kind.value] = [[local(p.grad).tolist() for p in parts.parameters() if p.grad is not None], min(kept)]
+        found[kind.value] = [[p.grad.tolist() for p in parts.parameters() if p.grad is not None], min(kept)]
     return found
 
 
@@ -258,7 +255,7 @@ def test_a_bad_id_is_not_blamed_on_the_layout() -> None:
 
 
 def refused(rank: int, size: int, splits: dict[str, str]) -> str:
-    from dtf.strategies.tensor_modules import divide
+    from dtf.strategies.tensor_parallel.divide import divide
 
     with torch.device("meta"):
         model = Every()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -129,9 +130,9 @@ def hold(rank: int, size: int, arch: str) -> dict[str, Any]:
         for box in made.state().boxes
         if box.name.split("/")[1].rpartition(".")[0] in splits and "running" not in box.name
     ]
-    modules = [made._replica.model.get_submodule(name) for name in splits]
-    whole = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
-    return {"held": sum(box.tensor.numel() * box.tensor.element_size() for box in boxes), "whole": 3 * whole}
+    whole = {box.name: math.prod(box.shape) * box.tensor.element_size() for box in boxes}
+    held = sum(box.tensor.numel() * box.tensor.element_size() for box in boxes)
+    return {"held": held, "whole": sum(whole.values())}
 
 
 @pytest.mark.parametrize("arch", ["resnet8", pytest.param("resnet50", marks=pytest.mark.slow)])

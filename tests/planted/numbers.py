@@ -231,7 +231,7 @@ FAULTS = [
     ),
     Fault(
         "every rank adds the bias of a layer divided by inputs",
-        "dtf/strategies/tensor_modules.py",
+        "dtf/strategies/tensor_parallel/layers.py",
         'return None if name == "bias" else super().__getattr__(name)',
         "return super().__getattr__(name)",
         (f"{SAME}[tensor-{{}}-3]",),

@@ -167,9 +167,16 @@ FAULTS = [
     Fault(
         "a resumed run begins with a new optimizer",
         "dtf/optim/update.py",
-        'source.read_into(f"optimizer/{name}/{key}", tensor, *where)',
-        'source.read(f"optimizer/{name}/{key}")',
+        "source.read_into(place, tensor)",
+        "source.read(place)",
         ("tests/laws/test_update.py::test_rows_count_the_steps_that_dense_adam_counts",),
+    ),
+    Fault(
+        "a slice in pieces is written as if it were one box",
+        "dtf/optim/update.py",
+        "yield Box(place, piece.here(tensor), shard.shape, piece.offset)",
+        "yield Box(place, piece.here(tensor), shard.shape, shard.offset)",
+        ("tests/unit/test_sharding.py::test_an_update_writes_and_reads_the_pieces_of_a_parameter",),
     ),
     Fault(
         "a resumed run begins with the running statistics of no rank",

@@ -50,6 +50,13 @@ class Prelu(Chain):
         return self.d(torch.relu(self.c(self.act(self.b(torch.relu(self.a(x)))))))
 
 
+class Penalised(Chain):
+    """A penalty on all weights in the forward pass."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * (1 + sum(p.square().sum() for p in self.parameters()))
+
+
 class Undropped(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -191,6 +198,7 @@ def build(kind: str) -> nn.Module:
         "root": Root,
         "stubborn": Stubborn,
         "prelu": Prelu,
+        "penalised": Penalised,
         "undropped": Undropped,
         "early": Early,
         "wide": Wide,

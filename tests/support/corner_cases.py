@@ -17,6 +17,7 @@ ALL = (("a",), ("b",), ("c",), ("d",))
 CUTS = {"tied": (("a",), ("b", "c"), ("d",))}
 TENSOR = {
     "prelu": {"b": Split.column, "c": Split.row},
+    "penalised": {"b": Split.column, "c": Split.row},
     "undropped": {"b": Split.column, "c": Split.row},
     "rowless": {"b": Split.column},
     "counting": {"b": Split.column, "c": Split.row},

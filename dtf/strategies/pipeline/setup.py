@@ -46,7 +46,7 @@ from dtf.strategies.pipeline.shared_tensors import (
 )
 from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
-from dtf.strategies.tensor_modules import divide
+from dtf.strategies.tensor_parallel.divide import divide
 
 PER_RANK = 4
 """Micro-batches of a global batch for each rank of a pipeline, unless step.micro_batch_rows says otherwise: the bubble
@@ -169,7 +169,7 @@ class _StageTensors:
 
     def shards(self, masters: Mapping[str, torch.Tensor], dims: ParallelDims) -> dict[str, ParamShard]:
         """What the update gets, by first name."""
-        return param_shards(self._tensors(), masters, first=dims.layer_rank == 0 and dims.place["shard"] == 0)
+        return param_shards(self._tensors(), masters, dims.place["shard"] == 0, dims.layer_rank == 0)
 
     def _tensors(self) -> RankTensors:
         return RankTensors((segment, self.names[s]) for s, segment in self._segments.items())

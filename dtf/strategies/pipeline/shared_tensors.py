@@ -20,6 +20,7 @@ from dtf.distributed.collectives import waiting_group
 from dtf.distributed.grad_allreduce import buckets
 from dtf.host.waits import Operation
 from dtf.model.init import formats
+from dtf.strategies.tensor_parallel.slices import TABLE, slices_of
 
 
 def holders(uses: Mapping[str, Sequence[int]], bounds: Sequence[int], ranks: int) -> dict[str, list[int]]:
@@ -63,7 +64,9 @@ class RankTensors(nn.Module):
     def __init__(self, segments: Iterable[tuple[nn.Module, Mapping[str, str]]]) -> None:
         super().__init__()
         self.found: dict[str, tuple[bool, Tensor]] = {}
+        table = self.__dict__.setdefault(TABLE, {})
         for segment, names in segments:
+            table |= {names[name]: part for name, part in slices_of(segment).items() if name in names}
             self.found |= {names[name]: (True, parameter) for name, parameter in segment.named_parameters()}
             self.found |= {names[name]: (False, buffer) for name, buffer in segment.named_buffers()}
 

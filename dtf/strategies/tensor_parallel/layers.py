@@ -1,9 +1,8 @@
-"""Tensor parallelism: modules that hold slices of their weights, as a layout says, and communicate with the other ranks
-of their group.
+"""Layers that hold slices of their weights and communicate with the other ranks of their group.
 
-A module keeps its name, its code and its parameters' names; its class changes to one whose tensors are DTensors and
-whose forward, unchanged, sees this rank's slices: torch's DTensor has no rule for convolutions over divided channels.
-Source: Shoeybi et al. 2019 (arXiv:1909.08053).
+A module keeps its name, its code and its parameters' names; its class changes to one whose tensors are this rank's
+slices, plain tensors, which its forward sees as they are. A table in the module says what they are of the whole ones,
+see `slices`. Source: Shoeybi et al. 2019 (arXiv:1909.08053).
 """
 
 from __future__ import annotations
@@ -21,62 +20,14 @@ from torch.distributed.tensor import DTensor, Shard
 from dtf.api.layout import Split
 from dtf.core.errors import ConfigError, LayoutError
 from dtf.distributed.collectives import fan, partial, scattered_total, total
-from dtf.distributed.sharding import bounds
-from dtf.model.seeded_dropout import DROPOUTS
-from dtf.strategies.pass_probes import has_hook_on_sums
+from dtf.distributed.sharding import bounds, cut
+from dtf.strategies.tensor_parallel.slices import TABLE
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> None:
-    """Divide the named modules of a model, which may be on meta, over a mesh of one axis, in place; see `layout.Split`.
-    Not collective.
-
-    ConfigError for a module that cannot be divided so, and for slices that would be empty or cut a group of channels.
-    """
-    modules = dict(model.named_modules())
-    width, axis = 0, -1  # of the activations between a column and its row
-    for name, split in splits.items():
-        module = modules[name]
-        if split is Split.local and isinstance(module, DROPOUTS):
-            if not width:
-                raise LayoutError(f"the recipe's layout splits {name} as local, but no column layer comes before it")
-            module.__dict__["_slice"] = (axis, width, *bounds(width, mesh.size(), mesh.get_local_rank()))
-            continue
-        kind = _kind(name, module, split)
-        hooked = [key for key, p in module.named_parameters() if p._backward_hooks or has_hook_on_sums(p)]
-        if hooked:
-            raise LayoutError(
-                f"the recipe's layout splits {name}, and {name}.{hooked[0]} has a hook of register_hook, which would "
-                "see a slice of its gradient; leave it out of the splits"
-            )
-        parameters = {id(parameter) for parameter in module.parameters()}
-        shared = [
-            other
-            for other, tied in modules.items()
-            if tied is not module and parameters & {id(parameter) for parameter in tied._parameters.values()}
-        ]
-        if shared:
-            raise LayoutError(
-                f"the recipe's layout splits {name}, whose parameters {shared[0]} has too; leave both out of the splits"
-            )
-        module.__class__ = type(f"Divided{type(module).__name__}", (kind, type(module)), {})
-        divided = cast(_Divided, module)
-        divided.__dict__ |= {
-            "_mesh": mesh,
-            "_name": name,
-            "_group": mesh.get_group(),
-            "_split": split,
-            "_axis": 1 if isinstance(module, (*CONVOLUTIONS, *NORMS)) else -1,
-        }
-        divided.cut(name)
-        # a grouped convolution may change the number of channels
-        if split in (Split.column, Split.row_scatter) or kind is _Grouped:
-            width, axis = _outputs(module), divided._axis
-
-
-class _Divided(nn.Module):
+class Divided(nn.Module):
     """The parts that all divided modules share. `_axes`: parameter or buffer -> the axis along which it is cut."""
 
     _mesh: DeviceMesh
@@ -87,61 +38,36 @@ class _Divided(nn.Module):
     _axes: Mapping[str, int] = MappingProxyType({})
 
     def cut(self, name: str) -> None:
-        """Replace the whole tensors by DTensors of which this rank holds a slice."""
+        """Replace the whole tensors, which may be on meta, by this rank's slices."""
+        table = self.__dict__.setdefault(TABLE, {})
         for tensors in (self._parameters, self._buffers):
             for key, tensor in [*tensors.items()]:
                 if tensor is None or key not in self._axes or not tensor.dim():
                     continue
-                slices = sliced(tensor, self._axes[key], self._mesh)
-                setattr(
-                    self,
-                    key,
-                    nn.Parameter(slices, requires_grad=tensor.requires_grad)
-                    if isinstance(tensor, nn.Parameter)
-                    else slices,
-                )
+                axis = self._axes[key]
+                table[key] = cut(tensor.shape, axis, [self._bounds(tensor.shape[axis])])
+                part = table[key].take(tensor)
+                setattr(self, key, nn.Parameter(part, tensor.requires_grad) if key in self._parameters else part)
 
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        if not isinstance(value, DTensor):
-            return value
-        return _Slice.apply(value) if value.requires_grad else value.to_local()
+    def _bounds(self, width: int) -> tuple[int, int]:
+        return bounds(width, self._mesh.size(), self._mesh.get_local_rank())
 
 
-class _Slice(torch.autograd.Function):
-    """`DTensor.to_local`, with a gradient of the parameter's own shape and strides.
-
-    Torch computes both from the slice, which is wrong where slices are uneven; autograd then gathers the gradient to
-    mend it (seen in 2.11).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, whole: DTensor) -> Tensor:  # type: ignore[override]
-        ctx.like = whole.device_mesh, whole.placements, whole.shape, whole.stride()
-        local = whole.to_local()
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> DTensor:  # type: ignore[override]
-        mesh, placements, shape, stride = ctx.like
-        return DTensor.from_local(gradient.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-class _Column(_Divided):
+class _Column(Divided):
     """Linear and convolution by outputs."""
 
     _axes = MappingProxyType({"weight": 0, "bias": 0})
 
     def cut(self, name: str) -> None:
         if self._split is not Split.classes:
-            _check_enough(name, _outputs(self), "channels", self._mesh.size())
+            check_enough(name, outputs(self), "channels", self._mesh.size())
         super().cut(name)
 
     def forward(self, x: Tensor) -> Any:
         y = super().forward(fan(x, self._group, self._name) if x.requires_grad else x)
         if self._split is not Split.classes:
             return y
-        shape = torch.Size((*y.shape[:-1], _outputs(self)))
+        shape = torch.Size((*y.shape[:-1], outputs(self)))
         return DTensor.from_local(
             y,
             self._mesh,
@@ -152,7 +78,7 @@ class _Column(_Divided):
         )
 
 
-class _Row(_Divided):
+class _Row(Divided):
     """Linear and convolution by inputs. The bias is added once, to the sum."""
 
     _axes = MappingProxyType({"weight": 1})
@@ -173,15 +99,13 @@ class _Row(_Divided):
             if self._split is Split.row
             else scattered_total(y, self._axis, self._group, self._name)
         )
-        bias = _Divided.__getattr__(self, "bias")
-        return (
-            y
-            if bias is None
-            else y + (bias.view(-1, *(1 for _ in y.shape[2:])) if self._axis == 1 else bias).to(y.dtype)
-        )
+        bias = self._parameters.get("bias")
+        if bias is None:
+            return y
+        return y + (bias.view(-1, *(1 for _ in y.shape[2:])) if self._axis == 1 else bias).to(y.dtype)
 
 
-class _Grouped(_Divided):
+class Grouped(Divided):
     """A convolution whose groups of channels are divided."""
 
     _axes = MappingProxyType({"weight": 0, "bias": 0})
@@ -197,19 +121,19 @@ class _Grouped(_Divided):
         convolution.groups //= self._mesh.size()
 
 
-class _Norm(_Divided):
+class _Norm(Divided):
     """Batch normalisation, a channel at a time: no communication."""
 
     _axes = MappingProxyType({"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0})
 
 
-class _Features(_Divided):
+class _Features(Divided):
     """An embedding by features: every rank looks up a slice of each row."""
 
     _axes = MappingProxyType({"weight": 1})
 
 
-class _Ids(_Divided):
+class _Ids(Divided):
     """An embedding by ids: every rank looks up the ids it holds, and rows of other ids count as zero.
 
     The row of an id outside the table is NaN, so that the update is skipped and counted. Raising an error would have
@@ -221,15 +145,15 @@ class _Ids(_Divided):
 
     def cut(self, name: str) -> None:
         embedding = cast(nn.Embedding, self)
-        _check_enough(name, embedding.num_embeddings, "rows", self._mesh.size())
+        check_enough(name, embedding.num_embeddings, "rows", self._mesh.size())
         super().cut(name)
-        first, last = bounds(embedding.num_embeddings, self._mesh.size(), self._mesh.get_local_rank())
+        first, last = self._bounds(embedding.num_embeddings)
         self.__dict__["_first"] = first
         if embedding.padding_idx is not None:
             embedding.padding_idx = embedding.padding_idx - first if first <= embedding.padding_idx < last else None
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = self.weight.shape[0]
+        rows = cast(Tensor, self.weight).shape[0]
         local = ids - self._first
         others = (local < 0) | (local >= rows)
         beyond = (ids < 0) | (ids >= cast(int, self.num_embeddings))
@@ -237,14 +161,7 @@ class _Ids(_Divided):
         return total(looked_up.masked_fill(beyond[..., None], torch.nan), self._group, self._name)
 
 
-def sliced(tensor: Tensor, axis: int, mesh: DeviceMesh) -> DTensor:
-    """A DTensor like `tensor`, which may be on meta, of which this rank holds a slice along `axis`."""
-    first, last = bounds(tensor.shape[axis], mesh.size(), mesh.get_local_rank())
-    local = tensor.detach().narrow(axis, first, last - first).clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(local, mesh, [Shard(axis)], run_check=False, shape=tensor.shape, stride=tensor.stride())
-
-
-def _check_enough(name: str, count: int, of: str, size: int) -> None:
+def check_enough(name: str, count: int, of: str, size: int) -> None:
     """ConfigError, on all ranks alike, when one of `size` gets none of the `count`."""
     first, last = bounds(count, size, size - 1)
     if first == last:
@@ -253,7 +170,7 @@ def _check_enough(name: str, count: int, of: str, size: int) -> None:
         )
 
 
-def _outputs(module: nn.Module) -> int:
+def outputs(module: nn.Module) -> int:
     """Features or channels of a layer's output."""
     return cast(
         int,
@@ -263,7 +180,7 @@ def _outputs(module: nn.Module) -> int:
     )
 
 
-def _kind(name: str, module: nn.Module, split: Split) -> type[_Divided]:
+def kind_of(name: str, module: nn.Module, split: Split) -> type[Divided]:
     """The class of a module that is split so. ConfigError when there is none."""
     plain_convolution = isinstance(module, CONVOLUTIONS) and module.groups == 1
     match split:
@@ -276,7 +193,7 @@ def _kind(name: str, module: nn.Module, split: Split) -> type[_Divided]:
         case Split.local if isinstance(module, NORMS):
             return _Norm
         case Split.local if isinstance(module, CONVOLUTIONS) and module.groups > 1:
-            return _Grouped
+            return Grouped
         case Split.column | Split.row if (
             isinstance(module, nn.Embedding)
             and module.max_norm is None
