@@ -63,8 +63,8 @@ class MeshStrategy(Strategy):
             check_layout(name_of("strategy", self), task.recipe, "how its model is split")
         if self.offload and sizes.shard == 1:
             raise ConfigError(
-                "strategy.offload=true needs at least 2 processes that hold slices of parameters; use offload=false, or "
-                "launcher.processes=2 and more"
+                "strategy.offload=true needs at least 2 processes that hold slices of parameters; use offload=false, "
+                "or launcher.processes=2 and more"
             )
         if self.offload and devices == "cpu":
             raise ConfigError(

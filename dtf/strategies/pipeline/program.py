@@ -339,10 +339,10 @@ class PipelineProgram(ReadsAhead):
 
     def state(self) -> State:
         state = self._update.state()
-        share, common, seen = self._dims.dp_shard, [], set[str]()
+        share, first, common, seen = self._dims.dp_shard, self._dims.layer_rank == 0, [], set[str]()
         for stage in self._stages.values() if share.index == 0 else ():
-            common += self._shared.once(stage.index, buffers(stage), seen)
-        averages = [box for stage in self._stages.values() for box in own_averages(stage, share)]
+            common += self._shared.once(stage.index, buffers(stage, first), seen)
+        averages = [box for stage in self._stages.values() for box in own_averages(stage, share, first)]
         return state._replace(boxes=state.boxes + common + averages, private=True)
 
     def load(self, source: Source) -> None:
