@@ -39,12 +39,13 @@ from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.optim.update import LocalUpdate
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
+from dtf.strategies.pass_probes import refuse_drawing
 from dtf.strategies.pipeline.messages import PipelineRanks, StageMessages
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
 from dtf.strategies.pipeline.shared_tensors import CopiedBuffers, RenamedSource, SharedTensors
 from dtf.strategies.pipeline.stage import Held, Stage
 from dtf.strategies.pipeline.stage_guard import stage_guard
-from dtf.strategies.pipeline.trials import INSTEAD, StartTrials
+from dtf.strategies.pipeline.trials import INSTEAD, NOT_THERE, StartTrials
 from dtf.strategies.reading_ahead import ReadsAhead
 from dtf.strategies.replica_digests import compare_replicas, part_of, shared_parts
 from dtf.strategies.spmd import microbatch_load
@@ -104,10 +105,9 @@ class PipelineProgram(ReadsAhead):
         self._again: tuple[StartTrials, Callable[[], Batch]] | None = None  # for passes of all pipelines over one batch
         self._unsaved: Unsaved | None = None
         self._compared: list[str] | None = None  # names of parts that several replicas hold
-        dtype = loss_dtype(task)
-        self._one = torch.ones((), device=world.device, dtype=dtype)
-        self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=world.device, dtype=dtype)
-        self._counts, self._counted = torch.zeros((), device=world.device, dtype=dtype), False
+        self._one = torch.ones((), device=world.device, dtype=loss_dtype(task))
+        self._no_sums = self._one.new_zeros(1 + len(task.recipe.train_metrics))
+        self._counts, self._counted = torch.zeros_like(self._one), False
         """What the sum of losses of a step is divided by in place of rows, on the rank that computes losses."""
 
     def about(self) -> dict[str, str]:
@@ -272,7 +272,7 @@ class PipelineProgram(ReadsAhead):
 
         if self._unsaved:
             self._unsaved.evaluate = lambda: self.trial_eval(batch)
-        with trial(models, self._task):
+        with trial(models, self._task), refuse_drawing(models, "pipeline", NOT_THERE, self._world):
             evaluated = self.eval_step(copy_of(batch))
             if self.shares > 1 and self._again is not None:
                 start, peers = self._again[0], self._again[0].peers(self._world)
