@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +81,9 @@ class _CheckpointedForward:
     """The forward of a module whose results are freed until its backward pass."""
 
     def __init__(self, name: str, module: nn.Module, kind: Remat, masks: SeededDropout) -> None:
-        self._name, self._forward, self._kind, self._masks = name, module.forward, kind, masks
+        self._name, self._module, self._kind, self._masks = name, module, kind, masks
+        # the class may change, see `seed_calls`
+        self._own = None if getattr(module.forward, "__func__", None) is type(module).forward else module.forward
         self._norms: list[Any] = [part for part in module.modules() if is_torchs_own(part)]
         self._others = [part for part in module.modules() if part._buffers and not is_torchs_own(part)]
 
@@ -95,6 +98,13 @@ class _CheckpointedForward:
                 "there, or use step.remat=none"
             )
         return outputs
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._own or partial(type(self._module).forward, self._module)
+        if not self._masks.computes_again:
+            return forward(*args, **kwargs)
+        with self._masks.computing_again(self._module):
+            return forward(*args, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """The contexts of the forward pass, and of the pass that computes it again."""

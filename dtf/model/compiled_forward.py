@@ -28,6 +28,7 @@ from dtf.host.compiler import CACHE_VARIABLE, compiler_lack
 from dtf.host.heartbeat import compiling
 from dtf.host.user_cache import user_cache
 from dtf.model.norm_calls import Counted
+from dtf.model.seeded_calls import draws_in_compiled
 from dtf.model.seeded_dropout import Seeded
 
 BACKEND = "inductor"
@@ -51,11 +52,12 @@ class CompiledForward:
         self.name, self._module, self.key = name, module, key
         self._kind = (key, *_structure(module))
         self._functions: dict[bool, Callable[..., Any]] = {}
-        self._counted = [part for part in module.modules() if isinstance(part, Counted | Seeded)]
+        self._counted: list[Any] = [part for part in module.modules() if isinstance(part, Counted | Seeded)]
         for part in self._counted:
             refusal = part.ready_for_compilation()
             if refusal:
                 raise ConfigError(f"{key} cannot compile {self.label}: {refusal}; use step.compile=off")
+        self._looked = False  # for what draws by functions, which trial passes have found
         self.called = False
         """Whether a pass has called it."""
         self.is_off = False
@@ -65,6 +67,9 @@ class CompiledForward:
         self.called = True
         if self.is_off:
             return _call(self._module, *args, **kwargs)
+        if not self._looked:
+            self._looked = True
+            self._counted += draws_in_compiled(self._module)
         for part in self._counted:
             part.before_compiled()
         if _traced_only not in self._functions:

@@ -19,11 +19,14 @@ from dtf.model.object_fields import fields_of, has_fields, set_fields
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
+FUNCTION_DRAWS = "_function_draws"
+"""What dtf gives a module in a trial pass, see `dtf.model.seeded_calls`."""
 
 
 def own_attributes(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Those of a module's attributes that are its author's."""
-    return ((key, value) for key, value in list(values.items()) if key not in _TORCHS_OWN and key != "training")
+    left_out = _TORCHS_OWN | {"training", FUNCTION_DRAWS}
+    return ((key, value) for key, value in list(values.items()) if key not in left_out)
 
 
 class Contents:

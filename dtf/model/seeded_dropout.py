@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import random
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 
 from dtf.core.errors import ConfigError, LayoutError
 from dtf.core.seeding import seed_of
+from dtf.model.drawn_masks import Draws, DrawsByName, draw_factor, draw_in_compiled
 
 MOST_IN_FLIGHT = 4096
 """Micro-batches of which the calls of layers are remembered: more than any schedule holds between forward and
@@ -33,6 +32,12 @@ class SeededDropout:
         self._calls: dict[int, dict[str, int]] = {}  # key of a micro-batch -> layer -> how often it was called
         self._again: dict[str, int] | None = None  # the same in a pass that is computed again; None: in no such pass
         self._seeded: list[Any] = []
+        self.dropping: set[str] = set()
+        """The forwards that were found to call dropout functions, see `seeded_calls`."""
+        self.computing_again: Callable[[nn.Module], AbstractContextManager[None]] = lambda module: nullcontext()
+        """A context in which dtf computes the forward of a module again, past its hooks."""
+        self.input_norms: dict[str, Tensor] | None = None
+        """Gets what `record_input_norms` yields."""
         # on CUDA a model may draw on the CPU too, such as which layers it skips
         self._generators = [torch.default_generator]
         if device.type == "cuda":
@@ -41,8 +46,7 @@ class SeededDropout:
         for name, module in model.named_modules():
             if is_seeded(module):
                 # The class changes, the module and its name stay: parameter names and hooks of the user's model are
-                # untouched. Others that draw (AlphaDropout, functional dropout) follow the global generator, which
-                # `begin_micro_batch` seeds.
+                # untouched. What draws by functions of torch is found in passes, see `seeded_calls`.
                 module.__class__ = _seeded(type(module))
                 self._seeded.append(module)
                 module.__dict__ |= {"_masks": self, "_name": name, "_draws": Draws(self._seeded[-1])}
@@ -52,7 +56,7 @@ class SeededDropout:
         """A context. The dict that it yields gets the norm () of the input of each dropout that draws its mask for all
         channels, and so must get all channels.
         """
-        seen: dict[str, Tensor] = {}
+        self.input_norms = seen = {}
 
         def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             seen[f"inputs of {module._name}"] = inputs[0].detach().norm()
@@ -61,6 +65,7 @@ class SeededDropout:
         try:
             yield seen
         finally:
+            self.input_norms = None
             for hook in hooks:
                 hook.remove()
 
@@ -101,7 +106,7 @@ class SeededDropout:
         self._calls[self.key] = {}
         if len(self._calls) > MOST_IN_FLIGHT:
             del self._calls[next(iter(self._calls))]
-        for seed in self._seeders:  # for functional dropout and torch.rand in a user's forward
+        for seed in self._seeders:  # for torch.rand in a user's forward
             seed(self.key)
 
     def return_to(self, step: int, micro_batch: int) -> None:
@@ -132,19 +137,19 @@ class SeededDropout:
     def made(self, name: str) -> int:
         """The number of the next call of a layer, see `call`."""
         if self._again is None:
-            return 0 if _in_backward() else self._calls.setdefault(self.key, {}).get(name, 0)
+            return 0 if in_backward() else self._calls.setdefault(self.key, {}).get(name, 0)
         return self._again.get(name, 0)
 
     def call(self, name: str) -> int:
         """The number of this call of a layer within its micro-batch, from 0."""
         calls = self._calls.setdefault(self.key, {}) if self._again is None else self._again
-        if self._again is None and _in_backward():
+        if self._again is None and in_backward():
             # torch.utils.checkpoint in the model's own code computes a part of its forward again
             if calls.get(name, 1) > 1:
                 raise ConfigError(
                     f"{name} is called {calls[name]} times in a forward pass, and torch.utils.checkpoint computes it "
-                    "again: which of its masks is wanted is not known; give each call a dropout module of its own, or "
-                    "use step.remat"
+                    "again: which of its masks is wanted is not known; give each call a module of its own, or use "
+                    "step.remat"
                 )
             return 0
         number = calls.get(name, 0)
@@ -178,19 +183,18 @@ def _seeded(kind: type) -> Any:
     return type(f"Seeded{kind.__name__}", (SeededRows, kind), own)
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether a backward pass calls: it computes a part of a forward pass again."""
     return torch._C._current_graph_task_id() != -1
 
 
-class Seeded:
+class Seeded(DrawsByName):
     """A dropout layer whose mask is drawn from hash(seed, step, micro-batch, layer name, number of the call)."""
 
     _masks: SeededDropout
-    _name: str
     _channels = True  # whether whole channels are dropped
     # axis, its whole width, this rank's first and last + 1: the mask is drawn whole, then cut
     _slice: tuple[int, int, int, int] | None = None
-    _draws: Draws
     p: float
     training: bool
 
@@ -202,8 +206,8 @@ class Seeded:
         if self._draws.compiled and torch.compiler.is_dynamo_compiling():
             number = len(self._draws.log)
             self._draws.log.append(number)
-            return x * draw_in_compiled(self._draws.layer, number, shape, x.dtype, x.device)
-        return x * self.draw(self._masks.call(self._name), shape, x.dtype, x.device)
+            return x * draw_in_compiled(self._draws.layer, number, 0, self.p, shape, x.dtype, x.device)
+        return x * self.draw(self._masks.call(self._name), 0, self.p, shape, x.dtype, x.device)
 
     def _shape(self, x: Tensor) -> list[int]:
         """Of the mask of `x`, with all channels."""
@@ -221,16 +225,16 @@ class Seeded:
             shape[2:] = [1] * len(shape[2:])
         return shape
 
-    def draw(self, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The mask of a call of this micro-batch, as a factor."""
-        parts = (self._name, number) if number else (self._name,)
-        generator = torch.Generator(device).manual_seed(seed_of(self._masks.key, *parts))
-        mask = torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - self.p, generator=generator)
+    def draw(
+        self, number: int, index: int, p: float, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """The mask of a call of this micro-batch, as a factor. `index` is 0: a call draws once."""
+        mask = draw_factor(self._masks.key, self._name, number, index, p, shape, dtype, device)
         # else what it drops at once spans all channels
         if self._slice and mask.shape[self._slice[0]] == self._slice[1]:
             axis, _, first, last = self._slice
             mask = mask.narrow(axis, first, last - first)
-        return mask.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))
+        return mask
 
     def ready_for_compilation(self) -> str:
         """Why the layer cannot be in a compiled module; empty: it can, from now on."""
@@ -238,16 +242,6 @@ class Seeded:
             return "ranks divide its channels"
         self._draws.compiled = True
         return ""
-
-    def before_compiled(self) -> None:
-        """Called before a pass of the compiled module that has this layer."""
-        self._draws.first = self._masks.made(self._name)
-
-    def after_compiled(self) -> None:
-        """Called after that pass: count its calls."""
-        for _ in self._draws.log:
-            self._masks.call(self._name)
-        self._draws.log.clear()
 
 
 class SeededRows(Seeded):
@@ -270,50 +264,6 @@ def seeded_dropouts(model: nn.Module) -> Iterator[SeededDropout]:
             module.__class__ = type(module).__bases__[1]
             for key in ("_masks", "_name", "_draws"):
                 del module.__dict__[key]
-
-
-class Draws:
-    """What a compiled pass needs to draw the masks of one layer."""
-
-    def __init__(self, layer: Seeded) -> None:
-        self.compiled = False
-        self.log: list[int] = []
-        """The calls of a compiled pass: it cannot count."""
-        self.first = 0
-        """The number of its first call within the micro-batch."""
-        number = next(_numbers)
-        self.layer = torch.tensor(number)
-        """Stands for the layer, (): a compiled pass reads it, and so holds no seed."""
-        _layers[number] = layer
-
-
-_numbers = itertools.count()
-_layers: weakref.WeakValueDictionary[int, Seeded] = weakref.WeakValueDictionary()
-
-
-def draw_in_compiled(
-    layer: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """The mask, as a factor, of call `number` of a layer within a compiled pass, drawn while that runs."""
-    return torch.ops.dtf.dropout_mask(layer, number, shape, dtype, device)
-
-
-def _draw(layer: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    drawing = _layers[int(layer)]
-    return drawing.draw(drawing._draws.first + number, shape, dtype, device)
-
-
-def _fake(layer: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-_library = torch.library.Library("dtf", "DEF")
-_library.define(
-    "dropout_mask(Tensor layer, int number, SymInt[] shape, ScalarType dtype, Device device) -> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),  # so that no two of them are made one, and none is done again
-)
-_library.impl("dropout_mask", _draw, "CompositeExplicitAutograd")
-torch.library.register_fake("dtf::dropout_mask", _fake, lib=_library)
 
 
 def host_states() -> tuple[Any, ...]:

@@ -15,9 +15,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dtf.core.errors import ConfigError
+from dtf.distributed.world import World
 from dtf.model.communication import Communication
+from dtf.model.forward import global_rng_error
 from dtf.model.init import HOOKS_ON_SUMS
-from dtf.model.seeded_dropout import SeededDropout
+from dtf.model.seeded_dropout import SeededDropout, find_drawing_modules
 from dtf.strategies.tensor_parallel.slices import slices_of
 
 
@@ -210,6 +212,18 @@ def count_calls(layers: Mapping[str, nn.Module], masks: SeededDropout) -> Iterat
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def refuse_drawing(models: Sequence[nn.Module], strategy: str, why: str, world: World) -> Iterator[None]:
+    """A context for a trial pass of an evaluation. ConfigError on all ranks where a module of one draws in it from a
+    global generator. Collective.
+    """
+    with find_drawing_modules(named for model in models for named in model.named_modules()) as drawing:
+        yield
+    everyone = world.gather(drawing[:1])
+    if drawing := world.broadcast(everyone and next(filter(None, everyone), [])):
+        raise global_rng_error(strategy, why, drawing[0])
 
 
 def pass_error(error: Exception) -> ConfigError | None:

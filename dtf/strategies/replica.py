@@ -21,7 +21,6 @@ from dtf.model.annotate import section
 from dtf.model.attributes import Attributes
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.changing_buffers import ChangingBuffers, buffers_restored
-from dtf.model.communication import asks_for_no_others
 from dtf.model.compiled_forward import compile_modules, uncompiled
 from dtf.model.forward import (
     ForwardPass,
@@ -39,12 +38,13 @@ from dtf.model.memory import Footprint, activations, pending_grad_bytes, unsumme
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.outside_tensors import OutsideTensors, refuse_kept_copies
 from dtf.model.receive import EVALUATION, Receiver
+from dtf.model.seeded_calls import seed_calls
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.model.shared_state import SharedState
 from dtf.optim.update import LocalUpdate
 from dtf.strategies.compile_trial import CompileTrial
-from dtf.strategies.pass_probes import Reach, count_calls, pass_error, refuse_hooks_on_sums, written_by_pass
-from dtf.strategies.replica_start import CLIPPED, PADDED, check_start
+from dtf.strategies.pass_probes import Reach, pass_error, refuse_hooks_on_sums, written_by_pass
+from dtf.strategies.replica_start import CLIPPED, PADDED, check_start, watched_pass
 from dtf.strategies.start_check import Numbers, Passes
 from dtf.strategies.start_padding import padding_error
 from dtf.strategies.trial_numbers import output_norms, pass_numbers, passes_without_trace, put_start, row_sizes
@@ -237,8 +237,7 @@ class Replica:
         self._passes.watch = None if self._sync else outside.look  # what is gathered is a copy
         try:
             with buffers_restored(self.model) as changed:
-                layers = self.statistics.layers()
-                with self.masks.find_other_generators(), count_calls(layers, self.masks) as calls, asks_for_no_others():
+                with watched_pass(self.model, self.statistics, self.masks) as calls:
                     self._trial(rows[0], 0, last=not self._reach.active)
                 self.changing.take_uneven(self.statistics, calls)
                 if self._reach.active:
@@ -331,6 +330,7 @@ class Replica:
     def follow(self, other: Replica) -> None:
         """Take over what `warmup` has found of another copy of the model."""
         self.masks.seed_as(other.masks)
+        seed_calls(self.model, self.masks, other.masks.dropping)
         self.compile_trial.skip_machine_code()
         self.changing.take(self.statistics.release(other.statistics.uneven - self.statistics.uneven))
         self._passes.loss.follow(other._passes.loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +37,7 @@ from dtf.optim.update import LocalUpdate
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.guard.spmd_guard import spmd_guard
+from dtf.strategies.pass_probes import refuse_drawing
 from dtf.strategies.reading_ahead import ReadsAhead
 from dtf.strategies.replica import Replica
 from dtf.strategies.replica_digests import compare_replicas, exchange_of, part_of, shared_parts, whole_and_slices
@@ -45,6 +47,8 @@ from dtf.strategies.start_padding import pads
 from dtf.strategies.tensor_parallel.slices import slices_of
 from dtf.strategies.trial_numbers import trial
 from dtf.strategies.unsaved import Unsaved
+
+_ALIKE = "and ranks that divide its channels would draw alike for different ones"
 
 
 class Spmd(ReadsAhead):
@@ -139,8 +143,7 @@ class Spmd(ReadsAhead):
         with name_failing_module(model), masks.record_input_norms() as seen, drawing_modules as drawing:
             drew = self._replica.warmup(batch, peers)
         if drew:
-            why = "and ranks that divide its channels would draw alike for different ones"
-            raise global_rng_error("tensor", why, drawing[0] if drawing else "")
+            raise global_rng_error("tensor", _ALIKE, drawing[0] if drawing else "")
         self.row_flops = row_flops(self._replica.trials, self._dims.total)
         seen |= {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()}
         sums = {
@@ -211,11 +214,12 @@ class Spmd(ReadsAhead):
         assert batch is not None
         if self._unsaved:
             self._unsaved.evaluate = lambda: self.trial_eval(batch)
-        with trial([self._replica.model], self._task):
+        models = [self._replica.model]
+        alike = refuse_drawing(models, "tensor", _ALIKE, self._world) if self._together else nullcontext()
+        with trial(models, self._task), alike:
             evaluated = self.eval_step(copy_of(batch))
             if self._replica.divided:
                 peers = self._world
-                models = [self._replica.model]
                 check_evaluation(self._evaluated, batch, models, self._task, peers, self._replica.instead)
             return evaluated
 

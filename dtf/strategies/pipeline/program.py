@@ -39,13 +39,14 @@ from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.optim.update import LocalUpdate
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
+from dtf.strategies.pass_probes import refuse_drawing
 from dtf.strategies.pipeline.flow import Flow, MicroBatchHook, nothing
 from dtf.strategies.pipeline.messages import PipelineRanks
 from dtf.strategies.pipeline.schedules import Schedule
 from dtf.strategies.pipeline.shared_tensors import CopiedBuffers, RenamedSource, SharedTensors
 from dtf.strategies.pipeline.stage import Stage, local_parameters
 from dtf.strategies.pipeline.stage_guard import stage_guard
-from dtf.strategies.pipeline.trials import StartTrials
+from dtf.strategies.pipeline.trials import NOT_THERE, StartTrials
 from dtf.strategies.reading_ahead import ReadsAhead
 from dtf.strategies.replica_digests import Part, compare_replicas, part_of, shared_parts
 from dtf.strategies.spmd import microbatch_load
@@ -302,7 +303,7 @@ class PipelineProgram(ReadsAhead):
 
         if self._unsaved:
             self._unsaved.evaluate = lambda: self.trial_eval(batch)
-        with trial(models, self._task):
+        with trial(models, self._task), refuse_drawing(models, "pipeline", NOT_THERE, self._world):
             evaluated = self.eval_step(copy_of(batch))
             if self.shares > 1 and self._again is not None:
                 start, peers = self._again[0], self._again[0].peers(self._world)

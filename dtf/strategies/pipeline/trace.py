@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from dtf.core.errors import ConfigError
 from dtf.model.attributes import without_trace
 from dtf.model.author_errors import line_of
+from dtf.model.seeded_calls import drops
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
@@ -48,9 +49,10 @@ class _Tracer(Tracer):
     ) -> Node:
         if _modes() != self._modes:
             raise ValueError(f"{target} runs under torch.no_grad or torch.autocast, which leave no trace")
-        if kind == "call_function" and "dropout" in getattr(target, "__name__", ""):
+        if kind == "call_function" and ("dropout" in getattr(target, "__name__", "") or drops(target, args, kwargs)):
             raise ValueError(
-                f"{target.__name__} draws from a generator that the parts of a model do not share; use nn.Dropout"
+                f"{target.__name__} draws from a generator that the parts of a model do not share; use nn.Dropout, or "
+                "call it in the forward of a block"
             )
         return super().create_node(kind, target, args, kwargs, name, type_expr)
 

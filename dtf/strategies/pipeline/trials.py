@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -15,6 +16,7 @@ from dtf.api.precision import Format
 from dtf.api.sparse_table import inputs_of
 from dtf.api.task import StartCheck, Task
 from dtf.core.consistency import Peers
+from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.sharding import local
@@ -28,6 +30,7 @@ from dtf.model.forward import ForwardPass, as_padding, batch_norm_error, global_
 from dtf.model.known_parameters import KnownParameters
 from dtf.model.memory import Footprint
 from dtf.model.outside_tensors import OutsideTensors, outside_error
+from dtf.model.seeded_calls import FindCalls, seed_calls
 from dtf.model.seeded_dropout import find_drawing_modules
 from dtf.model.shared_state import SharedState
 from dtf.strategies.compile_trial import CompileTrial
@@ -38,6 +41,9 @@ from dtf.strategies.replica_start import PADDED
 from dtf.strategies.start_check import BUFFER, GRADIENT, Collectives, Numbers, Passes, Trials, check_passes, take_size
 from dtf.strategies.start_padding import agree, not_zero, padding_error
 from dtf.strategies.trial_numbers import passes_without_trace, row_sizes
+
+NOT_THERE = "and the other stages would not draw them too"
+"""Why a model must not draw from global generators."""
 
 Run = Callable[..., Evaluated]
 
@@ -104,17 +110,8 @@ class StartTrials:
             stack.callback(setattr, self._passes, "watch", None)
             written = [WrittenParameters(stage.model) for stage in self._stages]
             asks = AsksForOthers("the model or its loss")  # others do not come to the loss
-            everyone = world.gather(
-                [self._drew(few, a, written, asks), [name for held in outside for name in held.learning()], asks.found]
-            )
-            firsts = everyone and [next(filter(None, found), None) for found in zip(*everyone, strict=True)]
-            drawing, learning, asked = world.broadcast(firsts)
-            if asked:
-                raise others_error("the model", asked[0])
-            if learning:
-                raise outside_error(learning[0])
-            if drawing:
-                raise global_rng_error("pipeline", "and the other stages would not draw them too", drawing[0])
+            drew = self._drew(few, a, written, asks, world)
+            _refuse_found(drew, [name for held in outside for name in held.learning()], asks.found, world)
             for known, found in zip(parameters, written, strict=True):
                 known.refuse_changed(
                     self._instead if self._divided else "strategy=ddp launcher.processes=1", found.found
@@ -169,7 +166,12 @@ class StartTrials:
         return Collectives(lambda value: self._gather(value, world), world.broadcast)
 
     def _drew(
-        self, few: Batch, a: Callable[[], Batch], written: list[WrittenParameters], asks: AsksForOthers
+        self,
+        few: Batch,
+        a: Callable[[], Batch],
+        written: list[WrittenParameters],
+        asks: AsksForOthers,
+        world: World,
     ) -> list[str]:
         """The passes that are measured; `written` watch the second.
 
@@ -189,8 +191,10 @@ class StartTrials:
 
         with first.find_other_generators(), asks, ExitStack() as stack:
             counted = [stack.enter_context(count_calls(s.statistics.layers(), s.masks)) for s in self._stages]
+            dropping = [stack.enter_context(FindCalls(s.model, s.masks, root=False)) for s in self._stages]
             self._trial(few, 0, enter)
         self._release_uneven(counted)
+        self._seed_calls({name for found in dropping for name in found.forwards}, world)
         named = chain.from_iterable(stage.model.named_modules() for stage in self._stages)
         with find_drawing_modules(named) as drawing, ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -200,6 +204,20 @@ class StartTrials:
         if any(drew) or first.draws_elsewhere or not torch.equal(seeded[0], first.rng_state()):
             return drawing[:1] or [""]
         return []
+
+    def _seed_calls(self, forwards: set[str], world: World) -> None:
+        """Seed what these forwards draw by functions, as in the whole model. Collective."""
+        found = world.gather(sorted(forwards))
+        everywhere = world.broadcast(found and sorted({name for one in found for name in one}))
+        seeded = world.gather([seed_calls(s.model, s.masks, everywhere, root=False) for s in self._stages])
+        stages = Counter(name for rank in seeded or () for stage in rank for name in stage)
+        # pipelines beside each other have the same stages
+        shared = next((name for name, count in stages.items() if count > self._dims.dp_shard.count), "")
+        if shared := world.broadcast(shared):
+            raise ConfigError(
+                f"strategy=pipeline: {shared} draws dropout masks and is called in two stages, and its masks depend on "
+                "how often; use one module for each"
+            )
 
     def _release_uneven(self, counted: list[dict[str, int]]) -> None:
         """Keep the averages of normalisations that a pass does not call exactly once by the rule for buffers."""
@@ -273,6 +291,21 @@ class StartTrials:
         if everyone is None:
             return None
         return [_merged([everyone[rank] for rank in ranks]) for ranks in self._dims.mesh_rows]
+
+
+def _refuse_found(drawing: list[str], learning: list[str], asked: list[str], world: World) -> None:
+    """Raise ConfigError for what any rank has found: modules that draw from a global generator, tensors outside of the
+    model that learn, and ways in which it asked for other processes. Collective.
+    """
+    everyone = world.gather([drawing, learning, asked])
+    firsts = everyone and [next(filter(None, found), None) for found in zip(*everyone, strict=True)]
+    drawing, learning, asked = world.broadcast(firsts)
+    if asked:
+        raise others_error("the model", asked[0])
+    if learning:
+        raise outside_error(learning[0])
+    if drawing:
+        raise global_rng_error("pipeline", NOT_THERE, drawing[0])
 
 
 def _merged(answers: list[Any]) -> list[Any]:
