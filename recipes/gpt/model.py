@@ -1,4 +1,5 @@
 """A language model over bytes: GPT-2's network (Radford et al. 2019), with layers of its own for query, key and value.
+GPT-2's bias of the keys is left out: outputs do not depend on it, so that its gradient is nothing but rounding.
 
 B: rows; T: bytes of a row.
 """
@@ -76,7 +77,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width, self.dropout = width // heads, dropout
         self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, width)
+        self.key = nn.Linear(width, width, bias=False)  # see above
         self.value = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
 

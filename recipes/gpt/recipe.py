@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class ModelOptions(FineTuning):
     layers: int = option(default=2, least=1, most=1024, doc="blocks of attention and MLP")
     heads: int = option(default=4, least=1, most=1024, doc="heads of attention in each block; they divide the width")
-    width: int = option(default=128, least=1, most=1 << 16, doc="numbers for each byte between blocks")
+    width: int = option(default=64, least=1, most=1 << 16, doc="numbers for each byte between blocks")
     mlp_ratio: float = option(default=4.0, above=0, most=64, doc="width of the hidden layer of an MLP over `width`")
     dropout: float = option(
         default=0.0, least=0, below=1, doc="after the embedding, on the weights of attention and at the end of branches"
@@ -50,7 +50,7 @@ class ModelOptions(FineTuning):
 
 @dataclass(kw_only=True)
 class TextOptions:
-    length: int = option(default=128, least=1, most=1 << 20, doc="bytes that a row predicts", unit="bytes")
+    length: int = option(default=64, least=1, most=1 << 20, doc="bytes that a row predicts", unit="bytes")
     path: str = option(
         default="",
         doc="file to train on, of any kind, or a pattern such as 'books/*.txt', whose files are joined in the order of "
@@ -60,12 +60,12 @@ class TextOptions:
         default=0.1, above=0, below=1, doc="of `path`: share of the bytes, at the end, to evaluate on"
     )
     train_rows: int = option(
-        default=40_000, least=1, most=1 << 32, doc="generated text: rows of the training split", unit="rows"
+        default=76_800, least=1, most=1 << 32, doc="generated text: rows of the training split", unit="rows"
     )
     eval_rows: int = option(
         default=2048, least=1, most=1 << 24, doc="generated text: rows of the evaluation split", unit="rows"
     )
-    words: int = option(default=64, least=2, most=1024, doc="generated text: different words")
+    words: int = option(default=32, least=2, most=1024, doc="generated text: different words")
     repeats: float = option(
         default=0.25, least=0, below=1, doc="generated text: how often a word is one of the row's words so far"
     )
