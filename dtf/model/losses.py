@@ -1,8 +1,8 @@
 """Losses and metrics of class scores that work under any strategy: scores may be divided by classes over ranks (a
 DTensor).
 
-Scores have shape (B, C). On divided scores each call is collective over the ranks that hold the slices. It sends a few
-numbers per row, never the scores.
+Scores have shape (..., C): (B, C) for rows, (B, T, C) for rows of tokens. On divided scores each call is collective
+over the ranks that hold the slices. It sends a few numbers per target, never the scores.
 """
 
 from __future__ import annotations
@@ -19,47 +19,49 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 IGNORED = -100
-"""The target of a row without a loss, as in torch."""
+"""A target without a loss, as in torch."""
 
 
 def cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """The loss of each row (B,), as `torch.nn.functional.cross_entropy(reduction="none")`. `scores` (B, C); `targets`
-    (B,) int64: class numbers, or IGNORED for a loss of 0.
+    """The loss of each target (...), as `torch.nn.functional.cross_entropy(reduction="none")`. `scores` (..., C);
+    `targets` (...) int64: class numbers, or IGNORED for a loss of 0.
 
     On divided scores, a target that is no class makes the loss NaN, so that the update is skipped and counted: raising
     an error would need host synchronisation. Collective on divided scores.
     """
     slices = _slices(scores)
     if slices is None:
-        return functional.cross_entropy(scores, targets, reduction="none", label_smoothing=label_smoothing)
+        rows = scores.reshape(-1, scores.shape[-1])
+        loss = functional.cross_entropy(rows, targets.reshape(-1), reduction="none", label_smoothing=label_smoothing)
+        return loss.view(targets.shape)
     from torch import distributed as dist
 
     from dtf.distributed.collectives import total
 
     local, group = slices.local, slices.group
     with torch.no_grad():  # only for the sake of range: it cancels out
-        top = local.amax(dim=1) if local.shape[1] else local.new_full((len(local),), -torch.inf)
+        top = local.amax(dim=-1) if local.shape[-1] else local.new_full(targets.shape, -torch.inf)
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    shifted = local - top[:, None]
-    sums = [shifted.exp().sum(dim=1), slices.at(shifted, targets)]
+    shifted = local - top[..., None]
+    sums = [shifted.exp().sum(dim=-1), slices.at(shifted, targets)]
     if label_smoothing:
-        sums.append(shifted.sum(dim=1))
+        sums.append(shifted.sum(dim=-1))
     denominator, right, *rest = total(torch.stack(sums), group).unbind()
-    spread = label_smoothing / scores.shape[1] * rest[0] if rest else 0.0
+    spread = label_smoothing / scores.shape[-1] * rest[0] if rest else 0.0
     loss = denominator.log() - (1 - label_smoothing) * right - spread
     return loss.masked_fill(_beyond(scores, targets), torch.nan).masked_fill(targets == IGNORED, 0.0)
 
 
 def target_rank(scores: Tensor, targets: Tensor) -> Tensor:
-    """How many scores of a row are at least that of its target, the target's own included: (B,) int64, 1 is the best.
-    `scores` (B, C), `targets` (B,) int64. Collective on divided scores.
+    """How many scores are at least that of the target, the target's own included: (...) int64, 1 is the best.
+    `scores` (..., C), `targets` (...) int64. Collective on divided scores.
 
-    A tie and a NaN count against the model. A target that is no class, such as IGNORED, has a score of NaN, so that its
-    row counts as the worst.
+    A tie and a NaN count against the model. A target that is no class, such as IGNORED, has a score of NaN, so that it
+    counts as the worst.
     """
     slices, beyond = _slices(scores), _beyond(scores, targets)
     if slices is None:
-        right = scores.gather(1, targets.masked_fill(beyond, 0)[:, None])[:, 0]
+        right = scores.gather(-1, targets.masked_fill(beyond, 0)[..., None])[..., 0]
         return _at_least(scores, right.masked_fill(beyond, torch.nan))
     from torch import distributed as dist
 
@@ -71,31 +73,31 @@ def target_rank(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def _at_least(scores: Tensor, right: Tensor) -> Tensor:
-    return (~(scores < right[:, None])).sum(dim=1)
+    return (~(scores < right[..., None])).sum(dim=-1)
 
 
 def _beyond(scores: Tensor, targets: Tensor) -> Tensor:
-    return (targets < 0) | (targets >= scores.shape[1])
+    return (targets < 0) | (targets >= scores.shape[-1])
 
 
 class _Slices(NamedTuple):
-    """The columns of the scores on this rank. `first`: the class of the first one."""
+    """The classes of the scores on this rank. `first`: the first one."""
 
     local: Tensor
     first: int
     group: ProcessGroup
 
     def at(self, columns: Tensor, targets: Tensor) -> Tensor:
-        """The element of each row at its target, 0 where another rank has it, (B,)."""
+        """The element at each target, 0 where another rank has it, (...)."""
         index = targets - self.first
-        in_slice = (index >= 0) & (index < columns.shape[1])
-        if not columns.shape[1]:
-            return columns.new_zeros(len(columns)) + 0 * columns.sum(dim=1)
-        chosen = columns.gather(1, index.clamp(0, columns.shape[1] - 1)[:, None])[:, 0]
+        in_slice = (index >= 0) & (index < columns.shape[-1])
+        if not columns.shape[-1]:
+            return columns.new_zeros(targets.shape) + 0 * columns.sum(dim=-1)
+        chosen = columns.gather(-1, index.clamp(0, columns.shape[-1] - 1)[..., None])[..., 0]
         return torch.where(in_slice, chosen, torch.zeros_like(chosen))
 
 
 def _slices(scores: Tensor) -> _Slices | None:
     if not is_dtensor(scores):
         return None
-    return _Slices(local(scores), offset(scores)[1], scores.device_mesh.get_group())  # type: ignore[attr-defined]
+    return _Slices(local(scores), offset(scores)[-1], scores.device_mesh.get_group())  # type: ignore[attr-defined]

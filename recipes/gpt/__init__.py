@@ -1,0 +1,4 @@
+"""Language models over bytes.
+
+Imports core to engine.
+"""
