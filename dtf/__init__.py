@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dtf.api.helper_roles import HelperRoles, RendezvousContext, RoleContext
     from dtf.api.job import ComposedConfig, Job
     from dtf.api.launcher import WORK, LaunchedRun, Launcher, check_environment, check_one_role, log_folder, report
-    from dtf.api.layout import BufferUpdate, Layout, Split
+    from dtf.api.layout import BufferUpdate, Layout, Split, SplitBy
     from dtf.api.leased_work import LeasedWork
     from dtf.api.lr import Schedule
     from dtf.api.observer import Observer, Probe, Probes
@@ -190,6 +190,7 @@ _PUBLIC = {
     "Sharding": "optim.sharding",
     "Source": "api.task",
     "Split": "api.layout",
+    "SplitBy": "api.layout",
     "Spmd": "strategies.spmd",
     "Started": "core.types",
     "State": "core.types",
@@ -302,6 +303,7 @@ __all__ = [
     "Sharding",
     "Source",
     "Split",
+    "SplitBy",
     "Spmd",
     "Started",
     "State",

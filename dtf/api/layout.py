@@ -17,8 +17,33 @@ class Split(Enum):
     row = "row"  # by input channels: a slice of the inputs -> all outputs, summed over the ranks; an Embedding by ids
     row_scatter = "row_scatter"  # by input channels, the sum divided: a slice of the inputs -> a slice of the outputs
     local = "local"  # every channel (or group of channels) by itself: normalisation, dropout, grouped convolutions
+    heads = "heads"  # attention with all that is in it, by heads: nn.MultiheadAttention, windows of torchvision's Swin
+    # by nothing: whole weights at work on a slice, such as the normalisation of each head; their gradients are summed
+    whole = "whole"
     # as column, for the last layer: the recipe's loss and metrics get a DTensor, see `dtf.model.losses`
     classes = "classes"
+
+
+@dataclass(frozen=True)
+class SplitBy:
+    """A split by heads, or of a fused projection: `SplitBy(heads=8)` of the projection of queries,
+    `SplitBy(Split.row, heads=8)` of that behind attention, `SplitBy(heads=8, parts=(512, 512, 512))` of one Linear that
+    makes queries, keys and values.
+    """
+
+    split: Split = Split.column
+    """`column`, `row`, or `local` of the dropout of attention weights (B, heads, T, T)."""
+
+    heads: int = 0
+    """Ranks get whole heads, as many as others or one more. A part may have query, key and value of a head one after
+    another. 0: by channels.
+    """
+
+    groups: int = 0
+    """Of grouped queries: how many heads keys and values have. Ranks get whole groups. 0: as many as `heads`."""
+
+    parts: tuple[int, ...] = ()
+    """Channels of the parts that lie one after another, each of which is split. Empty: one part."""
 
 
 class BufferUpdate(Enum):
@@ -42,7 +67,7 @@ class Layout:
     gathers and pipelines cut by blocks. Empty: unknown.
     """
 
-    splits: Mapping[str, Split] = field(default_factory=dict)
+    splits: Mapping[str, Split | SplitBy] = field(default_factory=dict)
     """Which modules tensor parallelism divides and how, in the order in which data flows. All ranks compute all other
     modules alike. Empty: none.
     """

@@ -98,6 +98,15 @@ def bounds(width: int, size: int, rank: int) -> tuple[int, int]:
     return min(width, rank * chunk), min(width, (rank + 1) * chunk)
 
 
+def balanced(count: int, size: int, rank: int) -> tuple[int, int]:
+    """First and last + 1 of a rank's share of `count` things; the first ranks have one more where it does not come out
+    even.
+    """
+    each, more = divmod(count, size)
+    first = rank * each + min(rank, more)
+    return first, first + each + (rank < more)
+
+
 def offset(tensor: Tensor) -> tuple[int, ...]:
     """Where this rank's part begins in the global tensor. Each axis of a DTensor is cut along one axis of its mesh at
     most.

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torch import nn
 
-from dtf.api.layout import Layout
+from dtf.api.layout import Layout, Split, SplitBy
 from dtf.core.text import count_text
 
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -122,8 +122,11 @@ def blocks_row(model: nn.Module, layout: Layout) -> dict[str, str]:
 
 def as_code(layout: Layout) -> str:
     """A `layout()` in Python that names the blocks and splits of a layout."""
+    kinds = sorted({"Split" if isinstance(split, Split) else "SplitBy" for split in layout.splits.values()})
+    if any("Split." in _split_code(split) for split in layout.splits.values()):
+        kinds = sorted({*kinds, "Split"})
     lines = [
-        "from dtf import Layout, Split" if layout.splits else "from dtf import Layout",
+        f"from dtf import {', '.join(['Layout', *kinds])}",
         "",
         "",
         "def layout(self, model):  # a method of the recipe",
@@ -135,9 +138,18 @@ def as_code(layout: Layout) -> str:
         lines.append(f"            ({names}{',' * (len(block) == 1)}),")
     lines.append("        ),")
     if layout.splits:
-        splits = ", ".join(f'"{name}": Split.{split.name}' for name, split in layout.splits.items())
-        lines.append(f"        splits={{{splits}}},")
+        lines.append("        splits={")
+        lines += [f'            "{name}": {_split_code(split)},' for name, split in layout.splits.items()]
+        lines.append("        },")
     return "\n".join([*lines, "    )"])
+
+
+def _split_code(split: Split | SplitBy) -> str:
+    if isinstance(split, Split):
+        return f"Split.{split.name}"
+    given = [f"Split.{split.split.name}"] if split.split is not Split.column else []
+    given += [f"{key}={value}" for key, value in asdict(split).items() if value and key != "split"]
+    return f"SplitBy({', '.join(given)})"
 
 
 def _members(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dtf.api.layout import BufferUpdate, Layout, Split
+from dtf.api.layout import BufferUpdate, Layout, Split, SplitBy
 from dtf.api.name_patterns import covers
 from dtf.api.precision import Cast, Format, Precision
 from dtf.api.recipe import Recipe
@@ -229,9 +229,10 @@ def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
         if around:
             raise LayoutError(f"{who} names {name} and {around[0]}, which contains it; name one of them")
     for name, split in layout.splits.items():
-        if not isinstance(split, Split):
+        if not isinstance(split, Split | SplitBy):
             raise LayoutError(
-                f"{who} splits {name} as {split!r}; use one of Split.{', Split.'.join(kind.name for kind in Split)}"
+                f"{who} splits {name} as {split!r}; use SplitBy, or one of Split."
+                f"{', Split.'.join(kind.name for kind in Split)}"
             )
     _check_buffers(who, layout, [name for name, _ in model.named_buffers()])
     return layout if layout.blocks else found_layout(model, layout)

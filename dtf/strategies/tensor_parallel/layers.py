@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtf.api.layout import Split
+from dtf.api.layout import Split, SplitBy
 from dtf.core.errors import ConfigError, LayoutError
 from dtf.distributed.collectives import fan, partial, scattered_total, total
-from dtf.distributed.sharding import bounds, cut
-from dtf.strategies.tensor_parallel.slices import TABLE
+from dtf.distributed.sharding import Slice, bounds, cut
+from dtf.strategies.tensor_parallel.slices import TABLE, check_enough, ranges
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+TRANSPOSED = "transformers.pytorch_utils.Conv1D"
+"""A Linear whose weight is (inputs, outputs)."""
 
 
 class Divided(nn.Module):
@@ -33,24 +35,40 @@ class Divided(nn.Module):
     _mesh: DeviceMesh
     _group: dist.ProcessGroup
     _name: str
-    _split: Split
+    _by: SplitBy
     _axis: int  # of the channels in activations
     _axes: Mapping[str, int] = MappingProxyType({})
 
-    def cut(self, name: str) -> None:
-        """Replace the whole tensors, which may be on meta, by this rank's slices."""
+    def cut(self, name: str, made: dict[int, tuple[Tensor, nn.Parameter, Slice]]) -> None:
+        """Replace the whole tensors, which may be on meta, by this rank's slices. `made`: of parameters that several
+        modules have, by identity of the whole one: it, and what was made of it.
+        """
         table = self.__dict__.setdefault(TABLE, {})
         for tensors in (self._parameters, self._buffers):
             for key, tensor in [*tensors.items()]:
                 if tensor is None or key not in self._axes or not tensor.dim():
                     continue
                 axis = self._axes[key]
-                table[key] = cut(tensor.shape, axis, [self._bounds(tensor.shape[axis])])
-                part = table[key].take(tensor)
-                setattr(self, key, nn.Parameter(part, tensor.requires_grad) if key in self._parameters else part)
+                table[key] = cut(tensor.shape, axis, self._ranges(key, tensor.shape[axis]))
+                whole, part, before = made.get(id(tensor), (None, None, table[key]))
+                if before != table[key]:
+                    raise LayoutError(
+                        f"the recipe's layout splits {name}, and another module has its {key} too, which is cut in "
+                        "another way there; leave both out of the splits"
+                    )
+                if whole is None:
+                    part = table[key].take(tensor)
+                if key in self._parameters:
+                    part = part if whole is not None else nn.Parameter(part, tensor.requires_grad)  # type: ignore[arg-type]
+                    made[id(tensor)] = (tensor, cast(nn.Parameter, part), table[key])
+                setattr(self, key, part)
 
-    def _bounds(self, width: int) -> tuple[int, int]:
-        return bounds(width, self._mesh.size(), self._mesh.get_local_rank())
+    def _ranges(self, key: str, width: int) -> list[tuple[int, int]]:
+        return ranges(f"{self._name}.{key}", self._by, width, self._mesh)
+
+    def fanned(self, x: Tensor) -> Tensor:
+        """An input that all ranks have alike, and use differently."""
+        return fan(x, self._group, self._name) if x.requires_grad else x
 
 
 class _Column(Divided):
@@ -58,14 +76,14 @@ class _Column(Divided):
 
     _axes = MappingProxyType({"weight": 0, "bias": 0})
 
-    def cut(self, name: str) -> None:
-        if self._split is not Split.classes:
-            check_enough(name, outputs(self), "channels", self._mesh.size())
-        super().cut(name)
+    def cut(self, name: str, made: Any) -> None:
+        if self._by.split is not Split.classes and not self._by.heads:
+            check_enough(name, min(self._by.parts, default=outputs(self)), "channels", self._mesh.size())
+        super().cut(name, made)
 
     def forward(self, x: Tensor) -> Any:
-        y = super().forward(fan(x, self._group, self._name) if x.requires_grad else x)
-        if self._split is not Split.classes:
+        y = super().forward(self.fanned(x))
+        if self._by.split is not Split.classes:
             return y
         shape = torch.Size((*y.shape[:-1], outputs(self)))
         return DTensor.from_local(
@@ -83,20 +101,24 @@ class _Row(Divided):
 
     _axes = MappingProxyType({"weight": 1})
 
-    def cut(self, name: str) -> None:
-        if self._split is Split.row_scatter:
+    def cut(self, name: str, made: Any) -> None:
+        if self._by.split is Split.row_scatter:
             self.__dict__["_axes"] = {"weight": 1, "bias": 0}
-        super().cut(name)
+        super().cut(name, made)
 
     def __getattr__(self, name: str) -> Any:
         return None if name == "bias" else super().__getattr__(name)
 
+    def product(self, x: Tensor) -> Tensor:
+        """This rank's summand."""
+        return super().forward(x)
+
     def forward(self, x: Tensor) -> Tensor:
         with partial():
-            y = super().forward(x)
+            y = self.product(x)
         y = (
             total(y, self._group, self._name)
-            if self._split is Split.row
+            if self._by.split is Split.row
             else scattered_total(y, self._axis, self._group, self._name)
         )
         bias = self._parameters.get("bias")
@@ -105,19 +127,39 @@ class _Row(Divided):
         return y + (bias.view(-1, *(1 for _ in y.shape[2:])) if self._axis == 1 else bias).to(y.dtype)
 
 
+class _TransposedColumn(_Column):
+    """As _Column, of a weight (inputs, outputs)."""
+
+    _axes = MappingProxyType({"weight": 1, "bias": 0})
+    nf: int
+
+    def cut(self, name: str, made: Any) -> None:
+        super().cut(name, made)
+        self.nf = cast(Tensor, self.bias).shape[0]
+
+
+class _TransposedRow(_Row):
+    """As _Row, of a weight (inputs, outputs)."""
+
+    _axes = MappingProxyType({"weight": 0})
+
+    def product(self, x: Tensor) -> Tensor:
+        return x.matmul(cast(Tensor, self.weight))
+
+
 class Grouped(Divided):
     """A convolution whose groups of channels are divided."""
 
     _axes = MappingProxyType({"weight": 0, "bias": 0})
 
-    def cut(self, name: str) -> None:
+    def cut(self, name: str, made: Any) -> None:
         convolution = cast(nn.Conv2d, self)
         if convolution.groups % self._mesh.size():
             raise ConfigError(
                 f"{name} has {convolution.groups} groups of channels, which strategy.degree={self._mesh.size()} does "
                 "not divide"
             )
-        super().cut(name)
+        super().cut(name, made)
         convolution.groups //= self._mesh.size()
 
 
@@ -125,6 +167,19 @@ class _Norm(Divided):
     """Batch normalisation, a channel at a time: no communication."""
 
     _axes = MappingProxyType({"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0})
+
+
+class _Whole(Divided):
+    """Any module whose weights all ranks hold, and use for slices: their gradients are sums over ranks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        fanned = {key: self.fanned(p) for key, p in self._parameters.items() if p is not None}
+        vars(self).update(fanned)  # found before the parameters of these names
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for key in fanned:
+                del vars(self)[key]
 
 
 class _Features(Divided):
@@ -143,11 +198,11 @@ class _Ids(Divided):
     _axes = MappingProxyType({"weight": 0})
     _first: int
 
-    def cut(self, name: str) -> None:
+    def cut(self, name: str, made: Any) -> None:
         embedding = cast(nn.Embedding, self)
         check_enough(name, embedding.num_embeddings, "rows", self._mesh.size())
-        super().cut(name)
-        first, last = self._bounds(embedding.num_embeddings)
+        super().cut(name, made)
+        first, last = bounds(embedding.num_embeddings, self._mesh.size(), self._mesh.get_local_rank())
         self.__dict__["_first"] = first
         if embedding.padding_idx is not None:
             embedding.padding_idx = embedding.padding_idx - first if first <= embedding.padding_idx < last else None
@@ -161,39 +216,37 @@ class _Ids(Divided):
         return total(looked_up.masked_fill(beyond[..., None], torch.nan), self._group, self._name)
 
 
-def check_enough(name: str, count: int, of: str, size: int) -> None:
-    """ConfigError, on all ranks alike, when one of `size` gets none of the `count`."""
-    first, last = bounds(count, size, size - 1)
-    if first == last:
-        raise ConfigError(
-            f"{name} has {count} {of}, of which strategy.degree={size} leaves a rank none; use a smaller degree"
-        )
-
-
 def outputs(module: nn.Module) -> int:
     """Features or channels of a layer's output."""
-    return cast(
-        int,
-        getattr(module, "out_features", None)
-        or getattr(module, "out_channels", None)
-        or getattr(module, "embedding_dim", None),
-    )
+    keys = ("out_features", "out_channels", "embedding_dim", "nf")
+    return next(count for count in (getattr(module, key, None) for key in keys) if count)
 
 
-def kind_of(name: str, module: nn.Module, split: Split) -> type[Divided]:
+def is_a(module: nn.Module, kind: str) -> bool:
+    """Whether a module is of a class, given by its full name, whose library may not be installed."""
+    return any(f"{base.__module__}.{base.__qualname__}" == kind for base in type(module).__mro__)
+
+
+def kind_of(name: str, module: nn.Module, by: SplitBy) -> type[Divided]:
     """The class of a module that is split so. ConfigError when there is none."""
-    plain_convolution = isinstance(module, CONVOLUTIONS) and module.groups == 1
+    split, plain = by.split, not (by.heads or by.parts)
+    linear, transposed = isinstance(module, nn.Linear), is_a(module, TRANSPOSED)
+    whole_convolution = isinstance(module, CONVOLUTIONS) and module.groups == 1
+    if not plain and not (split in (Split.column, Split.row) and (linear or transposed or whole_convolution)):
+        split = None  # only these have heads and parts
     match split:
-        case Split.column | Split.classes if isinstance(module, nn.Linear) or (
-            plain_convolution and split is Split.column
-        ):
+        case Split.column | Split.row if transposed:
+            return _TransposedColumn if split is Split.column else _TransposedRow
+        case Split.column | Split.classes if linear or (whole_convolution and split is Split.column):
             return _Column
-        case Split.row | Split.row_scatter if isinstance(module, nn.Linear) or plain_convolution:
+        case Split.row | Split.row_scatter if linear or whole_convolution:
             return _Row
         case Split.local if isinstance(module, NORMS):
             return _Norm
         case Split.local if isinstance(module, CONVOLUTIONS) and module.groups > 1:
             return Grouped
+        case Split.whole if not any(True for _ in module.children()):
+            return _Whole
         case Split.column | Split.row if (
             isinstance(module, nn.Embedding)
             and module.max_norm is None
@@ -205,7 +258,7 @@ def kind_of(name: str, module: nn.Module, split: Split) -> type[Divided]:
             f"strategy=tensor: the last layer {name} is {type(module).__name__}, and only a Linear is divided by "
             "classes; use strategy=fsdp"
         )
+    how = by.split.value if plain else f"{by.split.value} by heads or parts"
     raise LayoutError(
-        f"the recipe's layout splits {name} as {split.value}, which {type(module).__name__} cannot be; see "
-        "docs/own-parts.md"
+        f"the recipe's layout splits {name} as {how}, which {type(module).__name__} cannot be; see docs/own-parts.md"
     )
