@@ -8,7 +8,6 @@ import torch.distributed as dist
 from dtf.core.errors import LayoutError
 from dtf.core.types import Shard
 from dtf.distributed.batch_broadcast import BatchBroadcast
-from dtf.distributed.grad_allreduce import GradientSum
 from dtf.distributed.mesh_sizes import AXES, MeshSizes
 from dtf.distributed.world import World
 
@@ -50,9 +49,6 @@ class ParallelDims:
         self.layer_rank = self.place["context"] * sizes.tensor + self.place["tensor"]
         """This rank's place among those that compute a layer together."""
         self.broadcast = BatchBroadcast(share, world.device, inputs) if share is not None else None
-        self.reduce = GradientSum(self._rows) if self._rows is not None and not sharded else None
-        """Sums gradients over the ranks that hold the same part of the model and compute other rows, where the backward
-        pass does not."""
 
     def rank_lists(self, *axes: str) -> list[list[int]]:
         """The groups of ranks that differ along these axes alone, of the whole mesh."""

@@ -145,7 +145,11 @@ class Spmd(ReadsAhead):
         if drew:
             raise global_rng_error("tensor", _ALIKE, drawing[0] if drawing else "")
         self.row_flops = row_flops(self._replica.trials, self._dims.total)
-        seen |= {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()}
+        seen |= {
+            f"gradients of {name}": norm
+            for name, norm in self._replica.undivided.items()
+            if name not in self._replica.partial
+        }
         sums = {
             name: torch.tensor(n).abs() for name, n in self._replica.start_numbers.items() if name.startswith("sum ")
         }
