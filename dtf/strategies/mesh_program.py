@@ -50,7 +50,7 @@ def mesh_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task
     else:
         masters = settle(model, task.precision, world.device)
     tables = tables_of(task, world, strategy.tables, gives=dims.reads)
-    params = param_shards(model, masters, dims.place["shard"] == 0, dims.place["tensor"] == 0)
+    params = param_shards(model, masters, dims)
     sync = None
     if sharding is not None:
         sum_gradients([model])
