@@ -39,7 +39,7 @@ class ParallelDims:
             {axis: size for axis, size in sizes.by_axis().items() if size > 1 or (sharded and axis in ROWS)}
         )
         self._grid = torch.arange(world.size).view([*sizes.by_axis().values()])
-        self.place = dict(zip(AXES, (self._grid == world.rank).nonzero()[0].tolist(), strict=True))
+        self.place = self.place_of(world.rank)
         """This rank's place along each axis."""
         self._made: dict[tuple[str, ...], dist.ProcessGroup] = {}
         share, self._layer, self._rows, self.slices = (self.group(*axes) for axes in (SHARE, LAYER, ROWS, SLICES))
@@ -53,6 +53,10 @@ class ParallelDims:
         self.reduce = GradientSum(self._rows) if self._rows is not None and not sharded else None
         """Sums gradients over the ranks that hold the same part of the model and compute other rows, where the backward
         pass does not."""
+
+    def place_of(self, rank: int) -> dict[str, int]:
+        """The place of a rank along each axis."""
+        return dict(zip(AXES, (self._grid == rank).nonzero()[0].tolist(), strict=True))
 
     def rank_lists(self, *axes: str) -> list[list[int]]:
         """The groups of ranks that differ along these axes alone, of the whole mesh."""

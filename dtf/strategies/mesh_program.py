@@ -51,4 +51,4 @@ def mesh_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task
         sum_gradients([model])
         sync = sharding.gradient_sync([model])
     replica = Replica(model, task, world.device, sync=sync, layout=layout)
-    return Spmd(replica, mesh_sharding([model], params, dims, tables), task, world, dims, exchange)
+    return Spmd(replica, mesh_sharding([model], params, dims, tables), task, world, dims, exchange, zero=strategy.zero)

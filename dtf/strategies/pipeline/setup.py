@@ -87,7 +87,7 @@ def pipeline_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: 
     params = tensors.shards(masters, dims)
     tables = tables_of(task, world, strategy.tables, gives=dims.reads)
     update = _update(task, world, dims, list(segments.values()), params, names, elsewhere, dtype, copies, tables)
-    shared = SharedTensors(tensors.names, elsewhere, frozenset(copies))
+    shared = SharedTensors(tensors.names, elsewhere, {key: len(places) for key, places in copies.items()})
     chains = dims.rank_lists("pipeline")
     links = channels(chains, stages, world.rank, world.device)
     own = next(ranks for ranks in chains if world.rank in ranks)
@@ -113,6 +113,7 @@ def pipeline_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: 
         shared,
         exchange,
         strategy.one_share,
+        strategy.zero,
     )
 
 
