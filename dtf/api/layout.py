@@ -79,6 +79,12 @@ class Layout:
     ends the run before that update.
     """
 
+    positions: tuple[str, ...] = ()
+    """Modules in the order in which data flows, each of which gets and gives activations (B, T, ...) and computes each
+    of the T positions by itself, but for attention: the blocks of a transformer, and the norm behind them. Ranks that
+    compute a layer together then divide the positions between its divided layers. Empty: unknown.
+    """
+
     def stages(self) -> tuple[tuple[str, ...], ...]:
         """The blocks, with neighbours that lie in the same child of the model joined into one."""
         joined: list[list[str]] = []

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from dtf.core.errors import LayoutError
 from dtf.core.types import Shard
 from dtf.distributed.batch_broadcast import BatchBroadcast
-from dtf.distributed.grad_allreduce import GradientSum
 from dtf.distributed.mesh_sizes import AXES, MeshSizes
 from dtf.distributed.world import World
 
@@ -42,6 +41,8 @@ class ParallelDims:
         self.place = self.place_of(world.rank)
         """This rank's place along each axis."""
         self._made: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self.summed: list[tuple[tuple[str, ...], list[torch.Tensor]]] = []
+        """What is summed after the passes of a step: axes, and tensors like the gradients."""
         share, self._layer, self._rows, self.slices = (self.group(*axes) for axes in (SHARE, LAYER, ROWS, SLICES))
         self._share = share
         self.mesh_rows = self.rank_lists(*SHARE)
@@ -50,9 +51,6 @@ class ParallelDims:
         self.layer_rank = self.place["context"] * sizes.tensor + self.place["tensor"]
         """This rank's place among those that compute a layer together."""
         self.broadcast = BatchBroadcast(share, world.device, inputs) if share is not None else None
-        self.reduce = GradientSum(self._rows) if self._rows is not None and not sharded else None
-        """Sums gradients over the ranks that hold the same part of the model and compute other rows, where the backward
-        pass does not."""
 
     def place_of(self, rank: int) -> dict[str, int]:
         """The place of a rank along each axis."""

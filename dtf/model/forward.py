@@ -38,6 +38,8 @@ class ForwardPass:
         self.loss = Losses(task.recipe)
         self.watch: Callable[[Tensor], None] | None = None
         """Is shown each tensor that is to be differentiated."""
+        self.carry: Callable[[Tensor], Tensor] | None = None
+        """Makes an output of positions that ranks divide one that says so."""
         self._measured, self._evaluated = False, False  # whether the first answers of the recipe were checked
         compute = DTYPES[task.precision.compute]
         self._channels_last = task.channels_last
@@ -59,6 +61,8 @@ class ForwardPass:
         """The model's outputs, in fp32 at least, and the recipe's loss. ConfigError for a loss of no known form."""
         if self._channels_last:  # a recipe may look at outputs by `view`
             outputs = tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, outputs)
+        if self.carry is not None:
+            outputs = tree_map(self.carry, outputs)
         # a loss in half precision loses the small differences it is made of
         outputs = cast_floating(outputs, torch.float32, HALF)
         return outputs, self.loss(outputs, batch)

@@ -35,7 +35,7 @@ def found_layout(model: nn.Module, layout: Layout) -> FoundLayout:
     """The layout, which names no blocks, with those that are found."""
     blocks = found_blocks(model)
     repeats = len({*repeated_blocks(model)} & {name for block in blocks for name in block})
-    return FoundLayout(blocks, layout.splits, layout.buffers, repeats)
+    return FoundLayout(blocks, layout.splits, layout.buffers, layout.positions, repeats)
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:

@@ -2,7 +2,8 @@
 DTensor).
 
 Scores have shape (..., C): (B, C) for rows, (B, T, C) for rows of tokens. On divided scores each call is collective
-over the ranks that hold the slices. It sends a few numbers per target, never the scores.
+over the ranks that hold the slices. It sends a few numbers per target, never the scores. Tokens may be divided too:
+results are those of all tokens, alike on all ranks.
 """
 
 from __future__ import annotations
@@ -29,20 +30,28 @@ def cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float = 0.0)
     On divided scores, a target that is no class makes the loss NaN, so that the update is skipped and counted: raising
     an error would need host synchronisation. Collective on divided scores.
     """
+    places = _places(scores)
+    if places is None:
+        return _cross_entropy(scores, targets, label_smoothing)
+    return places.whole(_cross_entropy(scores, places.own(targets), label_smoothing))
+
+
+def _cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
+    """That of the targets whose scores are here."""
     slices = _slices(scores)
     if slices is None:
-        rows = scores.reshape(-1, scores.shape[-1])
+        rows = local(scores).reshape(-1, scores.shape[-1])
         loss = functional.cross_entropy(rows, targets.reshape(-1), reduction="none", label_smoothing=label_smoothing)
         return loss.view(targets.shape)
     from torch import distributed as dist
 
     from dtf.distributed.collectives import total
 
-    local, group = slices.local, slices.group
+    here, group = slices.local, slices.group
     with torch.no_grad():  # only for the sake of range: it cancels out
-        top = local.amax(dim=-1) if local.shape[-1] else local.new_full(targets.shape, -torch.inf)
+        top = here.amax(dim=-1) if here.shape[-1] else here.new_full(targets.shape, -torch.inf)
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    shifted = local - top[..., None]
+    shifted = here - top[..., None]
     sums = [shifted.exp().sum(dim=-1), slices.at(shifted, targets)]
     if label_smoothing:
         sums.append(shifted.sum(dim=-1))
@@ -59,8 +68,17 @@ def target_rank(scores: Tensor, targets: Tensor) -> Tensor:
     A tie and a NaN count against the model. A target that is no class, such as IGNORED, has a score of NaN, so that it
     counts as the worst.
     """
+    places = _places(scores)
+    if places is None:
+        return _target_rank(scores, targets)
+    return places.whole(_target_rank(scores, places.own(targets)))
+
+
+def _target_rank(scores: Tensor, targets: Tensor) -> Tensor:
+    """That of the targets whose scores are here."""
     slices, beyond = _slices(scores), _beyond(scores, targets)
     if slices is None:
+        scores = local(scores)
         right = scores.gather(-1, targets.masked_fill(beyond, 0)[..., None])[..., 0]
         return _at_least(scores, right.masked_fill(beyond, torch.nan))
     from torch import distributed as dist
@@ -98,6 +116,37 @@ class _Slices(NamedTuple):
 
 
 def _slices(scores: Tensor) -> _Slices | None:
-    if not is_dtensor(scores):
+    if not is_dtensor(scores) or scores.placements[-1].dim != scores.dim() - 1:  # type: ignore[attr-defined]
         return None
-    return _Slices(local(scores), offset(scores)[-1], scores.device_mesh.get_group())  # type: ignore[attr-defined]
+    group = scores.device_mesh.get_group(len(scores.placements) - 1)  # type: ignore[attr-defined]
+    return _Slices(local(scores), offset(scores)[-1], group)
+
+
+class _Places(NamedTuple):
+    """The tokens whose scores are on this rank, along axis 1: `first` to `last` of `count`."""
+
+    first: int
+    last: int
+    count: int
+    group: ProcessGroup
+
+    def own(self, targets: Tensor) -> Tensor:
+        return targets[:, self.first : self.last]
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Those of all tokens, from those of the tokens here. What follows is computed alike by all ranks."""
+        from dtf.distributed.collectives import total
+
+        before, after = self.first, self.count - self.last
+        shapes = ([part.shape[0], length, *part.shape[2:]] for length in (before, after))
+        begin, end = (part.new_zeros(shape) for shape in shapes)
+        return total(torch.cat([begin, part, end], 1), self.group)
+
+
+def _places(scores: Tensor) -> _Places | None:
+    """Which tokens' scores are here, if they are divided."""
+    if not is_dtensor(scores) or scores.placements[0].dim == scores.dim() - 1:  # type: ignore[attr-defined]
+        return None
+    first = offset(scores)[1]
+    group = scores.device_mesh.get_group(0)  # type: ignore[attr-defined]
+    return _Places(first, first + local(scores).shape[1], scores.shape[1], group)

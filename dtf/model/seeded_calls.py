@@ -159,7 +159,7 @@ class FunctionDraws(DrawsByName):
     def __init__(self, module: nn.Module, name: str, masks: SeededDropout) -> None:
         self._name, self._masks, self._draws = name, masks, Draws(self)
         # where ranks divide its heads: how many there are, this rank's first and last + 1
-        self._heads: tuple[int, int, int] | None = vars(module).get("_heads")
+        self._heads: tuple[int, int, int] | None = vars(module).get("_dtf_heads")
 
     def begin(self) -> int:
         """The number of a call of the module that begins."""

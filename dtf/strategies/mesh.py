@@ -30,13 +30,23 @@ class Mesh(PipelineOptions, ShardOptions, TableOptions, MeshStrategy):
         "the other axes leave of launcher.processes",
         unit="ranks",
     )
+    context: int = option(
+        default=1,
+        least=1,
+        doc="ranks that divide the positions of each row, and the heads of attention, see `positions` of the layout",
+        unit="ranks",
+    )
     tensor: int = option(
         default=1, least=1, doc="ranks that divide each layer which the layout splits; neighbours", unit="ranks"
     )
 
     def sizes(self, processes: int) -> MeshSizes:
         sizes = MeshSizes(
-            replicate=self.replicate, pipeline=self.pipeline, shard=max(1, self.shard), tensor=self.tensor
+            replicate=self.replicate,
+            pipeline=self.pipeline,
+            shard=max(1, self.shard),
+            context=self.context,
+            tensor=self.tensor,
         )
         if self.shard == 0 and not processes % sizes.total:
             return replace(sizes, shard=processes // sizes.total)

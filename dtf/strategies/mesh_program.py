@@ -20,6 +20,7 @@ from dtf.strategies.replica import Replica
 from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
 from dtf.strategies.spmd import Spmd, microbatch_load
 from dtf.strategies.tensor_parallel.divide import divide
+from dtf.strategies.tensor_parallel.positions import Positions, check_positions
 
 
 def mesh_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task, world: World) -> Program:
@@ -28,6 +29,7 @@ def mesh_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task
         return Ddp(tables=strategy.tables).setup(task, world)
     model = model_to_cut(task)
     layout, by_name = layout_of(task.recipe, model), draws_by_name(task.recipe)
+    check_positions(layout, name, sizes, task)
     sharding = FullSharding(model, layout, strategy, name, task) if sizes.shard > 1 else None
     dims, exchange = ParallelDims(world, sizes), 0
     if sizes.tensor > 1:
@@ -36,6 +38,9 @@ def mesh_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task
         if by_name and sharding is None:
             cast_parts(model, task.precision, computing=True)
         divide(model, layout.splits, dims.mesh["tensor"])
+    positions = None
+    if sizes.layer_ranks > 1 and layout.positions:
+        positions = Positions(model, layout.positions, layout.splits, dims, ends=True)
     if sharding is not None:
         exchange = sharding.exchange([model], microbatch_load(task, sizes.shares)[0])
         masters = sharding.wrap(model, dims.mesh["replicate", "shard"], world)
@@ -45,10 +50,14 @@ def mesh_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task
     else:
         masters = settle(model, task.precision, world.device)
     tables = tables_of(task, world, strategy.tables, gives=dims.reads)
-    params = param_shards(model, masters, dims.place["shard"] == 0, dims.layer_rank == 0)
+    params = param_shards(model, masters, dims.place["shard"] == 0, dims.place["tensor"] == 0)
     sync = None
     if sharding is not None:
         sum_gradients([model])
         sync = sharding.gradient_sync([model])
     replica = Replica(model, task, world.device, sync=sync, layout=layout)
-    return Spmd(replica, mesh_sharding([model], params, dims, tables), task, world, dims, exchange, zero=strategy.zero)
+    if positions is not None:
+        replica.take_positions(positions)
+    partial_names = () if positions is None else positions.partial
+    sharded = mesh_sharding([model], params, dims, tables, partial_names)
+    return Spmd(replica, sharded, task, world, dims, exchange, zero=strategy.zero)

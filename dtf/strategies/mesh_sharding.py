@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,15 +50,17 @@ def mesh_sharding(
     params: Mapping[str, ParamShard],
     dims: ParallelDims,
     tables: ShardedTables | None,
+    partial_names: Collection[str] = (),
 ) -> Sharding:
     """The Sharding of what this rank has: `models`, the whole one or stages of it, whose parameters are `params`.
-    Gradients are summed over the ranks that compute other rows.
+    Gradients are summed over the ranks that compute other rows or positions. `partial_names`: of those that ranks which
+    divide layers compute from some positions each.
     """
     sharded = dims.sizes.shard > 1
     return Sharding(
         params=params,
-        writes=dims.place["replicate"] == 0,
-        complete_gradients=_completion(params, dims),
+        writes=dims.place["replicate"] == dims.place["context"] == 0,
+        complete_gradients=_completion(params, dims, partial_names),
         sum_slices=_slice_total(dims) if dims.slices is not None else None,
         drop_gathered=partial(drop_gathered, [m for model in models for m in model.modules()]) if sharded else None,
         tables=tables,
@@ -76,13 +78,30 @@ def _slice_total(dims: ParallelDims) -> Callable[[Tensor], Tensor]:
     return total
 
 
-def _completion(params: Mapping[str, ParamShard], dims: ParallelDims) -> Callable[[list[Tensor]], None] | None:
-    """What sums gradients over the ranks that computed other rows, where the backward pass has not."""
-    if dims.reduce is not None or dims.sizes.shares == 1:
-        return dims.reduce
-    trained = [shard for shard in params.values() if shard.parameter.requires_grad]
-    whole = [i for i, shard in enumerate(trained) if not shard.parameter.numel() or not shard.shape]
-    if not whole:
-        return None
-    add = GradientSum(dims.row_group)
-    return lambda gradients: add([gradients[i] for i in whole])
+def _completion(
+    params: Mapping[str, ParamShard], dims: ParallelDims, partial_names: Collection[str]
+) -> Callable[[list[Tensor]], None] | None:
+    """What sums gradients over the ranks that computed other rows or positions, where the backward pass has not."""
+    trained = [(name, shard) for name, shard in params.items() if shard.parameter.requires_grad]
+    everything = range(len(trained))
+    whole = [i for i, (_, p) in enumerate(trained) if not p.parameter.numel() or not p.shape]
+    steps: list[tuple[Sequence[int], GradientSum]] = []
+
+    def add(indices: Sequence[int], *axes: str) -> None:
+        group = dims.group(*axes) if indices else None
+        if group is not None:
+            steps.append((indices, GradientSum(group)))
+            dims.summed.append((axes, [trained[i][1].local for i in indices]))
+
+    if dims.sizes.shard > 1:  # the wrapper has summed what it divides
+        add(whole, "replicate", "shard")
+        add(everything, "context")
+    else:
+        add(everything, "replicate", "context")
+    add([i for i, (name, _) in enumerate(trained) if name in partial_names], "tensor")
+
+    def complete(gradients: list[Tensor]) -> None:
+        for indices, total in steps:
+            total([gradients[i] for i in indices])
+
+    return complete if steps else None

@@ -106,7 +106,7 @@ class MeshStrategy(Strategy):
 
     def uncompiled(self, kind: Compile, processes: int) -> str:
         sizes = self.sizes(processes)
-        if sizes.tensor > 1:
+        if sizes.layer_ranks > 1:
             return (
                 "divided layers talk to other ranks in the middle of what would be one piece; use strategy=fsdp, or "
                 "step.compile=off"

@@ -47,6 +47,7 @@ from dtf.strategies.pass_probes import Reach, pass_error, refuse_hooks_on_sums, 
 from dtf.strategies.replica_start import CLIPPED, PADDED, check_start, watched_pass
 from dtf.strategies.start_check import Numbers, Passes
 from dtf.strategies.start_padding import padding_error
+from dtf.strategies.tensor_parallel.positions import Positions
 from dtf.strategies.trial_numbers import output_norms, pass_numbers, passes_without_trace, put_start, row_sizes
 
 
@@ -114,7 +115,16 @@ class Replica:
         """Whether a full batch has a pass over padding on some rank."""
         self.counts: Tensor | None = None
         """Of this replica's micro-batches: what the sum of losses is divided by in place of rows, ()."""
+        self.partial: frozenset[str] = frozenset()
+        """Names of parameters whose gradients are summed over the ranks that compute a layer together."""
         model.train()
+
+    def take_positions(self, positions: Positions) -> None:
+        """The positions of its rows are divided."""
+        positions.masks, self.partial = self.masks, positions.partial
+        if positions.in_context:
+            self.partial = frozenset(name for name, _ in self.model.named_parameters())
+            self._passes.carry = positions.carry
 
     @property
     def equal_passes(self) -> bool:

@@ -134,7 +134,7 @@ class Spmd(ReadsAhead):
         self._try(batch)
         if self._dims is not None:
             passes = step_passes(self._task, self._dims, self.micro_batch_rows)
-            sent = step_traffic(self._replica.trials, self._dims, passes, self._zero, [self._replica.model])
+            sent = step_traffic(self._replica.trials, self._dims, passes, self._zero)
             self._about = mesh_rows(sent, self._dims, self._world)
 
     def _try(self, batch: Batch) -> None:
@@ -159,7 +159,11 @@ class Spmd(ReadsAhead):
         if drew:
             raise global_rng_error("tensor", _ALIKE, drawing[0] if drawing else "")
         self.row_flops = row_flops(self._replica.trials, self._dims.total)
-        seen |= {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()}
+        seen |= {
+            f"gradients of {name}": norm
+            for name, norm in self._replica.undivided.items()
+            if name not in self._replica.partial
+        }
         sums = {
             name: torch.tensor(n).abs() for name, n in self._replica.start_numbers.items() if name.startswith("sum ")
         }

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-from torch import nn
+from collections.abc import Sequence
 
 from dtf.api.task import Task
 from dtf.core.text import bytes_text, count_text
@@ -12,7 +10,7 @@ from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.device_mesh import ROWS, ParallelDims
 from dtf.distributed.grad_allreduce import buckets
 from dtf.distributed.mesh_sizes import AXES
-from dtf.distributed.sharding import byte_count, local
+from dtf.distributed.sharding import byte_count
 from dtf.distributed.traffic import Key, Sent, all_reduce_bytes
 from dtf.distributed.world import World
 from dtf.model.memory import Footprint
@@ -35,11 +33,9 @@ def step_passes(task: Task, dims: ParallelDims, micro_batch_rows: int) -> tuple[
     return len(rows), sum(rows)
 
 
-def step_traffic(
-    trials: Trials, dims: ParallelDims, passes: tuple[int, int], zero: int, models: Iterable[nn.Module], tied: int = 0
-) -> StepTraffic:
-    """What this rank sends in a step, from what two passes over fewer rows sent. `passes`: see `step_passes`.
-    `models`: what is here of the parameters. `tied`: bytes of gradients sent to other stages after the passes.
+def step_traffic(trials: Trials, dims: ParallelDims, passes: tuple[int, int], zero: int, tied: int = 0) -> StepTraffic:
+    """What this rank sends in a step, from what two passes over fewer rows sent. `passes`: see `step_passes`. `tied`:
+    bytes of gradients sent to other stages after the passes.
 
     Not counted: rows of a batch on their way to the ranks of a share, norms, and rows of sparse tables.
     """
@@ -58,11 +54,11 @@ def step_traffic(
             found[axis] = found.get(axis, Sent()).plus(step)
     if tied:
         found["pipeline"] = found.get("pipeline", Sent()).plus(Sent(tied, 1))
-    if dims.reduce is not None:
-        trained = dict.fromkeys(p for model in models for p in model.parameters() if p.requires_grad)
-        gradients = [local(parameter) for parameter in trained]
-        size = all_reduce_bytes(byte_count(gradients), dims.sizes.shares)
-        found["replicate"] = Sent(size, len(buckets(gradients)))
+    for axes, gradients in dims.summed:
+        ranks = len(dims.rank_lists(*axes)[0])
+        sums = Sent(all_reduce_bytes(byte_count(gradients), ranks), len(buckets(gradients)))
+        axis = next(axis for axis in axes if dims.sizes.by_axis()[axis] > 1)
+        found[axis] = found.get(axis, Sent()).plus(sums)
     return found
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dtf.api.layout import Layout
+from dtf.api.layout import Layout, Split, SplitBy
 from dtf.api.options import FineTuning
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import option, register
@@ -148,8 +148,18 @@ class GptText(Recipe):
         )
 
     def layout(self, model: nn.Module) -> Layout:
-        blocks = [(f"blocks.{number}",) for number in range(self.model.layers)]
-        return Layout((("embedding", "positions"), *blocks, ("norm", "head")))
+        names, splits, heads = [f"blocks.{number}" for number in range(self.model.layers)], {}, self.model.heads
+        splits["embedding"] = Split.row
+        for name in names:
+            splits |= {f"{name}.attention.{part}": SplitBy(heads=heads) for part in ("query", "key", "value")}
+            splits |= {
+                f"{name}.attention.out": SplitBy(Split.row, heads=heads),
+                f"{name}.mlp.0": Split.column,
+                f"{name}.mlp.2": Split.row,
+            }
+        splits["head"] = Split.classes
+        blocks = (("embedding", "positions"), *((name,) for name in names), ("norm", "head"))
+        return Layout(blocks, splits, positions=(*names, "norm"))
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Any:
         """The losses of a row's bytes, summed, and their number; both (B,)."""

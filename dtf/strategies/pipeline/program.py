@@ -149,9 +149,8 @@ class PipelineProgram(ReadsAhead):
         self._row_bytes = self._pipeline.waiting_bytes(self._world.rank) / self._trials[-1][0]
         self.row_flops = row_flops(self._trials, self._dims.total)
         passes = step_passes(self._task, self._dims, self.micro_batch_rows)
-        models = {stage.index: stage.model for stage in stages}
-        tied = self._shared.tied_bytes(models)
-        sent = step_traffic(self._trials, self._dims, passes, self._zero, models.values(), tied)
+        tied = self._shared.tied_bytes({stage.index: stage.model for stage in stages})
+        sent = step_traffic(self._trials, self._dims, passes, self._zero, tied)
         self._sends = mesh_rows(sent, self._dims, self._world)
         counted = self._world.gather(self._flow.counted)
         self._counted = self._world.broadcast(any(counted) if counted else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dtf.api.layout import Split, SplitBy
 from dtf.core.errors import ConfigError, LayoutError
-from dtf.distributed.collectives import fan, partial, scattered_total, total
+from dtf.distributed.collectives import fan, gathered, partial, scattered_total, total
 from dtf.distributed.sharding import Slice, bounds, cut
 from dtf.strategies.tensor_parallel.slices import TABLE, check_enough, ranges
+
+if TYPE_CHECKING:
+    from dtf.strategies.tensor_parallel.positions import Positions
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -37,6 +40,7 @@ class Divided(nn.Module):
     _name: str
     _by: SplitBy
     _axis: int  # of the channels in activations
+    _positions: Positions | None = None  # where ranks divide positions between divided layers
     _axes: Mapping[str, int] = MappingProxyType({})
 
     def cut(self, name: str, made: dict[int, tuple[Tensor, nn.Parameter, Slice]]) -> None:
@@ -67,7 +71,9 @@ class Divided(nn.Module):
         return ranges(f"{self._name}.{key}", self._by, width, self._mesh)
 
     def fanned(self, x: Tensor) -> Tensor:
-        """An input that all ranks have alike, and use differently."""
+        """An input that all ranks have alike, or of which each has some positions, and which they use differently."""
+        if self._positions is not None:
+            return gathered(x, 1, self._positions.here(), self._group, self._name)
         return fan(x, self._group, self._name) if x.requires_grad else x
 
 
@@ -117,7 +123,9 @@ class _Row(Divided):
         with partial():
             y = self.product(x)
         y = (
-            total(y, self._group, self._name)
+            scattered_total(y, 1, self._group, self._name)
+            if self._positions is not None
+            else total(y, self._group, self._name)
             if self._by.split is Split.row
             else scattered_total(y, self._axis, self._group, self._name)
         )
@@ -172,8 +180,11 @@ class _Norm(Divided):
 class _Whole(Divided):
     """Any module whose weights all ranks hold, and use for slices: their gradients are sums over ranks."""
 
+    sums_gradients = True
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        fanned = {key: self.fanned(p) for key, p in self._parameters.items() if p is not None}
+        parameters = {key: p for key, p in self._parameters.items() if p is not None}
+        fanned = {key: fan(p, self._group, self._name) for key, p in parameters.items() if p.requires_grad}
         vars(self).update(fanned)  # found before the parameters of these names
         try:
             return super().forward(*args, **kwargs)

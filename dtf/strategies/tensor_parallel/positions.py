@@ -1,0 +1,266 @@
+"""Positions of each row, divided among ranks: between the divided layers of tensor parallelism (sequence parallelism),
+and everywhere (context parallelism).
+
+Activations are (B, T, ...) there. Between the first and the last module that a layout names in `positions`, a rank has
+a slice of the T positions. Along the axis `tensor`, divided layers gather all positions of a slice and scatter them
+again; outside of these modules ranks compute alike. Along the axis `context`, attention is by heads: an all-to-all
+gives a rank all positions of some heads; losses are summed over the ranks; the gradient of a parameter is the sum of
+what they have. Sources: Korthikanti et al. 2022 (arXiv:2205.05198); Jacobs et al. 2023 (arXiv:2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from dtf.api.layout import Layout, Split, SplitBy
+from dtf.api.task import Task
+from dtf.core.errors import ConfigError
+from dtf.core.text import count_text
+from dtf.distributed.collectives import exchanged, joined, own_slice
+from dtf.distributed.device_mesh import ParallelDims
+from dtf.distributed.mesh_sizes import MeshSizes
+from dtf.distributed.sharding import balanced, bounds
+from dtf.model.seeded_dropout import DROPOUTS, MOST_IN_FLIGHT, SeededDropout
+from dtf.strategies.tensor_parallel.slices import HEADS, slices_of
+
+Splits = Mapping[str, Split | SplitBy]
+
+
+def check_positions(layout: Layout, name: str, sizes: MeshSizes, task: Task) -> None:
+    """Raise ConfigError for a model whose positions are to be divided and not known. `name`: of the strategy."""
+    if sizes.context > 1 and not layout.positions:
+        raise ConfigError(
+            f"{name} strategy.context={sizes.context} divides the positions of each row, and the layout of "
+            f"{type(task.recipe).__name__} names no modules that compute position by position (Layout.positions); add "
+            "them, or use strategy.tensor"
+        )
+
+
+class Positions:
+    """The positions that this rank has in a model or a stage of one, which it changes in place: `model`, after its
+    layers were divided. `names`: the layout's. `ends`: whether the last of them is in this stage, so that positions
+    stay divided along `context` in what follows.
+
+    ConfigError for a model whose attention cannot be computed so.
+    """
+
+    masks: SeededDropout
+    """Says which micro-batch computes. To be set before the first pass."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], splits: Splits, dims: ParallelDims, ends: bool) -> None:
+        self._tensor, self._context, self._dims = dims.group("tensor"), dims.group("context"), dims
+        self._widths: dict[int, int] = {}  # key of a micro-batch -> its positions
+        modules = dict(model.named_modules())
+        names = [name for name in names if name in modules]
+        inside = [name for name in modules if any(f"{name}.".startswith(f"{one}.") for one in names)]
+        self.partial = self._partial(model, inside)
+        """Names of the parameters whose gradients are to be summed over the axis `tensor`."""
+        for name in inside:
+            self._tell(modules[name])
+        if self._context is not None:
+            self._divide_attention(modules, splits)
+        for name in names if self._context is not None else names[:1]:
+            modules[name].register_forward_pre_hook(self._enter(modules[name] is modules[names[0]]), with_kwargs=True)
+        if names and (self._tensor is not None or not ends):
+            modules[names[-1]].register_forward_hook(lambda module, inputs, outputs: self._leave(outputs, ends))
+
+    def _partial(self, model: nn.Module, inside: Iterable[str]) -> frozenset[str]:
+        if self._tensor is None:
+            return frozenset()
+        divided, within = slices_of(model), set(inside)
+        summed = {name for name, module in model.named_modules() if getattr(module, "sums_gradients", False)}
+        return frozenset(
+            name
+            for name, _ in model.named_parameters()
+            if name not in divided and name.rpartition(".")[0] in within - summed
+        )
+
+    def _tell(self, module: nn.Module) -> None:
+        """Let a module know of the positions: a divided layer, a dropout."""
+        if isinstance(module, DROPOUTS):
+            module.__dict__["_places"] = self._places if module.__dict__.get("_slice") else self._own_places
+        elif hasattr(module, "_positions") and self._tensor is not None:
+            if not getattr(module, "batch_first", True):
+                raise ConfigError(
+                    f"{type(module).__name__} of batch_first=False has positions on axis 0, and the layout names it in "
+                    "positions, which are on axis 1; use batch_first=True, or leave it out of the positions"
+                )
+            module.__dict__["_positions"] = self
+
+    @property
+    def in_context(self) -> bool:
+        """Whether positions are divided everywhere, up to the loss."""
+        return self._context is not None
+
+    def here(self) -> int:
+        """How many positions ranks along `tensor` have together."""
+        _, first, last = self._places()
+        return last - first
+
+    def _places(self) -> tuple[int, int, int]:
+        """All positions, first and last + 1 of those here along `context`."""
+        width = self._widths[self.masks.key]
+        if self._context is None:
+            return width, 0, width
+        return width, *bounds(width, self._dims.sizes.context, self._dims.place["context"])
+
+    def _own_places(self) -> tuple[int, int, int]:
+        """All positions, first and last + 1 of those of this rank, between divided layers."""
+        width, begin, end = self._places()
+        if self._tensor is None:
+            return width, begin, end
+        first, last = bounds(end - begin, self._dims.sizes.tensor, self._dims.place["tensor"])
+        return width, begin + first, begin + last
+
+    def _enter(self, first: bool) -> Callable[..., Any]:
+        """A hook before a module; `first`: that gets all positions."""
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden = _hidden(args, kwargs)
+            if first:
+                self._note(hidden.shape[1])
+
+            def moved(value: Any) -> Any:
+                if value is hidden:
+                    return self._own(value) if first else value
+                return value if self._context is None else self._beside(value)
+
+            return tuple(map(moved, args)), {key: moved(value) for key, value in kwargs.items()}
+
+        return enter
+
+    def _note(self, width: int) -> None:
+        """A micro-batch has so many positions."""
+        self._widths.pop(self.masks.key, None)
+        self._widths[self.masks.key] = width
+        if len(self._widths) > MOST_IN_FLIGHT:
+            del self._widths[next(iter(self._widths))]
+
+    def _own(self, x: Tensor) -> Tensor:
+        """This rank's positions of all of them."""
+        if self._context is not None:
+            _, first, last = self._places()
+            x = x.narrow(1, first, last - first)  # in backward zeros for others, which have their own gradients
+        return x if self._tensor is None else own_slice(x, 1, self._tensor, "positions")
+
+    def _beside(self, value: Any) -> Any:
+        """What is given to a block for each position beside its input: angles of rotary embeddings (B, T, D), numbers
+        of positions (B, T). Masks stay whole, as attention has all positions.
+        """
+        if isinstance(value, tuple):
+            return tuple(map(self._beside, value))
+        width, first, last = self._places()
+        if not isinstance(value, Tensor) or value.dim() not in (2, 3) or value.shape[1] != width:
+            return value
+        numbers = value.dim() == 2 and value.dtype in (torch.int32, torch.int64)
+        angles = value.dim() == 3 and value.is_floating_point() and value.shape[2] != width
+        return value[:, first:last] if numbers or angles else value
+
+    def _leave(self, outputs: Any, ends: bool) -> Any:
+        """After the last module."""
+        if isinstance(outputs, tuple):
+            return (self._leave(outputs[0], ends), *outputs[1:])
+        width, first, last = self._places()
+        if self._tensor is not None:
+            outputs = joined(outputs, 1, last - first, self._tensor, "positions")
+        if self._context is not None and not ends:
+            outputs = joined(outputs, 1, width, self._context, "positions")
+        return outputs
+
+    def carry(self, scores: Tensor) -> Tensor:
+        """An output of the model as a DTensor that says which positions are here, and which classes. ConfigError for
+        one without these positions.
+        """
+        from torch.distributed.tensor import DTensor, Shard
+
+        if not isinstance(scores, Tensor):
+            return scores
+        width, first, last = self._places()
+        if scores.dim() < 2 or scores.shape[1] != last - first:
+            raise ConfigError(
+                f"strategy.context={self._dims.sizes.context}: an output of the model has shape {tuple(scores.shape)}, "
+                f"and not the {last - first} positions of this rank on axis 1; what follows the positions of the "
+                "layout must compute each by itself"
+            )
+        axes, placements, here = ["context"], [Shard(1)], scores
+        if isinstance(scores, DTensor):
+            axes, placements, here = [*axes, "tensor"], [*placements, *scores.placements], scores.to_local()
+        shape = torch.Size([scores.shape[0], width, *scores.shape[2:]])
+        stride = torch.empty(shape, device="meta").stride()
+        mesh = self._dims.mesh[tuple(axes)] if len(axes) > 1 else self._dims.mesh[axes[0]]
+        return DTensor.from_local(here, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def _divide_attention(self, modules: Mapping[str, nn.Module], splits: Splits) -> None:
+        """Let the modules that compute attention exchange heads and positions."""
+        assert self._context is not None
+        size, found = self._dims.sizes.context, dict[str, int]()
+        for name, by in splits.items():
+            if by is Split.heads or (isinstance(by, SplitBy) and by.split is Split.heads):
+                raise ConfigError(
+                    f"strategy.context={size}: {name} is {type(modules.get(name)).__name__}, whose positions cannot be "
+                    "divided; write attention with scaled_dot_product_attention, or use strategy.tensor"
+                )
+            if isinstance(by, SplitBy) and by.heads and name in modules:
+                found[name.rpartition(".")[0]] = by.heads
+        for name, heads in found.items():
+            module = modules[name]
+            whole, first, last = module.__dict__.get(HEADS, (heads, 0, heads))
+            if last - first < size:
+                raise ConfigError(
+                    f"{name} has {count_text(last - first, 'head')} on a rank, of which strategy.context={size} leaves "
+                    f"a rank none; use strategy.context={last - first} or less"
+                )
+            begin, end = balanced(last - first, size, self._dims.place["context"])
+            module.__dict__[HEADS] = (whole, first + begin, first + end)
+            module.__dict__["_dtf_exchange"] = _Exchange(self, name, self._context)
+            module.__class__ = type(type(module).__name__, (_Exchanging, type(module)), {})
+
+
+class _Exchanging:
+    """A module that computes attention by torch's function, from this rank's positions."""
+
+    _dtf_exchange: _Exchange
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._dtf_exchange:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class _Exchange(TorchFunctionMode):
+    """A context in which attention has all positions of some of the heads, and gives these positions back."""
+
+    def __init__(self, positions: Positions, name: str, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._positions, self._name, self._group = positions, name, group
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        given = dict(zip(("query", "key", "value"), args, strict=False))
+        query, key, value = (given.get(name, kwargs.pop(name, None)) for name in ("query", "key", "value"))
+        width, heads = self._positions._places()[0], query.shape[-3]
+        if kwargs.get("enable_gqa"):  # keys and values of a group may be needed by several ranks
+            key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
+            kwargs["enable_gqa"] = False
+        by_heads = [
+            exchanged(x, (1, balanced), (2, bounds), width, self._group, self._name) for x in (query, key, value)
+        ]
+        taken = func(*by_heads, *args[3:], **kwargs)
+        return exchanged(taken, (2, bounds), (1, balanced), heads, self._group, self._name)
+
+
+def _is_hidden(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 2 and value.is_floating_point()
+
+
+def _hidden(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The activations among what a module gets: its first (B, T, ...)."""
+    return next(value for value in (*args, *kwargs.values()) if _is_hidden(value))
