@@ -14,7 +14,7 @@ from dtf.sparse.make_tables import tables_of
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.fully_sharded import FullSharding
 from dtf.strategies.mesh_sharding import mesh_sharding, sum_gradients
-from dtf.strategies.mesh_strategy import MeshStrategy
+from dtf.strategies.mesh_options import MeshOptions
 from dtf.strategies.own_memory import refuse_shared_memory
 from dtf.strategies.replica import Replica
 from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
@@ -23,7 +23,7 @@ from dtf.strategies.tensor_parallel.divide import divide
 from dtf.strategies.tensor_parallel.positions import Positions, check_positions
 
 
-def mesh_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task, world: World) -> Program:
+def mesh_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task, world: World) -> Program:
     """The program of a rank. `name`: of the strategy, for messages. Collective."""
     if sizes.replicate == world.size:  # copies of the whole model
         return Ddp(tables=strategy.tables).setup(task, world)

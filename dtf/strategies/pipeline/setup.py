@@ -26,7 +26,7 @@ from dtf.sparse.make_tables import tables_of
 from dtf.sparse.sharded_tables import ShardedTables
 from dtf.strategies.fully_sharded import FullSharding
 from dtf.strategies.mesh_sharding import mesh_sharding, sum_gradients
-from dtf.strategies.mesh_strategy import Balance, MeshStrategy
+from dtf.strategies.mesh_options import Balance, MeshOptions
 from dtf.strategies.own_memory import refuse_shared_memory
 from dtf.strategies.pass_probes import refuse_hooks_on_sums
 from dtf.strategies.pipeline.graph_split import refuse_hooks_of_root
@@ -54,7 +54,7 @@ is below a fifth.
 """
 
 
-def pipeline_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task, world: World) -> PipelineProgram:
+def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task, world: World) -> PipelineProgram:
     """The program of a rank. `name`: of the strategy, for messages. Collective."""
     dims = ParallelDims(world, sizes, inputs=sizes.layer_ranks > 1)
     rows, spec = _spec(strategy, sizes, task)
@@ -117,7 +117,7 @@ def pipeline_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: 
     )
 
 
-def _spec(strategy: MeshStrategy, sizes: MeshSizes, task: Task) -> tuple[int, PipelineSpec]:
+def _spec(strategy: MeshOptions, sizes: MeshSizes, task: Task) -> tuple[int, PipelineSpec]:
     """The rows of a micro-batch, and what the stages have to be."""
     ranks, shares, virtual = sizes.pipeline, sizes.shares, strategy.virtual
     # batch statistics need two rows
