@@ -14,14 +14,16 @@ from dtf.distributed.world import World
 TOLERANCE = 1e-3
 """Largest relative difference of norms that are bitwise equal unless kernels are not deterministic."""
 
-SHARE, LAYER, ROWS, SLICES = (
+SHARE, LAYER, ROWS, SLICES, COPIES = (
     ("pipeline", "context", "tensor"),
     ("context", "tensor"),
     ("replicate", "shard"),
     ("shard", "context", "tensor"),
+    ("replicate", "context"),
 )
 """Axes of: the ranks that compute one share of the rows; of these, those that compute a layer together; the ranks that
-hold the same part of the model and compute other rows; the ranks that have all slices of a stage."""
+hold the same part of the model and compute other rows; the ranks that have all slices of a stage; those that have the
+same slice, and compute other rows or positions."""
 
 
 class ParallelDims:
@@ -43,7 +45,8 @@ class ParallelDims:
         self._made: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.summed: list[tuple[tuple[str, ...], list[torch.Tensor]]] = []
         """What is summed after the passes of a step: axes, and tensors like the gradients."""
-        share, self._layer, self._rows, self.slices = (self.group(*axes) for axes in (SHARE, LAYER, ROWS, SLICES))
+        made = [self.group(*axes) for axes in (SHARE, LAYER, ROWS, SLICES, COPIES)]  # all of them, on all ranks alike
+        share, self._layer, self._rows, self.slices, _ = made
         self._share = share
         self.mesh_rows = self.rank_lists(*SHARE)
         """The ranks of each share of the rows, in order of the shares."""

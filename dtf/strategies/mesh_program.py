@@ -13,8 +13,8 @@ from dtf.model.outside_tensors import refuse_held
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.fully_sharded import FullSharding
-from dtf.strategies.mesh_sharding import mesh_sharding, sum_gradients
 from dtf.strategies.mesh_options import MeshOptions
+from dtf.strategies.mesh_sharding import mesh_sharding, sum_gradients
 from dtf.strategies.own_memory import refuse_shared_memory
 from dtf.strategies.replica import Replica
 from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
@@ -50,7 +50,7 @@ def mesh_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task,
     else:
         masters = settle(model, task.precision, world.device)
     tables = tables_of(task, world, strategy.tables, gives=dims.reads)
-    params = param_shards(model, masters, dims.place["shard"] == 0, dims.place["tensor"] == 0)
+    params = param_shards(model, masters, dims)
     sync = None
     if sharding is not None:
         sum_gradients([model])

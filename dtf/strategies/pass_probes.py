@@ -20,7 +20,7 @@ from dtf.model.communication import Communication
 from dtf.model.forward import global_rng_error
 from dtf.model.init import HOOKS_ON_SUMS
 from dtf.model.seeded_dropout import SeededDropout, find_drawing_modules
-from dtf.strategies.tensor_parallel.slices import slices_of
+from dtf.strategies.tensor_parallel.slices import is_divided
 
 
 class Reached(torch.autograd.Function):
@@ -172,7 +172,7 @@ def written_by_pass(model: nn.Module, run: Callable[[], Any]) -> list[str]:
         model.eval()
         model.train()
     written.refuse_gradients()
-    if not slices_of(model):  # else it is what dtf has made of it that talks
+    if not is_divided(model):  # else it is what dtf has made of it that talks
         talks.refuse("the model")
     return written.found
 

@@ -232,8 +232,8 @@ FAULTS = [
     Fault(
         "every rank adds the bias of a layer divided by inputs",
         "dtf/strategies/tensor_parallel/layers.py",
-        'return None if name == "bias" else super().__getattr__(name)',
-        "return super().__getattr__(name)",
+        "return functional.linear(x, weight)",
+        "return functional.linear(x, weight, self._parameters.get('bias'))",
         (f"{SAME}[tensor-{{}}-3]",),
     ),
     Fault(

@@ -97,6 +97,9 @@ class PipelineProgram(ReadsAhead):
         self.shard = dims.dp_shard if dims.reads else None
         self.shares, self.micro_batch_rows, self._table = dims.dp_shard.count, micro_batch_rows, table
         self._passes, self._receiver = ForwardPass(task, world.device), Receiver(task)
+        last = self._stages.get(pipeline.last)
+        if last is not None and last.positions is not None and last.positions.in_context:
+            self._passes.carry = last.positions.carry
         self._flow = Flow(self._stages, pipeline, schedule, task, self._passes, world.device)
         self._equal_passes = dims.sizes.shard > 1
         """Whether all pipelines have to make the same number of passes: they gather what they divide."""

@@ -16,6 +16,7 @@ from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.changing_buffers import ChangingBuffers
 from dtf.model.compiled_forward import compile_modules
 from dtf.model.seeded_dropout import SeededDropout
+from dtf.strategies.tensor_parallel.positions import Positions
 
 
 class Held(NamedTuple):
@@ -47,7 +48,12 @@ class Stage:
         apply_activation_checkpointing(model, checkpointed, task.step.remat, self.masks)
         self.sync: Callable[[bool], None] = lambda last: None
         """Called before each backward pass, with whether it is the last of a step."""
+        self.positions: Positions | None = None
         model.train()
+
+    def take_positions(self, positions: Positions) -> None:
+        """The positions of its rows are divided."""
+        self.positions, positions.masks = positions, self.masks
 
     @property
     def scratch(self) -> frozenset[str]:

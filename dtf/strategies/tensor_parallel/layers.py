@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
 
 from dtf.api.layout import Split, SplitBy
 from dtf.core.errors import ConfigError, LayoutError
@@ -112,12 +113,12 @@ class _Row(Divided):
             self.__dict__["_axes"] = {"weight": 1, "bias": 0}
         super().cut(name, made)
 
-    def __getattr__(self, name: str) -> Any:
-        return None if name == "bias" else super().__getattr__(name)
-
     def product(self, x: Tensor) -> Tensor:
-        """This rank's summand."""
-        return super().forward(x)
+        """This rank's summand, without the bias."""
+        weight = cast(Tensor, self.weight)
+        if isinstance(self, CONVOLUTIONS):
+            return self._conv_forward(x, weight, None)
+        return functional.linear(x, weight)
 
     def forward(self, x: Tensor) -> Tensor:
         with partial():

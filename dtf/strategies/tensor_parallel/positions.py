@@ -21,14 +21,14 @@ from torch.overrides import TorchFunctionMode
 
 from dtf.api.layout import Layout, Split, SplitBy
 from dtf.api.task import Task
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, LayoutError
 from dtf.core.text import count_text
 from dtf.distributed.collectives import exchanged, joined, own_slice
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.mesh_sizes import MeshSizes
-from dtf.distributed.sharding import balanced, bounds
+from dtf.distributed.sharding import balanced, bounds, is_dtensor
 from dtf.model.seeded_dropout import DROPOUTS, MOST_IN_FLIGHT, SeededDropout
-from dtf.strategies.tensor_parallel.slices import HEADS, slices_of
+from dtf.strategies.tensor_parallel.slices import EXCHANGE, HEADS, slices_of
 
 Splits = Mapping[str, Split | SplitBy]
 
@@ -76,11 +76,20 @@ class Positions:
             return frozenset()
         divided, within = slices_of(model), set(inside)
         summed = {name for name, module in model.named_modules() if getattr(module, "sums_gradients", False)}
-        return frozenset(
-            name
-            for name, _ in model.named_parameters()
-            if name not in divided and name.rpartition(".")[0] in within - summed
-        )
+        users: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            users.setdefault(parameter, []).append(name)
+        found = set()
+        for names in users.values():
+            parts = [name for name in names if name.rpartition(".")[0] in within - summed and name not in divided]
+            if parts and len(parts) < len(names):
+                raise LayoutError(
+                    f"{parts[0]} is used for some positions of a row, as the layout's positions say, and as "
+                    f"{next(name for name in names if name not in parts)} for all of them; split both by the layout, "
+                    "or leave its module out of the positions"
+                )
+            found.update(parts[:1])
+        return frozenset(found)
 
     def _tell(self, module: nn.Module) -> None:
         """Let a module know of the positions: a divided layer, a dropout."""
@@ -168,7 +177,7 @@ class Positions:
         if isinstance(outputs, tuple):
             return (self._leave(outputs[0], ends), *outputs[1:])
         width, first, last = self._places()
-        if self._tensor is not None:
+        if self._tensor is not None and not is_dtensor(outputs):  # what is divided by classes has gathered them
             outputs = joined(outputs, 1, last - first, self._tensor, "positions")
         if self._context is not None and not ends:
             outputs = joined(outputs, 1, width, self._context, "positions")
@@ -219,7 +228,7 @@ class Positions:
                 )
             begin, end = balanced(last - first, size, self._dims.place["context"])
             module.__dict__[HEADS] = (whole, first + begin, first + end)
-            module.__dict__["_dtf_exchange"] = _Exchange(self, name, self._context)
+            module.__dict__[EXCHANGE] = _Exchange(self, name, self._context)
             module.__class__ = type(type(module).__name__, (_Exchanging, type(module)), {})
 
 
