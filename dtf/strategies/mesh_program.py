@@ -13,8 +13,8 @@ from dtf.model.outside_tensors import refuse_held
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.fully_sharded import FullSharding
+from dtf.strategies.mesh_options import MeshOptions
 from dtf.strategies.mesh_sharding import mesh_sharding, sum_gradients
-from dtf.strategies.mesh_strategy import MeshStrategy
 from dtf.strategies.output_reference import output_reference
 from dtf.strategies.own_memory import refuse_shared_memory
 from dtf.strategies.replica import Replica
@@ -24,7 +24,7 @@ from dtf.strategies.tensor_parallel.divide import divide
 from dtf.strategies.tensor_parallel.positions import Positions, check_positions
 
 
-def mesh_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task, world: World) -> Program:
+def mesh_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task, world: World) -> Program:
     """The program of a rank. `name`: of the strategy, for messages. Collective."""
     if sizes.replicate == world.size:  # copies of the whole model
         return Ddp(tables=strategy.tables).setup(task, world)
@@ -63,4 +63,5 @@ def mesh_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task
     partial_names = () if positions is None else positions.partial
     if reference is not None:
         reference.compare(lambda: replica.evaluated_outputs(reference.rows), name, dims, world)
-    return Spmd(replica, mesh_sharding([model], params, dims, tables, partial_names), task, world, dims, exchange)
+    sharded = mesh_sharding([model], params, dims, tables, partial_names)
+    return Spmd(replica, sharded, task, world, dims, exchange, zero=strategy.zero)

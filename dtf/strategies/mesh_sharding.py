@@ -91,6 +91,7 @@ def _completion(
         group = dims.group(*axes) if indices else None
         if group is not None:
             steps.append((indices, GradientSum(group)))
+            dims.summed.append((axes, [trained[i][1].local for i in indices]))
 
     if dims.sizes.shard > 1:  # the wrapper has summed what it divides
         add(whole, *ROWS)

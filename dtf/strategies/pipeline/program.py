@@ -54,6 +54,7 @@ from dtf.strategies.reading_ahead import ReadsAhead
 from dtf.strategies.replica_digests import Part, compare_replicas, part_of, shared_parts
 from dtf.strategies.spmd import microbatch_load
 from dtf.strategies.start_check import check_evaluation, differing_module
+from dtf.strategies.step_traffic import mesh_rows, step_passes, step_traffic
 from dtf.strategies.trial_numbers import passes_without_trace, trial
 from dtf.strategies.unsaved import Unsaved
 
@@ -66,7 +67,7 @@ class PipelineProgram(ReadsAhead):
 
     `table`: the stages as text, for the start-up table. `tables`: the sparse tables that the update holds.
     `exchange`: bytes of parameters and gradients that exist in whole beside slices. `instead`: what to use for a model
-    whose rows cannot be divided.
+    whose rows cannot be divided. `zero`: the stage of ZeRO of what is in slices.
     """
 
     follows_memory_format = True
@@ -86,8 +87,9 @@ class PipelineProgram(ReadsAhead):
         shared: SharedTensors,
         exchange: int,
         instead: str,
+        zero: int,
     ) -> None:
-        self._exchange, self._instead = exchange, instead
+        self._exchange, self._instead, self._zero, self._sends = exchange, instead, zero, dict[str, str]()
         self._shared = shared
         self._copied = CopiedBuffers(shared, {stage.index: stage.model for stage in stages})
         for stage in stages:
@@ -114,7 +116,7 @@ class PipelineProgram(ReadsAhead):
         """Whether a rank computes losses with counts."""
 
     def about(self) -> dict[str, str]:
-        return {"stages": self._table}
+        return {**self._sends, "stages": self._table}
 
     @property
     def evaluation_micro_batches(self) -> int:
@@ -152,6 +154,10 @@ class PipelineProgram(ReadsAhead):
         self._trials = trials.measured
         self._row_bytes = self._pipeline.waiting_bytes(self._world.rank) / self._trials[-1][0]
         self.row_flops = row_flops(self._trials, self._dims.total)
+        passes = step_passes(self._task, self._dims, self.micro_batch_rows)
+        tied = self._shared.tied_bytes({stage.index: stage.model for stage in stages})
+        sent = step_traffic(self._trials, self._dims, passes, self._zero, tied)
+        self._sends = mesh_rows(sent, self._dims, self._world)
         counted = self._world.gather(self._flow.counted)
         self._counted = self._world.broadcast(any(counted) if counted else None)
 

@@ -25,8 +25,8 @@ from dtf.optim.sharding import ParamShard, Sharding
 from dtf.optim.update import LocalUpdate
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.fully_sharded import FullSharding
+from dtf.strategies.mesh_options import Balance, MeshOptions
 from dtf.strategies.mesh_sharding import mesh_sharding, sum_gradients
-from dtf.strategies.mesh_strategy import Balance, MeshStrategy
 from dtf.strategies.output_reference import output_reference
 from dtf.strategies.own_memory import refuse_shared_memory
 from dtf.strategies.pass_probes import refuse_hooks_on_sums
@@ -56,7 +56,7 @@ is below a fifth.
 """
 
 
-def pipeline_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task, world: World) -> PipelineProgram:
+def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task, world: World) -> PipelineProgram:
     """The program of a rank. `name`: of the strategy, for messages. Collective."""
     dims = ParallelDims(world, sizes, inputs=sizes.layer_ranks > 1)
     rows, spec = _spec(strategy, sizes, task)
@@ -96,7 +96,7 @@ def pipeline_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: 
     partial = {tensors.names[s][key] for s, found in positions.items() for key in found.partial}
     sharding_of = mesh_sharding([*segments.values()], params, dims, tables, partial)
     update = _update(task, world, dims, sharding_of, names, elsewhere, dtype, copies)
-    shared = SharedTensors(tensors.names, elsewhere, frozenset(copies))
+    shared = SharedTensors(tensors.names, elsewhere, {key: len(places) for key, places in copies.items()})
     chains = dims.rank_lists("pipeline")
     links = channels(chains, stages, world.rank, world.device)
     own = next(ranks for ranks in chains if world.rank in ranks)
@@ -124,6 +124,7 @@ def pipeline_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: 
         shared,
         exchange,
         strategy.one_share,
+        strategy.zero,
     )
     if reference is not None:
         rows = reference.rows
@@ -143,7 +144,7 @@ def _positions(segment: nn.Module, layout: Layout, dims: ParallelDims, last: boo
     return Positions(segment, layout.positions, layout.splits, dims, last)
 
 
-def _spec(strategy: MeshStrategy, sizes: MeshSizes, task: Task) -> tuple[int, PipelineSpec]:
+def _spec(strategy: MeshOptions, sizes: MeshSizes, task: Task) -> tuple[int, PipelineSpec]:
     """The rows of a micro-batch, and what the stages have to be."""
     ranks, shares, virtual = sizes.pipeline, sizes.shares, strategy.virtual
     # batch statistics need two rows
