@@ -156,14 +156,11 @@ class Tokens(_Labelled):
                 f"the model gives scores for {tuple(logits.shape[:2])} tokens, and labels are {tuple(labels.shape)}; "
                 "give each token a label, -100 where it has none"
             )
-        losses = functional.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="none", ignore_index=IGNORED
-        )
-        return losses.view(labels.shape).sum(1), (labels != IGNORED).sum(1)
+        return cross_entropy(logits, labels).sum(1), (labels != IGNORED).sum(1)
 
     def measure(self, logits: Tensor, batch: Batch, loss: Tensor) -> Tensor:
         labels = self.labels(batch.targets)
-        right = (logits.argmax(-1) == labels) & (labels != IGNORED)
+        right = (target_rank(logits, labels) == 1) & (labels != IGNORED)
         counts = (labels != IGNORED).sum(1)
         return weighted_sums(batch.weight, loss, counts, right.sum(1))
 

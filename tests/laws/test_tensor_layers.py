@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import distributed as dist
 from dtf.api.layout import Split
 from dtf.api.options import Remat
 from dtf.core.errors import ConfigError
-from dtf.core.types import Place
+from dtf.core.types import Batch, Place
 from dtf.distributed.world import World
 from dtf.model.error_context import name_failing_module
 from dtf.model.memory import Footprint
@@ -224,6 +225,7 @@ def strangers(rank: int, size: int) -> dict[str, Any]:
     """What comes of ids outside a divided table, and of targets that are no class with whole and divided scores."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    from dtf.adapters.transformers_heads import Tokens
     from dtf.model import losses
 
     mesh = World(Place(rank=rank, size=size)).mesh({"tp": size})
@@ -232,7 +234,22 @@ def strangers(rank: int, size: int) -> dict[str, Any]:
         torch.tensor([[3.0, 1.0, 2.0, 2.0, torch.nan]]).repeat(8, 1),
         torch.tensor([0, 1, 2, 3, 4, losses.IGNORED, -1, 5]),
     )
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(2, 4, 5, generator=generator, dtype=torch.float64)
+    labels = torch.tensor([[0, 4, losses.IGNORED, 2], [1, 1, 3, losses.IGNORED]])
+    of_tokens = []
+    for given in (tokens, distribute_tensor(tokens, mesh, [Shard(2)])):
+        loss = losses.cross_entropy(given.requires_grad_(), labels, label_smoothing=0.1)
+        loss.sum().backward()
+        assert given.grad is not None
+        gradient = given.grad.full_tensor() if given is not tokens else given.grad
+        head, batch = Tokens(None), Batch(None, labels, torch.ones(2), np.arange(2))
+        plain, _ = head.loss(given.detach(), labels)
+        measured = head.measure(given.detach(), batch, plain)
+        of_tokens.append((loss.detach(), gradient, losses.target_rank(given.detach(), labels), plain, measured))
     return {
+        "tokens": max(float((a - b).abs().max()) for a, b in zip(*of_tokens, strict=True)),
+        "token_loss": of_tokens[0][0].tolist(),
         "rows": table(torch.tensor([0, -1, 6, 7, 3])).isnan().any(dim=1).tolist(),
         "ranks": [
             losses.target_rank(given, targets).tolist()
@@ -242,8 +259,12 @@ def strangers(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_what_is_in_no_table_and_no_class() -> None:
-    """An id beyond the table is NaN and not zero; a row without a class has the worst rank, whole and divided."""
+    """An id beyond the table is NaN and not zero; a row without a class has the worst rank, whole and divided. Tokens
+    of a row have their losses, gradients and ranks where their scores are divided, too.
+    """
     for found in ranks(3, "tests.laws.test_tensor_layers:strangers", shared=True):
+        assert found["tokens"] < 1e-14 and found["token_loss"][0][2] == found["token_loss"][1][3] == 0
+        assert min(found["token_loss"][0][:2] + found["token_loss"][1][:3]) > 0
         assert found["rows"] == [False, True, False, True, False]
         assert found["ranks"] == [[2, 5, 4, 4, 5, 5, 5, 5]] * 2
 

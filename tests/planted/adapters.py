@@ -23,8 +23,8 @@ FAULTS = [
     Fault(
         "each row of tokens counts as one label",
         "dtf/adapters/transformers_heads.py",
-        "        return losses.view(labels.shape).sum(1), (labels != IGNORED).sum(1)\n",
-        "        return losses.view(labels.shape).sum(1), (labels != IGNORED).any(1)\n",
+        "        return cross_entropy(logits, labels).sum(1), (labels != IGNORED).sum(1)\n",
+        "        return cross_entropy(logits, labels).sum(1), (labels != IGNORED).any(1)\n",
         (f"{RECIPE}test_tokens_count_where_their_label_is_not_ignored",),
     ),
     Fault(
