@@ -62,6 +62,6 @@ def mesh_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task,
         replica.take_positions(positions)
     partial_names = () if positions is None else positions.partial
     if reference is not None:
-        reference.compare(lambda: replica.evaluated_outputs(reference.rows), name, dims, world)
+        reference.compare(replica.evaluated_outputs, [model], name, dims, world)
     sharded = mesh_sharding([model], params, dims, tables, partial_names)
     return Spmd(replica, sharded, task, world, dims, exchange, zero=strategy.zero)

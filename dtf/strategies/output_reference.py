@@ -6,7 +6,7 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,19 +36,23 @@ class OutputReference:
     """
 
     def __init__(self, model: nn.Module, rows: Any, task: Task) -> None:
-        self.rows, self._task = rows, task
+        self._rows, self._task = rows, task
         dtype = next(model.parameters()).dtype
         with passes_without_trace([model], task.recipe), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             model.eval()
             self._outputs = _numbers(model(cast_floating(rows, dtype)))
             model.train()
 
-    def compare(self, outputs: Callable[[], Any] | None, name: str, dims: ParallelDims, world: World) -> None:
-        """Raise LayoutError on all ranks where the outputs now are others. `outputs`: computes them from `rows`; None:
-        other ranks have them. Collective.
+    def compare(
+        self, run: Callable[[Any], Any], models: Sequence[nn.Module], name: str, dims: ParallelDims, world: World
+    ) -> None:
+        """Raise LayoutError on all ranks where the outputs now are others. `run`: computes them from rows with
+        `models`; None: other ranks have them. Collective.
         """
+        with passes_without_trace(models, self._task.recipe):
+            outputs = run(self._rows)
         sums = torch.zeros(2, dtype=torch.float64)  # squares of differences, squares
-        for now, before in zip([] if outputs is None else _numbers(outputs()), self._outputs, strict=False):
+        for now, before in zip(_numbers(outputs), self._outputs, strict=False):
             whole = before[_part(now)].to(torch.float64)
             difference = local(now).to("cpu", torch.float64) - whole
             sums += torch.stack([difference.square().sum(), whole.square().sum()])

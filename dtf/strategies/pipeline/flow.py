@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dtf.api.task import Task
+from dtf.core import nest
 from dtf.core.types import Batch, Evaluated
 from dtf.model.annotate import section
-from dtf.model.forward import ForwardPass, loss_dtype, merge_evaluated
+from dtf.model.forward import ForwardPass, loss_dtype, merge_evaluated, on_device
 from dtf.strategies.pipeline.messages import PipelineRanks, StageMessages
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
 from dtf.strategies.pipeline.stage import Held, Stage
@@ -49,15 +50,24 @@ class Flow:
         self.counted = False
         """Whether a loss had counts."""
         self._seen: list[Any] | None = None
+        """Gets the outputs of the model, where no losses are to be computed."""
 
-    @contextmanager
-    def outputs(self) -> Iterator[list[Any]]:
-        """A context in which the list that it yields gets the outputs of the model, here, and no loss is computed."""
+    @torch.no_grad()
+    def evaluated_outputs(self, inputs: Any) -> Any:
+        """What the model gives in an evaluation of these inputs, on the ranks of the last stage; None on others.
+        Collective over the pipeline.
+        """
+        rows = len(nest.leaves(inputs)[0])
+        weight = torch.ones(rows, device=self._device)
+        batch = Batch(on_device(inputs, self._device), weight, weight, np.arange(rows))
         self._seen = []
-        try:
-            yield self._seen
-        finally:
-            self._seen = None
+        for stage in self._stages.values():
+            stage.train(False)
+        self.run([batch], self.no_sums, lambda stage, j: stage.masks.begin_micro_batch(0, 0), nothing, train=False)
+        for stage in self._stages.values():
+            stage.train()
+        (outputs,), self._seen = self._seen or [None], None
+        return self._passes.carried(outputs)
 
     def run(
         self,

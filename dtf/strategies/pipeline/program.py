@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dtf.api.guard import Guard
 from dtf.api.task import Source, Task
-from dtf.core import nest
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.device_mesh import ParallelDims
@@ -31,7 +29,6 @@ from dtf.model.forward import (
     few_rows,
     leaf_gradients,
     loss_dtype,
-    on_device,
     rows_of,
     to_device,
     with_leaves,
@@ -55,7 +52,7 @@ from dtf.strategies.replica_digests import Part, compare_replicas, part_of, shar
 from dtf.strategies.spmd import microbatch_load
 from dtf.strategies.start_check import check_evaluation, differing_module
 from dtf.strategies.step_traffic import mesh_rows, step_passes, step_traffic
-from dtf.strategies.trial_numbers import passes_without_trace, trial
+from dtf.strategies.trial_numbers import trial
 from dtf.strategies.unsaved import Unsaved
 
 if TYPE_CHECKING:
@@ -101,9 +98,9 @@ class PipelineProgram(ReadsAhead):
         self.shares, self.micro_batch_rows, self._table = dims.dp_shard.count, micro_batch_rows, table
         self._passes, self._receiver = ForwardPass(task, world.device), Receiver(task)
         last = self._stages.get(pipeline.last)
-        if last is not None and last.positions is not None and last.positions.in_context:
+        if last is not None and last.positions is not None:
             self._passes.carry = last.positions.carry
-        self._flow = Flow(self._stages, pipeline, schedule, task, self._passes, world.device)
+        self.flow = Flow(self._stages, pipeline, schedule, task, self._passes, world.device)
         self._equal_passes = dims.sizes.shard > 1
         """Whether all pipelines have to make the same number of passes: they gather what they divide."""
         self._synced, self._row_bytes = True, 0.0  # bytes of messages that wait in memory
@@ -139,7 +136,7 @@ class PipelineProgram(ReadsAhead):
             return self._leaves(copy_of(rows_of(whole, 0, end)))
 
         def run(part: Batch, enter: MicroBatchHook, train: bool = True) -> Evaluated:
-            return self._flow.run([part], self._one, enter, nothing, train)
+            return self.flow.run([part], self._one, enter, nothing, train)
 
         stages, compute, check = list(self._stages.values()), self._task.precision.compute, self._task.start_check
         early = partial(self._pipeline.early_bytes, self._world.rank)
@@ -158,25 +155,8 @@ class PipelineProgram(ReadsAhead):
         tied = self._shared.tied_bytes({stage.index: stage.model for stage in stages})
         sent = step_traffic(self._trials, self._dims, passes, self._zero, tied)
         self._sends = mesh_rows(sent, self._dims, self._world)
-        counted = self._world.gather(self._flow.counted)
+        counted = self._world.gather(self.flow.counted)
         self._counted = self._world.broadcast(any(counted) if counted else None)
-
-    def evaluated_outputs(self, inputs: Any) -> Any:
-        """What the model gives in an evaluation of these inputs, on the ranks of the last stage; None on others.
-        Collective.
-        """
-        models = [stage.model for stage in self._stages.values()]
-        rows = len(nest.leaves(inputs)[0])
-        weight = torch.ones(rows, device=self._world.device)
-        batch = Batch(on_device(inputs, self._world.device), weight, weight, np.arange(rows))
-        with passes_without_trace(models, self._task.recipe), torch.no_grad(), self._flow.outputs() as seen:
-            for stage in self._stages.values():
-                stage.train(False)
-            enter = lambda stage, j: stage.masks.begin_micro_batch(EVALUATION, 0)  # noqa: E731
-            self._flow.run([batch], self._one, enter, nothing, train=False)
-            for stage in self._stages.values():
-                stage.train()
-        return self._passes.carried(seen[0]) if seen else None
 
     def memory(self) -> Memory:
         parameters, gradients, optimizer, tables = self._update.bytes()
@@ -185,9 +165,8 @@ class PipelineProgram(ReadsAhead):
         gradients += max(sizes, default=0)  # of the one that is not yet added to those of earlier micro-batches
         buffers = byte_count({id(b): b for stage in self._stages.values() for b in stage.model.buffers()}.values())
         micro_batches, rows = microbatch_load(self._task, self.shares, self.micro_batch_rows)
-        live = accumulate(
-            1 if action.forward else -1 for action in self._flow.order(micro_batches)
-        )  # of one stage each
+        # of one stage each
+        live = accumulate(1 if action.forward else -1 for action in self.flow.order(micro_batches))
         kept = activations(self._trials, rows, max(live) / len(self._stages))
         under_way = round(self._row_bytes * rows) + self._exchange
         return Memory(parameters + buffers, gradients, optimizer, kept, under_way, tables)
@@ -202,7 +181,7 @@ class PipelineProgram(ReadsAhead):
         parts = self._parts(batch, at, lambda part, j: self._receiver.train(part, ticket.step, first + j), train=True)
         if self._again is not None and parts:
             self._again[0].compiled.compare_machine_code(lambda: self._leaves(copy_of(parts[0])))
-        self._flow.counts = torch.zeros_like(self._one)
+        self.flow.counts = torch.zeros_like(self._one)
         self._copied.mark()
         self._update.drop_gathered()
         ahead = self._pads(parts, last - first, len(bounds) - 1)
@@ -226,7 +205,7 @@ class PipelineProgram(ReadsAhead):
             stage.masks.return_to(ticket.step, first + max(0, j - ahead))
 
         parts = [self._leaves(part) for part in parts]
-        sums, _ = self._flow.run(parts, factor, enter, leave, train=True, padding=range(ahead))
+        sums, _ = self.flow.run(parts, factor, enter, leave, train=True, padding=range(ahead))
         row_gradients = leaf_gradients(parts[ahead:] or parts, self._looked_up) if 0 in self._stages else {}
         if self._counted:
             self._rescale(ticket.rows, row_gradients)
@@ -271,7 +250,7 @@ class PipelineProgram(ReadsAhead):
         """Divide all gradients, those of looked up rows too, by the counts of the loss, over all ranks, in place of
         rows. Collective.
         """
-        counts = self._dims.total_of_stages(self._flow.counts.double().reshape(1))
+        counts = self._dims.total_of_stages(self.flow.counts.double().reshape(1))
         self._dims.average(counts)
         ratio = per_count(rows, counts[0] * self.shares)
         # stages of one rank may share parameters
@@ -311,11 +290,11 @@ class PipelineProgram(ReadsAhead):
 
         real = 0 if batch.ids[0] < 0 else len(parts)
         if not self._equal_passes and not real:  # padding: only the lookup of rows needs this rank
-            return Evaluated(self._flow.no_sums, None)
+            return Evaluated(self.flow.no_sums, None)
         if self._equal_passes:
             parts += [as_padding(parts[-1])] * (len(self._pipeline.ranks) - len(parts))
         padding = range(real, len(parts))
-        evaluated = self._flow.run(parts, self._one, enter, nothing, train=False, padding=padding)
+        evaluated = self.flow.run(parts, self._one, enter, nothing, train=False, padding=padding)
         for stage in self._stages.values():
             stage.changing.begin_micro_batch()  # an evaluation changes nothing
             if self.shares > 1:
@@ -382,7 +361,7 @@ class PipelineProgram(ReadsAhead):
 
     def guard(self) -> Guard | None:
         def run(part: Batch, ticket: Train, enter: MicroBatchHook) -> Evaluated:
-            return self._flow.run([part], self._update.scale(self._one / ticket.rows), enter, nothing, train=True)
+            return self.flow.run([part], self._update.scale(self._one / ticket.rows), enter, nothing, train=True)
 
         pieces = list(self._stages.values()), run, self._update, self, self._task, self._world, self._dims
         return stage_guard(*pieces) if self.shares > 1 and self._tables is None else None

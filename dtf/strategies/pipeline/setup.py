@@ -61,20 +61,13 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
     dims = ParallelDims(world, sizes, inputs=sizes.layer_ranks > 1)
     rows, spec = _spec(strategy, sizes, task)
     stages = spec.ranks * spec.virtual
-    model = model_to_cut(task)
-    if sizes.shares > 1:
-        refuse_hooks_on_sums(model, strategy.one_share)
-    refuse_hooks_of_root(model)
-    refuse_shared_memory(model, name, "strategy=ddp")
-    refuse_held(model, name)
+    model = _checked_model(strategy, name, sizes, task)
     layout = layout_of(task.recipe, model)
     check_positions(layout, name, sizes, task)
     checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
     reference = output_reference(model, task) if sizes.layer_ranks > 1 else None
     split, bounds, table = broadcast_plan(model, spec, task, world)
     names = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
-    if not names:
-        raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
     sharding = FullSharding(model, layout, strategy, name, task) if sizes.shard > 1 else None
     by_name, place = draws_by_name(task.recipe), dims.place["pipeline"]
     dtype = next(iter(formats(model, task.precision).values()))[1]
@@ -97,22 +90,16 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
     sharding_of = mesh_sharding([*segments.values()], params, dims, tables, partial)
     update = _update(task, world, dims, sharding_of, names, elsewhere, dtype, copies)
     shared = SharedTensors(tensors.names, elsewhere, {key: len(places) for key, places in copies.items()})
-    chains = dims.rank_lists("pipeline")
-    links = channels(chains, stages, world.rank, world.device)
-    own = next(ranks for ranks in chains if world.rank in ranks)
     parts, wrapped = [], set[str]()
     for s, segment in segments.items():
         again = [key for key in checkpointed if key not in wrapped]
         wrapped |= {key for key, _ in segment.named_modules()}
-        parts.append(Stage(s, segment, task, world.device, again, layout.buffers))
+        parts.append(Stage(s, segment, task, world.device, again, layout.buffers, positions.get(s)))
         if sharding is not None:
             parts[-1].sync = sharding.gradient_sync([segment])
-        if s in positions:
-            parts[-1].take_positions(positions[s])
-    pipeline = PipelineRanks(own, place, stages, *links)
     program = PipelineProgram(
         parts,
-        pipeline,
+        _pipeline_ranks(dims, stages, world),
         strategy.schedule,
         update,
         task,
@@ -127,10 +114,28 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
         strategy.zero,
     )
     if reference is not None:
-        rows = reference.rows
-        outputs = program.evaluated_outputs(rows)
-        reference.compare(None if outputs is None else lambda: outputs, name, dims, world)
+        reference.compare(program.flow.evaluated_outputs, [*segments.values()], name, dims, world)
     return program
+
+
+def _checked_model(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task) -> nn.Module:
+    """The model. ConfigError for what stages of it cannot do."""
+    model = model_to_cut(task)
+    if sizes.shares > 1:
+        refuse_hooks_on_sums(model, strategy.one_share)
+    refuse_hooks_of_root(model)
+    refuse_shared_memory(model, name, "strategy=ddp")
+    refuse_held(model, name)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
+    return model
+
+
+def _pipeline_ranks(dims: ParallelDims, stages: int, world: World) -> PipelineRanks:
+    """The pipeline that this rank is in. Collective."""
+    chains = dims.rank_lists("pipeline")
+    links = channels(chains, stages, world.rank, world.device)
+    return PipelineRanks(next(ranks for ranks in chains if world.rank in ranks), dims.place["pipeline"], stages, *links)
 
 
 def _positions(segment: nn.Module, layout: Layout, dims: ParallelDims, last: bool) -> Positions:

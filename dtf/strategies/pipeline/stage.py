@@ -38,6 +38,7 @@ class Stage:
         device: torch.device,
         checkpointed: Sequence[str],
         rules: Mapping[str, BufferUpdate],
+        positions: Positions | None = None,
     ) -> None:
         self.index, self.model = index, model
         self.statistics = BatchNormStatistics(model, task.step.ema)
@@ -48,12 +49,10 @@ class Stage:
         apply_activation_checkpointing(model, checkpointed, task.step.remat, self.masks)
         self.sync: Callable[[bool], None] = lambda last: None
         """Called before each backward pass, with whether it is the last of a step."""
-        self.positions: Positions | None = None
+        self.positions = positions
+        if positions is not None:
+            positions.masks = self.masks
         model.train()
-
-    def take_positions(self, positions: Positions) -> None:
-        """The positions of its rows are divided."""
-        self.positions, positions.masks = positions, self.masks
 
     @property
     def scratch(self) -> frozenset[str]:

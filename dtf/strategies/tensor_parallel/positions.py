@@ -103,10 +103,9 @@ class Positions:
                 )
             module.__dict__["_positions"] = self
 
-    @property
-    def in_context(self) -> bool:
-        """Whether positions are divided everywhere, up to the loss."""
-        return self._context is not None
+    def partial_of(self, model: nn.Module) -> frozenset[str]:
+        """Names of the parameters whose gradients are to be summed over ranks that compute a layer together."""
+        return self.partial if self._context is None else frozenset(name for name, _ in model.named_parameters())
 
     def here(self) -> int:
         """How many positions ranks along `tensor` have together."""
@@ -184,12 +183,12 @@ class Positions:
         return outputs
 
     def carry(self, scores: Tensor) -> Tensor:
-        """An output of the model as a DTensor that says which positions are here, and which classes. ConfigError for
-        one without these positions.
+        """An output of the model as a DTensor that says which positions are here, and which classes, where they are
+        divided up to the loss. ConfigError for one without these positions.
         """
         from torch.distributed.tensor import DTensor, Shard
 
-        if not isinstance(scores, Tensor):
+        if self._context is None or not isinstance(scores, Tensor):
             return scores
         width, first, last = self._places()
         if scores.dim() < 2 or scores.shape[1] != last - first:
