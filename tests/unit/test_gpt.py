@@ -295,3 +295,17 @@ def _theirs(name: str, model: Any) -> tuple[torch.Tensor, Any]:
         return mine.T if turned else mine
 
     return tensor, turn
+
+
+@pytest.mark.slow
+def test_the_documented_lines_write_a_text(run_dtf: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_dtf("recipe=gpt_text", "recipe.data.train_rows=64", "recipe.data.eval_rows=16", "launcher.processes=1")
+    assert done.code == 0 and "best_possible" in done.out + done.err, done.err
+    page = (Path(__file__).parents[2] / "recipes" / "gpt" / "README.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    exec(code.replace("RUN/best", str(done.folder)), {})
+    assert len(capsys.readouterr().out) > 200
+    refused = run_dtf("job=predict", f"job.model={done.folder}")
+    assert refused.code == 78 and "a language model gives some for each byte of a row" in refused.err
+    exported = run_dtf("job=export", f"job.model={done.folder}")
+    assert exported.code == 0, exported.err
