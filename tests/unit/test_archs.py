@@ -55,7 +55,7 @@ def test_small_vision_transformers_are_torchvisions_own_module(arch: str, width:
     network = build(arch, 48, 5)
     assert type(network) is torchvision.models.VisionTransformer
     assert (network.image_size, network.patch_size, network.hidden_dim, network.mlp_dim) == (48, 16, width, 4 * width)
-    blocks = list(network.encoder.layers)
+    blocks: Any = list(network.encoder.layers)
     assert len(blocks) == 12 and {block.self_attention.num_heads for block in blocks} == {heads}
     assert [layer.out_features for layer in network.heads] == [5]
 
