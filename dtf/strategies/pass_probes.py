@@ -44,8 +44,8 @@ class Reach:
     beforehand, which costs more, in steps of several passes, and where the pass at the start did not use all of them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], forward: object) -> None:
-        self._parameters = parameters
+    def __init__(self, model: nn.Module, forward: object) -> None:
+        self._parameters = parameters = [p for p in model.parameters() if p.requires_grad]
         self.active = forward is not None
         # a hook would see the zeros, and torch's own search has told of what is unused
         hooked = any(parameter._backward_hooks or has_hook_on_sums(parameter) for parameter in parameters)

@@ -93,8 +93,7 @@ class Replica:
         apply_activation_checkpointing(
             model, modules_to_checkpoint(task.recipe, model, layout, task.step.remat), task.step.remat, self.masks
         )
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self._reach, self._warming = Reach(trained, forward if reach else None), False
+        self._reach, self._warming = Reach(model, forward if reach else None), False
         self._looked_up = task.looked_up
         self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=device, dtype=loss_dtype(task))
         self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
