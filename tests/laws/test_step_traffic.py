@@ -78,6 +78,7 @@ CASES = [
             ("fsdp", {"reshard_after_forward": False}),
             ("tensor", {"degree": 2}),
             ("pipeline", {"degree": 2}),
+            ("mesh", {"shard": 2, "tensor": 2, "zero": 2}),
         )
     ),
 ]
