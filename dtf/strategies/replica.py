@@ -29,6 +29,7 @@ from dtf.model.forward import (
     copy_of,
     leaf_gradients,
     loss_dtype,
+    on_device,
     rows_of,
     with_leaves,
 )
@@ -312,6 +313,15 @@ class Replica:
             outputs = self._forward_of(rows)()
         self.model.train()
         return output_norms(outputs)
+
+    def evaluated_outputs(self, inputs: Any) -> Any:
+        """What the model gives in an evaluation of these inputs, without a trace. Collective where passes are."""
+        with passes_without_trace([self.model], self._task.recipe), torch.no_grad():
+            self.model.eval()
+            self._begin_random(EVALUATION, 0)
+            outputs = self._passes.forward(self.model, on_device(inputs, self._device))
+            self.model.train()
+        return self._passes.carried(outputs)
 
     def passes(self, rows: Batch) -> Passes:
         """Trial passes over these rows at any time, without a trace. Collective where passes are."""

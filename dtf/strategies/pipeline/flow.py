@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +48,16 @@ class Flow:
         """What the sum of losses is divided by in place of rows, on the ranks that compute losses: added up."""
         self.counted = False
         """Whether a loss had counts."""
+        self._seen: list[Any] | None = None
+
+    @contextmanager
+    def outputs(self) -> Iterator[list[Any]]:
+        """A context in which the list that it yields gets the outputs of the model, here, and no loss is computed."""
+        self._seen = []
+        try:
+            yield self._seen
+        finally:
+            self._seen = None
 
     def run(
         self,
@@ -94,6 +106,9 @@ class Flow:
         if s < self._pipeline.last:
             messages.send_outputs(s, j, outputs)
             return Held(inputs, tuple(t for t in outputs if t.requires_grad), None), None
+        if self._seen is not None:
+            self._seen.append(outputs)
+            return Held(inputs, (), None), None
         outputs, loss = self._passes.losses(outputs, batch)
         total, seed = self._passes.seeded(loss, factor)
         if loss.counts is not None:

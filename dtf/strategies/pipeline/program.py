@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dtf.api.guard import Guard
 from dtf.api.task import Source, Task
+from dtf.core import nest
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.device_mesh import ParallelDims
@@ -29,6 +31,7 @@ from dtf.model.forward import (
     few_rows,
     leaf_gradients,
     loss_dtype,
+    on_device,
     rows_of,
     to_device,
     with_leaves,
@@ -52,7 +55,7 @@ from dtf.strategies.replica_digests import Part, compare_replicas, part_of, shar
 from dtf.strategies.spmd import microbatch_load
 from dtf.strategies.start_check import check_evaluation, differing_module
 from dtf.strategies.step_traffic import mesh_rows, step_passes, step_traffic
-from dtf.strategies.trial_numbers import trial
+from dtf.strategies.trial_numbers import passes_without_trace, trial
 from dtf.strategies.unsaved import Unsaved
 
 if TYPE_CHECKING:
@@ -157,6 +160,23 @@ class PipelineProgram(ReadsAhead):
         self._sends = mesh_rows(sent, self._dims, self._world)
         counted = self._world.gather(self._flow.counted)
         self._counted = self._world.broadcast(any(counted) if counted else None)
+
+    def evaluated_outputs(self, inputs: Any) -> Any:
+        """What the model gives in an evaluation of these inputs, on the ranks of the last stage; None on others.
+        Collective.
+        """
+        models = [stage.model for stage in self._stages.values()]
+        rows = len(nest.leaves(inputs)[0])
+        weight = torch.ones(rows, device=self._world.device)
+        batch = Batch(on_device(inputs, self._world.device), weight, weight, np.arange(rows))
+        with passes_without_trace(models, self._task.recipe), torch.no_grad(), self._flow.outputs() as seen:
+            for stage in self._stages.values():
+                stage.train(False)
+            enter = lambda stage, j: stage.masks.begin_micro_batch(EVALUATION, 0)  # noqa: E731
+            self._flow.run([batch], self._one, enter, nothing, train=False)
+            for stage in self._stages.values():
+                stage.train()
+        return self._passes.carried(seen[0]) if seen else None
 
     def memory(self) -> Memory:
         parameters, gradients, optimizer, tables = self._update.bytes()

@@ -27,6 +27,7 @@ from dtf.sparse.make_tables import tables_of
 from dtf.strategies.fully_sharded import FullSharding
 from dtf.strategies.mesh_options import Balance, MeshOptions
 from dtf.strategies.mesh_sharding import mesh_sharding, sum_gradients
+from dtf.strategies.output_reference import output_reference
 from dtf.strategies.own_memory import refuse_shared_memory
 from dtf.strategies.pass_probes import refuse_hooks_on_sums
 from dtf.strategies.pipeline.graph_split import refuse_hooks_of_root
@@ -69,6 +70,7 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
     layout = layout_of(task.recipe, model)
     check_positions(layout, name, sizes, task)
     checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
+    reference = output_reference(model, task) if sizes.layer_ranks > 1 else None
     split, bounds, table = broadcast_plan(model, spec, task, world)
     names = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
     if not names:
@@ -108,7 +110,7 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
         if s in positions:
             parts[-1].take_positions(positions[s])
     pipeline = PipelineRanks(own, place, stages, *links)
-    return PipelineProgram(
+    program = PipelineProgram(
         parts,
         pipeline,
         strategy.schedule,
@@ -124,6 +126,11 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
         strategy.one_share,
         strategy.zero,
     )
+    if reference is not None:
+        rows = reference.rows
+        outputs = program.evaluated_outputs(rows)
+        reference.compare(None if outputs is None else lambda: outputs, name, dims, world)
+    return program
 
 
 def _positions(segment: nn.Module, layout: Layout, dims: ParallelDims, last: bool) -> Positions:
