@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +28,7 @@ class Counting(TorchDispatchMode):
 
     def __init__(self, places: list[dict[str, int]]) -> None:
         super().__init__()
-        self.places, self.found = places, Counter[str]()
+        self.places, self.found = places, dict[str, float]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -43,7 +42,8 @@ class Counting(TorchDispatchMode):
             axes = [axis for axis in members[0] if len({member[axis] for member in members}) > 1]
             size = max(sum(t.nbytes for t in tree_leaves(each) if isinstance(t, Tensor)) for each in (*args, results))
             part = (len(members) - 1) / len(members)
-            self.found[" ".join(axes)] += size * (1 if name == "send" else OF_A_RING[name] * part)
+            sent = size * (1 if name == "send" else OF_A_RING[name] * part)
+            self.found[" ".join(axes)] = self.found.get(" ".join(axes), 0.0) + sent
         return results
 
 
@@ -57,7 +57,7 @@ def step(rank: int, size: int, strategy: str, options: dict[str, Any]) -> dict[s
 
     with patch.object(spmd, "mesh_rows", hear), patch.object(program, "mesh_rows", hear):
         run = _Run(rank, size, Case(strategy=strategy, options=options, eval_every=0))
-    made = run.program
+    made: Any = run.program
     rows = run.loader.get(0, 0) if made.shard else None
     trained = sum(parameter.requires_grad for parameter in run.toy.build_model().parameters())
     for number in range(2):  # the first one also describes messages
@@ -78,6 +78,7 @@ CASES = [
             ("fsdp", {"reshard_after_forward": False}),
             ("tensor", {"degree": 2}),
             ("pipeline", {"degree": 2}),
+            ("mesh", {"shard": 2, "tensor": 2, "zero": 2}),
         )
     ),
 ]
