@@ -15,6 +15,7 @@ from dtf.strategies.pass_probes import has_hook_on_sums
 from dtf.strategies.tensor_parallel.attention import attention_kind, leave_fast_paths
 from dtf.strategies.tensor_parallel.layers import CONVOLUTIONS, NORMS, Divided, Grouped, kind_of, outputs
 from dtf.strategies.tensor_parallel.slices import HEADS, heads_here, ranges
+from dtf.strategies.tensor_parallel.transformers_models import adjust
 
 Splits = Mapping[str, Split | SplitBy]
 
@@ -51,8 +52,11 @@ class _Division:
                 self._divide_attention(name, module)
                 continue
             self._become(name, module, by, kind_of(name, module, by))
-            if by.heads:  # what makes the weights of attention has both layers as its children
-                self._modules[name.rpartition(".")[0]].__dict__[HEADS] = heads_here(name, by, self._mesh)
+            if by.heads and by.split is Split.column:  # what makes the weights of attention has these layers
+                around, heads = self._modules[name.rpartition(".")[0]], heads_here(name, by, self._mesh)
+                if HEADS not in around.__dict__:
+                    around.__dict__[HEADS] = heads
+                    adjust(around, heads)
 
     def _become(self, name: str, module: nn.Module, by: SplitBy, kind: type[Divided]) -> Divided:
         """Change a module's class and cut its tensors."""
