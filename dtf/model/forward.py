@@ -214,9 +214,8 @@ def global_rng_error(strategy: str, why: str, where: str = "") -> ConfigError:
     where = f", in {where}" if where else " (torch.rand)"
     return ConfigError(
         f"strategy={strategy}: the model draws random numbers in its forward pass{where}, "
-        f"{why}; draw with nn.Dropout or torch's functions of dropout only, inside a module that is no compiled or "
-        "checkpointed function: stochastic depth as x * self.drop(x.new_ones(len(x), 1, 1, 1)) with self.drop = "
-        "nn.Dropout(p); or use strategy=ddp"
+        f"{why}; draw with nn.Dropout or torch's functions of dropout only: stochastic depth as "
+        "x * self.drop(x.new_ones(len(x), 1, 1, 1)) with self.drop = nn.Dropout(p); or use strategy=ddp"
     )
 
 

@@ -347,6 +347,9 @@ class FindCalls(TorchFunctionMode):
                 return
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.backward:  # in it this would be no context
+            with self:
+                return _backward(*args, **(kwargs or {}))
         module, functions = self._inside[-1] if self._inside else (None, None)
         if torch.compiler.is_dynamo_compiling() or not drops(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
@@ -357,6 +360,17 @@ class FindCalls(TorchFunctionMode):
         elif in_backward() and not self._inside:
             self._unnamed = True
         return func(*args, **(kwargs or {}))
+
+
+def _backward(
+    tensor: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`Tensor.backward`, which looks for no modes."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
