@@ -39,10 +39,10 @@ from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.optim.update import LocalUpdate
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
+from dtf.strategies.mesh_options import MeshOptions
 from dtf.strategies.pass_probes import refuse_drawing
 from dtf.strategies.pipeline.flow import Flow, MicroBatchHook, nothing
 from dtf.strategies.pipeline.messages import PipelineRanks
-from dtf.strategies.pipeline.schedules import Schedule
 from dtf.strategies.pipeline.shared_tensors import CopiedBuffers, RenamedSource, SharedTensors
 from dtf.strategies.pipeline.stage import Stage, local_parameters
 from dtf.strategies.pipeline.stage_guard import stage_guard
@@ -63,8 +63,7 @@ class PipelineProgram(ReadsAhead):
     """One or more stages on every rank, and an update for the parameters of these.
 
     `table`: the stages as text, for the start-up table. `tables`: the sparse tables that the update holds.
-    `exchange`: bytes of parameters and gradients that exist in whole beside slices. `instead`: what to use for a model
-    whose rows cannot be divided. `zero`: the stage of ZeRO of what is in slices.
+    `exchange`: bytes of parameters and gradients that exist in whole beside slices.
     """
 
     follows_memory_format = True
@@ -73,7 +72,7 @@ class PipelineProgram(ReadsAhead):
         self,
         stages: list[Stage],
         pipeline: PipelineRanks,
-        schedule: Schedule,
+        options: MeshOptions,
         update: LocalUpdate,
         task: Task,
         world: World,
@@ -83,10 +82,9 @@ class PipelineProgram(ReadsAhead):
         tables: ShardedTables | None,
         shared: SharedTensors,
         exchange: int,
-        instead: str,
-        zero: int,
     ) -> None:
-        self._exchange, self._instead, self._zero, self._sends = exchange, instead, zero, dict[str, str]()
+        self._exchange, self._instead, self._zero = exchange, options.one_share, options.zero
+        self._sends: dict[str, str] = {}
         self._shared = shared
         self._copied = CopiedBuffers(shared, {stage.index: stage.model for stage in stages})
         for stage in stages:
@@ -100,7 +98,7 @@ class PipelineProgram(ReadsAhead):
         last = self._stages.get(pipeline.last)
         if last is not None and last.positions is not None:
             self._passes.carry = last.positions.carry
-        self.flow = Flow(self._stages, pipeline, schedule, task, self._passes, world.device)
+        self.flow = Flow(self._stages, pipeline, options.schedule, task, self._passes, world.device)
         self._equal_passes = dims.sizes.shard > 1
         """Whether all pipelines have to make the same number of passes: they gather what they divide."""
         self._synced, self._row_bytes = True, 0.0  # bytes of messages that wait in memory

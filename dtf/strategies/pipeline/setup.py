@@ -100,7 +100,7 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
     program = PipelineProgram(
         parts,
         _pipeline_ranks(dims, stages, world),
-        strategy.schedule,
+        strategy,
         update,
         task,
         world,
@@ -110,8 +110,6 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
         tables,
         shared,
         exchange,
-        strategy.one_share,
-        strategy.zero,
     )
     if reference is not None:
         reference.compare(program.flow.evaluated_outputs, [*segments.values()], name, dims, world)
