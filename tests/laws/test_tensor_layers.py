@@ -90,7 +90,8 @@ def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split])
         for name, tensor in [*parts.named_parameters(), *parts.named_buffers()]:
             tensor.copy_(slice_of(tensor, slices_of(parts).get(name)).take(state[name]))
     for model in (whole, parts):
-        SeededDropout(model, 0, torch.device("cpu")).begin_micro_batch(0, 0)
+        model.__dict__["masks"] = SeededDropout(model, 0, torch.device("cpu"))
+        model.__dict__["masks"].begin_micro_batch(0, 0)
     return whole, parts
 
 

@@ -47,6 +47,7 @@ from dtf.strategies.pipeline.shared_tensors import (
 from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
 from dtf.strategies.tensor_parallel.divide import divide
+from dtf.strategies.tensor_parallel.families import with_splits
 
 PER_RANK = 4
 """Micro-batches of a global batch for each rank of a pipeline, unless step.micro_batch_rows says otherwise: the bubble
@@ -66,6 +67,8 @@ def pipeline_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: 
     refuse_shared_memory(model, name, "strategy=ddp")
     refuse_held(model, name)
     layout = layout_of(task.recipe, model)
+    if sizes.tensor > 1:
+        layout = with_splits(layout, model, task.recipe, name)
     checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
     split, bounds, table = broadcast_plan(model, spec, task, world)
     names = [key for key, parameter in model.named_parameters() if parameter.requires_grad]

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import nn
 
-from dtf.api.layout import Split, SplitBy
+from dtf.api.layout import Layout, Split, SplitBy
+from dtf.api.recipe import Recipe
+from dtf.core.errors import ConfigError
 from dtf.strategies.tensor_parallel.layers import is_a
 from dtf.strategies.tensor_parallel.transformers_models import transformers_splits
 from dtf.strategies.tensor_parallel.windows import WINDOWS
 
 Splits = dict[str, Split | SplitBy]
 _MLP = "torchvision.ops.misc.MLP"
+
+
+def with_splits(layout: Layout, model: nn.Module, recipe: Recipe, name: str) -> Layout:
+    """The layout, with the splits that are found in its model where it names none. `name`: of the strategy. ConfigError
+    where there are none, and no sparse tables either.
+    """
+    splits = layout.splits or found_splits(model)
+    if not splits and not recipe.tables():  # tables are divided anyway
+        raise ConfigError(
+            f"{name}: the layout of {type(recipe).__name__} splits no module, and nothing was found in its model that "
+            "dtf knows how to split; name layers in Recipe.layout (docs/own-parts.md), or use strategy=fsdp, which "
+            "divides any model"
+        )
+    return replace(layout, splits=splits)
 
 
 def found_splits(model: nn.Module) -> Splits:
