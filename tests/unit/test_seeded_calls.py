@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from dtf.model.seeded_calls import FindCalls, SeededCalls, attention, seed_calls
+from dtf.model.contents import FUNCTION_DRAWS
+from dtf.model.seeded_calls import FindCalls, attention, seed_calls
 from dtf.model.seeded_dropout import SeededDropout
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def total(outputs: Any) -> Tensor:
 
 
 def names(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, SeededCalls)]
+    return [name for name, module in model.named_modules() if FUNCTION_DRAWS in vars(module)]
 
 
 def values_of(x: Tensor) -> set[float]:
