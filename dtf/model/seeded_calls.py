@@ -239,12 +239,14 @@ class _SeededCalls:
     training: bool
     _function_draws: FunctionDraws
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _seeded_forward(self, *args: Any, **kwargs: Any) -> Any:
         forward: Any = super().forward  # type: ignore[misc]
         if not self.training or not self._function_draws.follows:
             return forward(*args, **kwargs)
         with _SeededFunctions(self._function_draws, self._function_draws.begin()):
             return forward(*args, **kwargs)
+
+    forward = _seeded_forward
 
 
 @functools.cache

@@ -146,7 +146,7 @@ def test_ranks_that_divide_heads_drop_what_one_drops() -> None:
         def forward(self, x: Tensor) -> Any:
             heads = x.shape[1]
             eye, words = torch.eye(2 * heads), x[:, 0, :, :2].transpose(0, 1).repeat(1, 1, heads)
-            given = (None, None, None, None, False, 0.5, eye, None)
+            given: Any = (None, None, None, None, False, 0.5, eye, None)
             projections = {"q_proj_weight": eye, "k_proj_weight": eye, "v_proj_weight": eye}
             return F.multi_head_attention_forward(
                 words, words, words, 2 * heads, heads, *given, training=self.training, need_weights=True,
