@@ -47,7 +47,7 @@ def steps_of(given: argparse.Namespace) -> Run:
     task = Task(recipe, Sgd(), Precision(), options, 0, lambda count: rows.fetch(np.arange(count), 0)[0])
     strategy: Any = lookup("strategy", given.strategy)()
     if given.strategy == "pipeline":
-        strategy.balance = type(strategy.balance)["flops"]  # the same cuts on both sides: no time is measured
+        strategy.balance = strategy.balance.__class__["flops"]  # the same cuts on both sides: no time is measured
     program = strategy.setup(task, World(Place(rank=rank, size=size, slots=size)))
 
     def prepared(first: int, last: int) -> Batch | None:
