@@ -21,6 +21,7 @@ from dtf.strategies.replica import Replica
 from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
 from dtf.strategies.spmd import Spmd, microbatch_load
 from dtf.strategies.tensor_parallel.divide import divide
+from dtf.strategies.tensor_parallel.families import with_splits
 from dtf.strategies.tensor_parallel.positions import Positions, check_positions
 
 
@@ -30,6 +31,8 @@ def mesh_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task,
         return Ddp(tables=strategy.tables).setup(task, world)
     model = model_to_cut(task)
     layout, by_name = layout_of(task.recipe, model), draws_by_name(task.recipe)
+    if sizes.layer_ranks > 1:
+        layout = with_splits(layout, model, task.recipe, name)
     check_positions(layout, name, sizes, task)
     sharding = FullSharding(model, layout, strategy, name, task) if sizes.shard > 1 else None
     dims, exchange = ParallelDims(world, sizes), 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dtf.api.options import Compile
 from dtf.api.registry import name_of
-from dtf.api.strategy import Program, Strategy, check_layout, check_tables
+from dtf.api.strategy import Program, Strategy, check_tables
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.distributed.mesh_sizes import MeshSizes
@@ -27,8 +27,6 @@ class MeshStrategy(MeshOptions, Strategy):
     def check(self, task: Task, processes: int, devices: str) -> None:
         check_tables(task, self.tables, processes)
         sizes = self.sizes(processes)
-        if sizes.tensor > 1:
-            check_layout(name_of("strategy", self), task.recipe, "how its model is split")
         if self.offload and sizes.shard == 1:
             raise ConfigError(
                 "strategy.offload=true needs at least 2 processes that hold slices of parameters; use offload=false, "

@@ -21,6 +21,7 @@ from dtf.distributed.sharding import is_dtensor, local, offset
 from dtf.distributed.world import World
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.forward import cast_floating
+from dtf.strategies.mesh_sharding import drop_gathered
 from dtf.strategies.trial_numbers import passes_without_trace
 
 ROWS = 2
@@ -51,6 +52,7 @@ class OutputReference:
         """
         with passes_without_trace(models, self._task.recipe):
             outputs = run(self._rows)
+        drop_gathered(module for model in models for module in model.modules())
         sums = torch.zeros(2, dtype=torch.float64)  # squares of differences, squares
         for now, before in zip(_numbers(outputs), self._outputs, strict=False):
             whole = before[_part(now)].to(torch.float64)

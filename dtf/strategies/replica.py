@@ -98,7 +98,7 @@ class Replica:
         self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=device, dtype=loss_dtype(task))
         self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
         self.trials: list[tuple[int, Footprint]] = []  # of the passes of `warmup`, with their rows
-        self.parts: list[Tensor] = []  # see Footprint
+        self.parts: list[Tensor] | None = []  # see Footprint
         self.undivided: dict[str, Tensor] = {}  # norms of its gradients of parameters that this rank holds in whole
         self._cuts = 0 < task.step.micro_batch_rows < task.step.batch_size
         self._task = task

@@ -106,9 +106,11 @@ class Spmd(ReadsAhead):
         replica.divided = self.shares > 1
         self._together = dims is not None and dims.sizes.layer_ranks > 1  # whether ranks compute a layer together
         if self._together:
-            divided = slices_of(replica.model)
+            divided = {*slices_of(replica.model), *replica.partial}
             held = (*replica.model.named_parameters(), *replica.model.named_buffers())
             replica.parts = [getattr(tensor, "_local_tensor", tensor) for name, tensor in held if name in divided]
+        if dims is not None and dims.sizes.context > 1:  # positions are divided in all that is computed
+            replica.parts = None
         bounds = micro_batch_bounds(task.step.batch_size, self.micro_batch_rows)
         replica.pads = pads(len(bounds) - 1, self.shares, replica.equal_passes)
         self._factor = torch.full((), 1.0 if dims else world.size, device=world.device, dtype=loss_dtype(task))

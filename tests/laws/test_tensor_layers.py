@@ -13,6 +13,7 @@ from torch import distributed as dist
 
 from dtf.api.layout import Split
 from dtf.api.options import Remat
+from dtf.api.precision import Format, Precision
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Place
 from dtf.distributed.world import World
@@ -76,6 +77,7 @@ def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split])
     """A model, whole and divided, with the same numbers and masks."""
     from dtf.distributed.sharding import slice_of
     from dtf.model.seeded_dropout import SeededDropout
+    from dtf.strategies.sharded_init import lay_out
     from dtf.strategies.tensor_parallel.divide import divide
     from dtf.strategies.tensor_parallel.slices import slices_of
 
@@ -84,13 +86,14 @@ def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split])
     with torch.device("meta"):
         parts = build().double()
     divide(parts, splits, mesh)
-    parts.to_empty(device="cpu")
-    state = dict(whole.state_dict())
+    lay_out(parts, Precision(param=Format.fp64, compute=Format.fp64), torch.device("cpu"))
+    state = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     with torch.no_grad():
         for name, tensor in [*parts.named_parameters(), *parts.named_buffers()]:
             tensor.copy_(slice_of(tensor, slices_of(parts).get(name)).take(state[name]))
     for model in (whole, parts):
-        SeededDropout(model, 0, torch.device("cpu")).begin_micro_batch(0, 0)
+        model.__dict__["masks"] = SeededDropout(model, 0, torch.device("cpu"))
+        model.__dict__["masks"].begin_micro_batch(0, 0)
     return whole, parts
 
 

@@ -14,6 +14,7 @@ from dtf.core.errors import ConfigError
 from dtf.model.found_blocks import Blocks, FoundLayout, as_code, found_blocks, parts
 from dtf.model.init import construct, layout_of
 from dtf.strategies.pipeline.trace import trace
+from dtf.strategies.tensor_parallel.families import found_splits
 
 WHERE = "outside of the blocks that were found in it"
 
@@ -35,9 +36,12 @@ def blocks_in_order(model: nn.Module, layout: Layout) -> Blocks:
 
 
 def layout_code(recipe: Recipe) -> str:
-    """A `layout()` in Python with the blocks of the recipe's model, those that it names or those that are found."""
+    """A `layout()` in Python with the blocks and splits of the recipe's model, those that it names or those that are
+    found.
+    """
     model = construct(recipe)
     layout = layout_of(recipe, model)
+    layout = replace(layout, splits=layout.splits or found_splits(model))
     try:
         return as_code(replace(layout, blocks=blocks_in_order(model, layout)))
     except ConfigError as error:  # for a pipeline; the others need no order

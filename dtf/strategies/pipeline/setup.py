@@ -48,6 +48,7 @@ from dtf.strategies.pipeline.shared_tensors import (
 from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
 from dtf.strategies.tensor_parallel.divide import divide
+from dtf.strategies.tensor_parallel.families import with_splits
 from dtf.strategies.tensor_parallel.positions import Positions, check_positions
 
 PER_RANK = 4
@@ -63,6 +64,8 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
     stages = spec.ranks * spec.virtual
     model = _checked_model(strategy, name, sizes, task)
     layout = layout_of(task.recipe, model)
+    if sizes.layer_ranks > 1:
+        layout = with_splits(layout, model, task.recipe, name)
     check_positions(layout, name, sizes, task)
     checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
     reference = output_reference(model, task) if sizes.layer_ranks > 1 else None

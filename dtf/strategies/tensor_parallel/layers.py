@@ -42,6 +42,7 @@ class Divided(nn.Module):
     _by: SplitBy
     _axis: int  # of the channels in activations
     _positions: Positions | None = None  # where ranks divide positions between divided layers
+    _given = False  # whether the module around it has gathered them
     _axes: Mapping[str, int] = MappingProxyType({})
 
     def cut(self, name: str, made: dict[int, tuple[Tensor, nn.Parameter, Slice]]) -> None:
@@ -73,6 +74,8 @@ class Divided(nn.Module):
 
     def fanned(self, x: Tensor) -> Tensor:
         """An input that all ranks have alike, or of which each has some positions, and which they use differently."""
+        if self._given:
+            return x
         if self._positions is not None:
             return gathered(x, 1, self._positions.here(), self._group, self._name)
         return fan(x, self._group, self._name) if x.requires_grad else x

@@ -23,7 +23,7 @@ from dtf.api.layout import Layout, Split, SplitBy
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError, LayoutError
 from dtf.core.text import count_text
-from dtf.distributed.collectives import exchanged, joined, own_slice
+from dtf.distributed.collectives import exchanged, gathered, joined, own_slice
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.mesh_sizes import MeshSizes
 from dtf.distributed.sharding import balanced, bounds, is_dtensor
@@ -64,6 +64,9 @@ class Positions:
         """Names of the parameters whose gradients are to be summed over the axis `tensor`."""
         for name in inside:
             self._tell(modules[name])
+        around = {name.rpartition(".")[0] for name, by in splits.items() if _makes_heads(by)} & set(inside)
+        for name in around if self._tensor is not None else ():
+            self._gather_around(name, modules[name], splits)
         if self._context is not None:
             self._divide_attention(modules, splits)
         for name in names if self._context is not None else names[:1]:
@@ -106,6 +109,21 @@ class Positions:
     def partial_of(self, model: nn.Module) -> frozenset[str]:
         """Names of the parameters whose gradients are to be summed over ranks that compute a layer together."""
         return self.partial if self._context is None else frozenset(name for name, _ in model.named_parameters())
+
+    def _gather_around(self, name: str, module: nn.Module, splits: Splits) -> None:
+        """Let a module with attention get all positions, once for its queries, keys and values."""
+        for key, child in module.named_children():
+            if _makes_heads(splits.get(f"{name}.{key}")):
+                child.__dict__["_given"] = True
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            assert self._tensor is not None
+            hidden = _hidden(args, kwargs)
+            whole = gathered(hidden, 1, self.here(), self._tensor, name)
+            moved = tuple(whole if value is hidden else value for value in args)
+            return moved, {key: whole if value is hidden else value for key, value in kwargs.items()}
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
 
     def here(self) -> int:
         """How many positions ranks along `tensor` have together."""
@@ -215,7 +233,7 @@ class Positions:
                     f"strategy.context={size}: {name} is {type(modules.get(name)).__name__}, whose positions cannot be "
                     "divided; write attention with scaled_dot_product_attention, or use strategy.tensor"
                 )
-            if isinstance(by, SplitBy) and by.heads and name in modules:
+            if isinstance(by, SplitBy) and _makes_heads(by) and name in modules:
                 found[name.rpartition(".")[0]] = by.heads
         for name, heads in found.items():
             module = modules[name]
@@ -263,6 +281,11 @@ class _Exchange(TorchFunctionMode):
         ]
         taken = func(*by_heads, *args[3:], **kwargs)
         return exchanged(taken, (2, bounds), (1, balanced), heads, self._group, self._name)
+
+
+def _makes_heads(by: Split | SplitBy | None) -> bool:
+    """Whether a layer that is split so makes queries, keys or values."""
+    return isinstance(by, SplitBy) and by.split is Split.column and bool(by.heads)
 
 
 def _is_hidden(value: Any) -> bool:
