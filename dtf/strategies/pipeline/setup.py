@@ -66,9 +66,7 @@ def pipeline_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: 
     refuse_hooks_of_root(model)
     refuse_shared_memory(model, name, "strategy=ddp")
     refuse_held(model, name)
-    layout = layout_of(task.recipe, model)
-    if sizes.tensor > 1:
-        layout = with_splits(layout, model, task.recipe, name)
+    layout = with_splits(layout_of(task.recipe, model), model, task.recipe, name, sizes.tensor)
     checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
     split, bounds, table = broadcast_plan(model, spec, task, world)
     names = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
