@@ -28,7 +28,7 @@ def with_splits(layout: Layout, model: nn.Module, recipe: Recipe, name: str, deg
     if not splits and not recipe.tables():  # tables are divided anyway
         raise ConfigError(
             f"{name}: the layout of {type(recipe).__name__} splits no module, and nothing was found in its model that "
-            "dtf knows how to split; name layers in Recipe.layout (docs/own-parts.md), or use strategy=fsdp, which "
+            "dtf knows how to split; name layers in Recipe.layout (docs/strategies.md), or use strategy=fsdp, which "
             "divides any model"
         )
     return replace(layout, splits=splits)
