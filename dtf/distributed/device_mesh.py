@@ -14,14 +14,16 @@ from dtf.distributed.world import World
 TOLERANCE = 1e-3
 """Largest relative difference of norms that are bitwise equal unless kernels are not deterministic."""
 
-SHARE, LAYER, ROWS, SLICES = (
+SHARE, LAYER, ROWS, SLICES, COPIES = (
     ("pipeline", "context", "tensor"),
     ("context", "tensor"),
     ("replicate", "shard"),
     ("shard", "context", "tensor"),
+    ("replicate", "context"),
 )
 """Axes of: the ranks that compute one share of the rows; of these, those that compute a layer together; the ranks that
-hold the same part of the model and compute other rows; the ranks that have all slices of a stage."""
+hold the same part of the model and compute other rows; the ranks that have all slices of a stage; those that have the
+same slice, and compute other rows or positions."""
 
 
 class ParallelDims:
@@ -38,10 +40,13 @@ class ParallelDims:
             {axis: size for axis, size in sizes.by_axis().items() if size > 1 or (sharded and axis in ROWS)}
         )
         self._grid = torch.arange(world.size).view([*sizes.by_axis().values()])
-        self.place = dict(zip(AXES, (self._grid == world.rank).nonzero()[0].tolist(), strict=True))
+        self.place = self.place_of(world.rank)
         """This rank's place along each axis."""
         self._made: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        share, self._layer, self._rows, self.slices = (self.group(*axes) for axes in (SHARE, LAYER, ROWS, SLICES))
+        self.summed: list[tuple[tuple[str, ...], list[torch.Tensor]]] = []
+        """What is summed after the passes of a step: axes, and tensors like the gradients."""
+        made = [self.group(*axes) for axes in (SHARE, LAYER, ROWS, SLICES, COPIES)]  # all of them, on all ranks alike
+        share, self._layer, self._rows, self.slices, _ = made
         self._share = share
         self.mesh_rows = self.rank_lists(*SHARE)
         """The ranks of each share of the rows, in order of the shares."""
@@ -49,6 +54,10 @@ class ParallelDims:
         self.layer_rank = self.place["context"] * sizes.tensor + self.place["tensor"]
         """This rank's place among those that compute a layer together."""
         self.broadcast = BatchBroadcast(share, world.device, inputs) if share is not None else None
+
+    def place_of(self, rank: int) -> dict[str, int]:
+        """The place of a rank along each axis."""
+        return dict(zip(AXES, (self._grid == rank).nonzero()[0].tolist(), strict=True))
 
     def rank_lists(self, *axes: str) -> list[list[int]]:
         """The groups of ranks that differ along these axes alone, of the whole mesh."""

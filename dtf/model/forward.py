@@ -57,12 +57,15 @@ class ForwardPass:
         with torch.autocast(self._device.type, dtype=self._autocast):
             return model(*inputs)
 
+    def carried(self, outputs: Any) -> Any:
+        """The model's outputs, which say what they are a part of."""
+        return outputs if self.carry is None else tree_map(self.carry, outputs)
+
     def losses(self, outputs: Any, batch: Batch) -> tuple[Any, LossTerms]:
         """The model's outputs, in fp32 at least, and the recipe's loss. ConfigError for a loss of no known form."""
         if self._channels_last:  # a recipe may look at outputs by `view`
             outputs = tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, outputs)
-        if self.carry is not None:
-            outputs = tree_map(self.carry, outputs)
+        outputs = self.carried(outputs)
         # a loss in half precision loses the small differences it is made of
         outputs = cast_floating(outputs, torch.float32, HALF)
         return outputs, self.loss(outputs, batch)
@@ -211,9 +214,8 @@ def global_rng_error(strategy: str, why: str, where: str = "") -> ConfigError:
     where = f", in {where}" if where else " (torch.rand)"
     return ConfigError(
         f"strategy={strategy}: the model draws random numbers in its forward pass{where}, "
-        f"{why}; draw with nn.Dropout or torch's functions of dropout only, inside a module that is no compiled or "
-        "checkpointed function: stochastic depth as x * self.drop(x.new_ones(len(x), 1, 1, 1)) with self.drop = "
-        "nn.Dropout(p); or use strategy=ddp"
+        f"{why}; draw with nn.Dropout or torch's functions of dropout only: stochastic depth as "
+        "x * self.drop(x.new_ones(len(x), 1, 1, 1)) with self.drop = nn.Dropout(p); or use strategy=ddp"
     )
 
 

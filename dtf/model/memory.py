@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_is_leaf, tree_leaves
 
 from dtf.core.text import bytes_text
 from dtf.core.types import Memory
+from dtf.distributed.traffic import COLLECTIVES, Traffic
 from dtf.model.flops import flops
 
 _PLAIN = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
@@ -39,6 +40,8 @@ class Footprint(TorchDispatchMode):
     `whole_flops`, `part_flops`: operations, see `model.flops`, without what backward computes again. `parts`: tensors
     that hold a part of the model, of which other ranks have the others; what is computed from them is a part, up to a
     collective that makes it whole. None: all that is computed is a part.
+
+    `traffic`: what the pass sends to other ranks.
     """
 
     supports_higher_order_operators = True  # torch refuses to run them otherwise
@@ -46,6 +49,7 @@ class Footprint(TorchDispatchMode):
     def __init__(self, parts: Iterable[Tensor] | None = ()) -> None:
         super().__init__()
         self.saved_bytes = self.recomputed_bytes = self.whole_flops = self.part_flops = 0
+        self.traffic = Traffic()
         self._count = 0
         self._known: dict[int, weakref.ref] = {}  # storages by id
         self._made: dict[int, int] = {}  # number of the allocation -> bytes, while it is there
@@ -74,6 +78,8 @@ class Footprint(TorchDispatchMode):
         if backward and not again:
             self._plain.add(task)
         results = func(*args, **(kwargs or {}))
+        if func.namespace in COLLECTIVES:
+            self.traffic.see(func, args, results)
         if count := flops(func, args, results):
             counts = [0, count] if part else [count, 0]
             if again:

@@ -295,12 +295,12 @@ class FindCalls(TorchFunctionMode):
         self._called: Counter[nn.Module] = Counter()
         self._found: set[str] = set()
         self._left: set[str] = set()
-        self._unnamed = False  # whether a backward pass calls functions outside of modules
+        self._entered = False  # by a module that a backward pass computes again
 
     @property
     def forwards(self) -> set[str]:
         """The forwards of what was found."""
-        return set() if self._unnamed else self._found - self._left
+        return self._found - self._left
 
     def __enter__(self) -> Self:
         self._stack = ExitStack()
@@ -334,6 +334,9 @@ class FindCalls(TorchFunctionMode):
             self._called[module] += 1
         elif self._called[module] > 1 and not self._masks.computes_again:
             self._left.add(_forward_of(module))
+        if in_backward() and not self._inside:  # torch leaves all contexts for a backward pass
+            super().__enter__()
+            self._entered = True
         draws = self._draws.get(module) if module.training else None
         functions = None if draws is None else _SeededFunctions(draws, 0)
         self._inside.append((module, functions))
@@ -344,18 +347,19 @@ class FindCalls(TorchFunctionMode):
             if functions is not None and functions.drawn:
                 self._found.add(_forward_of(ended))
             if ended is module:
-                return
+                break
+        if self._entered and not self._inside:
+            self._entered = False
+            super().__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         module, functions = self._inside[-1] if self._inside else (None, None)
         if torch.compiler.is_dynamo_compiling() or not drops(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
-        if module is not None and functions is not None and _compiled_by_author():
+        if module is not None and functions is not None:
+            if not _is_out_of_reach():
+                return functions.__torch_function__(func, types, args, kwargs)
             self._left.add(_forward_of(module))
-        elif functions is not None:
-            return functions.__torch_function__(func, types, args, kwargs)
-        elif in_backward() and not self._inside:
-            self._unnamed = True
         return func(*args, **(kwargs or {}))
 
 
@@ -372,12 +376,17 @@ def drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return False
 
 
-def _compiled_by_author() -> bool:
-    """Whether what calls is a part of what the author's own code compiles, which is not compiled now."""
-    frame = sys._getframe(1)
+def _is_out_of_reach() -> bool:
+    """Whether what calls is a part of what the author's own code compiles, which is not compiled now, or a part of a
+    module's forward that `torch.utils.checkpoint` calls.
+    """
+    frame, own = sys._getframe(1), True
     while frame is not None:
-        code = frame.f_code  # torch has others there, around what is not compiled
-        if code.co_name == "compile_wrapper" and code.co_filename.endswith("torch/_dynamo/eval_frame.py"):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name == "compile_wrapper" and file.endswith("torch/_dynamo/eval_frame.py"):
             return True
+        if own and file.endswith("torch/utils/checkpoint.py"):
+            return True
+        own = own and name != "_call_impl" and not file.endswith("model/activation_checkpointing.py")
         frame = frame.f_back
     return False

@@ -29,7 +29,7 @@ from dtf.model.init import DTYPES, is_statistics
 from dtf.strategies.fsdp_hooks import hook_gathered, parameter_hooks
 from dtf.strategies.fsdp_units import gathered_units
 from dtf.strategies.fsdp_waits import watch_collectives
-from dtf.strategies.mesh_strategy import MeshStrategy
+from dtf.strategies.mesh_options import MeshOptions
 from dtf.strategies.own_memory import Originals, refuse_shared_memory
 from dtf.strategies.param_use import ParamUse
 from dtf.strategies.pass_probes import refuse_hooks_on_sums
@@ -48,7 +48,7 @@ class FullSharding:
     `options`: those of `ShardOptions`. `name`: of the strategy, for messages.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, options: MeshStrategy, name: str, task: Task) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, options: MeshOptions, name: str, task: Task) -> None:
         self._name, self._options, self._task = name, options, task
         if isinstance(model, torch.jit.ScriptModule):
             raise ConfigError(

@@ -7,7 +7,8 @@ from dataclasses import replace
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError
 from dtf.distributed.mesh_sizes import MeshSizes
-from dtf.strategies.mesh_strategy import MeshStrategy, PipelineOptions, ShardOptions, TableOptions
+from dtf.strategies.mesh_options import PipelineOptions, ShardOptions, TableOptions
+from dtf.strategies.mesh_strategy import MeshStrategy
 
 
 @register("strategy", "mesh")

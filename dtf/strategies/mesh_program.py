@@ -13,8 +13,9 @@ from dtf.model.outside_tensors import refuse_held
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.fully_sharded import FullSharding
+from dtf.strategies.mesh_options import MeshOptions
 from dtf.strategies.mesh_sharding import mesh_sharding, sum_gradients
-from dtf.strategies.mesh_strategy import MeshStrategy
+from dtf.strategies.output_reference import output_reference
 from dtf.strategies.own_memory import refuse_shared_memory
 from dtf.strategies.replica import Replica
 from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
@@ -24,16 +25,18 @@ from dtf.strategies.tensor_parallel.families import with_splits
 from dtf.strategies.tensor_parallel.positions import Positions, check_positions
 
 
-def mesh_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task, world: World) -> Program:
+def mesh_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task, world: World) -> Program:
     """The program of a rank. `name`: of the strategy, for messages. Collective."""
     if sizes.replicate == world.size:  # copies of the whole model
         return Ddp(tables=strategy.tables).setup(task, world)
     model = model_to_cut(task)
-    layout = with_splits(layout_of(task.recipe, model), model, task.recipe, name, sizes.tensor)
-    by_name = draws_by_name(task.recipe)
+    layout, by_name = layout_of(task.recipe, model), draws_by_name(task.recipe)
+    if sizes.layer_ranks > 1:
+        layout = with_splits(layout, model, task.recipe, name)
     check_positions(layout, name, sizes, task)
     sharding = FullSharding(model, layout, strategy, name, task) if sizes.shard > 1 else None
     dims, exchange = ParallelDims(world, sizes), 0
+    reference = output_reference(model, task) if sizes.layer_ranks > 1 else None
     if sizes.tensor > 1:
         refuse_shared_memory(model, name, "strategy=ddp")
         refuse_held(model, name)
@@ -52,7 +55,7 @@ def mesh_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task
     else:
         masters = settle(model, task.precision, world.device)
     tables = tables_of(task, world, strategy.tables, gives=dims.reads)
-    params = param_shards(model, masters, dims.place["shard"] == 0, dims.place["tensor"] == 0)
+    params = param_shards(model, masters, dims)
     sync = None
     if sharding is not None:
         sum_gradients([model])
@@ -61,4 +64,7 @@ def mesh_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task
     if positions is not None:
         replica.take_positions(positions)
     partial_names = () if positions is None else positions.partial
-    return Spmd(replica, mesh_sharding([model], params, dims, tables, partial_names), task, world, dims, exchange)
+    if reference is not None:
+        reference.compare(replica.evaluated_outputs, [model], name, dims, world)
+    sharded = mesh_sharding([model], params, dims, tables, partial_names)
+    return Spmd(replica, sharded, task, world, dims, exchange, zero=strategy.zero)

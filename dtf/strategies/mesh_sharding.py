@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dtf.distributed.collectives import waiting_group
-from dtf.distributed.device_mesh import ParallelDims
+from dtf.distributed.device_mesh import COPIES, ROWS, ParallelDims
 from dtf.distributed.grad_allreduce import GradientSum
 from dtf.host.waits import Operation
 from dtf.optim.sharding import ParamShard, Sharding
@@ -91,12 +91,13 @@ def _completion(
         group = dims.group(*axes) if indices else None
         if group is not None:
             steps.append((indices, GradientSum(group)))
+            dims.summed.append((axes, [trained[i][1].local for i in indices]))
 
     if dims.sizes.shard > 1:  # the wrapper has summed what it divides
-        add(whole, "replicate", "shard")
+        add(whole, *ROWS)
         add(everything, "context")
     else:
-        add(everything, "replicate", "context")
+        add(everything, *COPIES)
     add([i for i, (name, _) in enumerate(trained) if name in partial_names], "tensor")
 
     def complete(gradients: list[Tensor]) -> None:

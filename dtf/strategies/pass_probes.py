@@ -20,7 +20,7 @@ from dtf.model.communication import Communication
 from dtf.model.forward import global_rng_error
 from dtf.model.init import HOOKS_ON_SUMS
 from dtf.model.seeded_dropout import SeededDropout, find_drawing_modules
-from dtf.strategies.tensor_parallel.slices import slices_of
+from dtf.strategies.tensor_parallel.slices import is_divided
 
 
 class Reached(torch.autograd.Function):
@@ -44,8 +44,8 @@ class Reach:
     beforehand, which costs more, in steps of several passes, and where the pass at the start did not use all of them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], forward: object) -> None:
-        self._parameters = parameters
+    def __init__(self, model: nn.Module, forward: object) -> None:
+        self._parameters = parameters = [p for p in model.parameters() if p.requires_grad]
         self.active = forward is not None
         # a hook would see the zeros, and torch's own search has told of what is unused
         hooked = any(parameter._backward_hooks or has_hook_on_sums(parameter) for parameter in parameters)
@@ -172,7 +172,7 @@ def written_by_pass(model: nn.Module, run: Callable[[], Any]) -> list[str]:
         model.eval()
         model.train()
     written.refuse_gradients()
-    if not slices_of(model):  # else it is what dtf has made of it that talks
+    if not is_divided(model):  # else it is what dtf has made of it that talks
         talks.refuse("the model")
     return written.found
 

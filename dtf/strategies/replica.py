@@ -15,7 +15,6 @@ from dtf.api.layout import Layout
 from dtf.api.task import Task
 from dtf.core.consistency import Peers
 from dtf.core.types import Batch, Evaluated, Memory, Shard, Train
-from dtf.distributed.sharding import byte_count, local
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
 from dtf.model.attributes import Attributes
@@ -29,12 +28,13 @@ from dtf.model.forward import (
     copy_of,
     leaf_gradients,
     loss_dtype,
+    on_device,
     rows_of,
     with_leaves,
 )
 from dtf.model.init import layout_of
 from dtf.model.known_parameters import KnownParameters
-from dtf.model.memory import Footprint, activations, pending_grad_bytes, unsummed_grad_bytes
+from dtf.model.memory import Footprint
 from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.outside_tensors import OutsideTensors, refuse_kept_copies
 from dtf.model.receive import EVALUATION, Receiver
@@ -44,6 +44,7 @@ from dtf.model.shared_state import SharedState
 from dtf.optim.update import LocalUpdate
 from dtf.strategies.compile_trial import CompileTrial
 from dtf.strategies.pass_probes import Reach, pass_error, refuse_hooks_on_sums, written_by_pass
+from dtf.strategies.replica_memory import Wrapper, replica_memory
 from dtf.strategies.replica_start import CLIPPED, PADDED, check_start, watched_pass
 from dtf.strategies.start_check import Numbers, Passes
 from dtf.strategies.start_padding import padding_error
@@ -92,13 +93,12 @@ class Replica:
         apply_activation_checkpointing(
             model, modules_to_checkpoint(task.recipe, model, layout, task.step.remat), task.step.remat, self.masks
         )
-        self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._reach, self._warming = Reach(self._trained, forward if reach else None), False
+        self._reach, self._warming = Reach(model, forward if reach else None), False
         self._looked_up = task.looked_up
         self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=device, dtype=loss_dtype(task))
         self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
         self.trials: list[tuple[int, Footprint]] = []  # of the passes of `warmup`, with their rows
-        self.parts: list[Tensor] = []  # see Footprint
+        self.parts: list[Tensor] | None = []  # see Footprint
         self.undivided: dict[str, Tensor] = {}  # norms of its gradients of parameters that this rank holds in whole
         self._cuts = 0 < task.step.micro_batch_rows < task.step.batch_size
         self._task = task
@@ -115,16 +115,13 @@ class Replica:
         """Whether a full batch has a pass over padding on some rank."""
         self.counts: Tensor | None = None
         """Of this replica's micro-batches: what the sum of losses is divided by in place of rows, ()."""
-        self.partial: frozenset[str] = frozenset()
-        """Names of parameters whose gradients are summed over the ranks that compute a layer together."""
+        self.partial = frozenset[str]()  # parameters with gradients that ranks computing a layer together sum up
         model.train()
 
     def take_positions(self, positions: Positions) -> None:
         """The positions of its rows are divided."""
-        positions.masks, self.partial = self.masks, positions.partial
-        if positions.in_context:
-            self.partial = frozenset(name for name, _ in self.model.named_parameters())
-            self._passes.carry = positions.carry
+        positions.masks, self._passes.carry = self.masks, positions.carry
+        self.partial = positions.partial_of(self.model)
 
     @property
     def equal_passes(self) -> bool:
@@ -172,7 +169,6 @@ class Replica:
             parts = [rows_of(batch, *ends) for ends in pairwise(at)] if last - first > 1 else [batch]
             parts = [with_leaves(part, self._looked_up) for part in parts]
             ready = self._received(parts[0], ticket.step, first)
-            # another rank has one more, and all make the same number of passes
             if self._sync is not None and last - first < -(-(len(bounds) - 1) // shard.count):
                 self._refuse_padding()
                 self._begin_random(ticket.step, first)
@@ -307,11 +303,16 @@ class Replica:
 
     def _trial_evaluation(self, rows: Batch) -> Numbers:
         """The norms of what the model makes of some rows in an evaluation."""
+        return output_norms(self.evaluated_outputs(self._received(copy_of(rows), 0, 0).inputs))
+
+    @torch.no_grad()
+    def evaluated_outputs(self, inputs: Any) -> Any:
+        """What the model gives in an evaluation of these inputs. Collective where passes are."""
         self.model.eval()
-        with torch.no_grad():
-            outputs = self._forward_of(rows)()
+        self._begin_random(0, 0)
+        outputs = self._passes.forward(self.model, on_device(inputs, self._device))
         self.model.train()
-        return output_norms(outputs)
+        return self._passes.carried(outputs)
 
     def passes(self, rows: Batch) -> Passes:
         """Trial passes over these rows at any time, without a trace. Collective where passes are."""
@@ -367,20 +368,9 @@ class Replica:
         return numbers
 
     def memory(self, update: LocalUpdate, micro_batches: int, rows: int, exchange: int = 0) -> Memory:
-        """Bytes of a step with this number of micro-batches, of this number of rows each, or of a trial pass where that
-        needs more. After `warmup`. `exchange`: what a step has in flight between ranks.
-        """
-        parameters, gradients, optimizer, tables = update.bytes()
-        sizes = [byte_count([parameter]) for parameter in map(local, self._trained)]
-        if self._sync is None:  # otherwise the wrapper of the model knows where gradients wait
-            if self._forward is self.model:
-                gradients += pending_grad_bytes(sizes, micro_batches)
-            else:
-                exchange = max(exchange, unsummed_grad_bytes(sizes, self.trials, rows))
-        buffers = byte_count(local(buffer) for buffer in self.model.buffers())
-        return Memory(
-            parameters + buffers, gradients, optimizer, activations(self.trials, rows), exchange, tables=tables
-        )
+        """As `replica_memory`. After `warmup`."""
+        wrapper = Wrapper.gathers if self._sync else Wrapper.none if self._forward is self.model else Wrapper.sums
+        return replica_memory(self.model, wrapper, self.trials, update, micro_batches, rows, exchange)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Evaluated:

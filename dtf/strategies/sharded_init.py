@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dtf.api.precision import Precision
 from dtf.api.task import Task
+from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.sharding import is_dtensor, local, slice_of
 from dtf.model.draw_by_name import init_modules
 from dtf.model.init import build_on_meta, formats
@@ -72,16 +73,13 @@ def lay_out(model: nn.Module, precision: Precision, device: torch.device) -> dic
     }
 
 
-def param_shards(
-    model: nn.Module, masters: Mapping[str, Tensor] | None, first: bool, first_of_layer: bool
-) -> dict[str, ParamShard]:
+def param_shards(model: nn.Module, masters: Mapping[str, Tensor] | None, dims: ParallelDims) -> dict[str, ParamShard]:
     """This rank's slices of a model, by name. Parameters are DTensors or plain tensors, perhaps of divided modules.
 
-    The optimizer steps the slices, or their `masters` where there are some. `first`: whether this rank is the first of
-    those that divide parameters as DTensors; `first_of_layer`: of those that compute a layer together. The first one
-    writes what the others hold too.
+    The optimizer steps the slices, or their `masters` where there are some. What several ranks hold, the first of them
+    counts and writes.
     """
-    shards, divided = {}, slices_of(model)
+    shards, divided, place = {}, slices_of(model), dims.place
     for name, parameter in model.named_parameters():
         data = local(parameter.detach())
         part = slice_of(parameter, divided.get(name))
@@ -91,7 +89,9 @@ def param_shards(
             (masters or {}).get(name, data),
             part.shape,
             part.pieces[0].offset,
-            (first or is_dtensor(parameter)) and (first_of_layer or name in divided),
+            (is_dtensor(parameter) or not place["shard"])
+            and (name in divided or not place["tensor"])
+            and not place["context"],
             part.pieces if len(part.pieces) > 1 else (),
         )
     return shards

@@ -44,6 +44,7 @@ from dtf.strategies.replica_digests import compare_replicas, exchange_of, part_o
 from dtf.strategies.sharding_check import check_sharding
 from dtf.strategies.start_check import Collectives, check_evaluation, differing_module
 from dtf.strategies.start_padding import pads
+from dtf.strategies.step_traffic import mesh_rows, step_passes, step_traffic
 from dtf.strategies.tensor_parallel.slices import slices_of
 from dtf.strategies.trial_numbers import trial
 from dtf.strategies.unsaved import Unsaved
@@ -56,6 +57,7 @@ class Spmd(ReadsAhead):
 
     `dims`: given where ranks form a device mesh. Then gradients arrive summed over those that compute other rows,
     otherwise averaged over ranks, as torch's wrappers do. `exchange`: bytes in flight between ranks, see Memory.
+    `zero`: the stage of ZeRO of what is in slices.
     `to_sum`: makes the wrapper sum gradients in place of averaging them.
 
     To make one is collective. ConfigError on all ranks when `sharding` is not that of the replica's model.
@@ -72,6 +74,7 @@ class Spmd(ReadsAhead):
         dims: ParallelDims | None = None,
         exchange: int = 0,
         to_sum: Callable[[], None] | None = None,
+        zero: int = 3,
     ) -> None:
         for given, kind in ((replica, Replica), (task, Task), (world, World)):
             if not isinstance(given, kind):
@@ -95,16 +98,19 @@ class Spmd(ReadsAhead):
         self.micro_batch_rows = task.step.rows_each(self.shares)
         self._replica, self._task, self._world, self._dims = replica, task, world, dims
         self._average = dims.average if dims else world.average
-        self._synced, self._exchange = True, exchange
+        self._synced, self._exchange, self._zero = True, exchange, zero
+        self._about: dict[str, str] = {}
         self._few: Batch | None = None  # for passes of all replicas over the same rows
         self._unsaved: Unsaved | None = None
         self._compared: list[str] | None = None  # names of parts that several replicas hold
         replica.divided = self.shares > 1
         self._together = dims is not None and dims.sizes.layer_ranks > 1  # whether ranks compute a layer together
         if self._together:
-            divided = slices_of(replica.model)
+            divided = {*slices_of(replica.model), *replica.partial}
             held = (*replica.model.named_parameters(), *replica.model.named_buffers())
             replica.parts = [getattr(tensor, "_local_tensor", tensor) for name, tensor in held if name in divided]
+        if dims is not None and dims.sizes.context > 1:  # positions are divided in all that is computed
+            replica.parts = None
         bounds = micro_batch_bounds(task.step.batch_size, self.micro_batch_rows)
         replica.pads = pads(len(bounds) - 1, self.shares, replica.equal_passes)
         self._factor = torch.full((), 1.0 if dims else world.size, device=world.device, dtype=loss_dtype(task))
@@ -122,8 +128,18 @@ class Spmd(ReadsAhead):
             batch = to_device(batch, self._world.device, self._task)
         return self._dims.broadcast(batch) if self._dims and self._dims.broadcast else batch
 
+    def about(self) -> dict[str, str]:
+        return self._about
+
     def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
+        self._try(batch)
+        if self._dims is not None:
+            passes = step_passes(self._task, self._dims, self.micro_batch_rows)
+            sent = step_traffic(self._replica.trials, self._dims, passes, self._zero)
+            self._about = mesh_rows(sent, self._dims, self._world)
+
+    def _try(self, batch: Batch) -> None:
         if self._tables is not None:
             batch = self._tables.lookup(self._replica.receiver.train(batch, 0, 0), train=False)
         self._few = few_rows(batch)

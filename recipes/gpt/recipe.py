@@ -159,7 +159,7 @@ class GptText(Recipe):
             }
         splits["head"] = Split.classes
         blocks = (("embedding", "positions"), *((name,) for name in names), ("norm", "head"))
-        return Layout(blocks, splits, positions=(*names, "norm"))
+        return Layout(blocks, splits, positions=(*names, "norm", "head"))
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Any:
         """The losses of a row's bytes, summed, and their number; both (B,)."""

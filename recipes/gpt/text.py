@@ -94,5 +94,5 @@ class Text:
         value = 0
         for part in self._parts:
             for at in (0, max(0, len(part) // 2 - _SAMPLE // 2), max(0, len(part) - _SAMPLE)):
-                value = zlib.crc32(part[at : at + _SAMPLE], value)
+                value = zlib.crc32(part[at : at + _SAMPLE].data, value)
         return f"{[len(part) for part in self._parts]} {value:08x}"

@@ -74,11 +74,16 @@ FAMILIES = {
     "swin_v2": Family("swin_v2_t swin_v2_s swin_v2_b", "head"),
     "vgg": Family("vgg11 vgg13 vgg16 vgg19", "classifier.6", 32),
     "vgg_bn": Family("vgg11_bn vgg13_bn vgg16_bn vgg19_bn", "classifier.6", 32),
-    "vit_16": Family("vit_b_16 vit_l_16", "heads.head", 16, sized=16),
+    "vit_16": Family("vit_ti_16 vit_s_16 vit_b_16 vit_l_16", "heads.head", 16, sized=16),
     "vit_32": Family("vit_b_32 vit_l_32", "heads.head", 32, sized=32),
     "vit_14": Family("vit_h_14", "heads.head", 14, sized=14),
 }
-"""All classifiers of torchvision, the smallest of a family first."""
+"""All classifiers of torchvision, and two smaller vision transformers; the smallest of a family first."""
+
+SMALL_VITS = {"vit_ti_16": (192, 3), "vit_s_16": (384, 6)}
+"""Vision transformers that torchvision has no name for -> width and heads. Twelve blocks, as vit_b_16 has. Source:
+Touvron et al. 2021 (arXiv:2012.12877), table 1.
+"""
 
 FAMILY_OF = {name: family for family in FAMILIES.values() for name in family.names.split()}
 LARGE = tuple(RESNETS.names.split())

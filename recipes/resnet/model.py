@@ -13,7 +13,7 @@ from torchvision.models.resnet import BasicBlock
 
 from dtf.api.layout import BufferUpdate
 from dtf.core.errors import ConfigError
-from dtf.recipes.resnet.archs import FAMILY_OF, SMALL, TIMM
+from dtf.recipes.resnet.archs import FAMILY_OF, SMALL, SMALL_VITS, TIMM
 
 
 class Pad(nn.Module):
@@ -93,13 +93,16 @@ def large(arch: str, stem: str, classes: int, zero_init_residual: bool) -> nn.Mo
 
 
 def of_torchvision(arch: str, classes: int, pixels: int) -> nn.Module:
-    """Another classifier of torchvision, `arch` by its name, as its constructor makes it.
+    """Another classifier of torchvision, `arch` by its name or one of SMALL_VITS, as its constructor makes it.
 
     Networks made for images of one size are made for `pixels`. Those with auxiliary outputs have them, and normalise
     their inputs as torchvision's files of weights want it (`transform_input`).
     """
-    from torchvision.models import get_model
+    from torchvision.models import VisionTransformer, get_model
 
+    if arch in SMALL_VITS:
+        width, heads = SMALL_VITS[arch]
+        return VisionTransformer(pixels, 16, 12, heads, width, 4 * width, num_classes=classes)
     more: dict[str, Any] = {}
     if FAMILY_OF[arch].auxiliary:
         more = {"aux_logits": True, "transform_input": True, "init_weights": True}

@@ -37,7 +37,7 @@ KINDS = [Remat.blocks, Remat.selective]
 @lru_cache(maxsize=64)
 def trained(strategy: str, options: str, processes: int, precision: str, remat: Remat) -> str:
     """Metrics, parameters, running averages and optimizer state of a run, every bit of them."""
-    recipe = {"name": "residual", "functional": strategy in ("ddp", "fsdp")}
+    recipe = {"name": "residual", "functional": strategy != "tensor"}
     case = {
         "options": json.loads(options),
         "recipe": recipe,

@@ -290,7 +290,7 @@ class Bare(nn.Module):
 
 
 class Careless(Toy):
-    """Dropout without a module, inside a block."""
+    """Noise without a module, inside a block."""
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
@@ -301,18 +301,52 @@ class Careless(Toy):
         return Layout((("0", "1"), ("4",), ("7",), ("9",)))
 
 
+class Untried(Careless):
+    """Dropout in a block, in evaluation alone."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model[4] = Tired()  # type: ignore[index]
+        return model
+
+
+class Again(Toy):
+    """A block that drops by a function is called once more behind another one."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        return nn.Sequential(*model[:4], drops := Dropping(), model[7], drops, model[9])  # type: ignore[index]
+
+    def layout(self, model: nn.Module) -> Layout:
+        return Layout((("0", "1"), ("4",), ("5",), ("7",)))
+
+
+class Tired(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(input), 0.5, not self.training)
+
+
+class Dropping(Tired):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(input), 0.5, self.training)
+
+
 class Noisy(nn.Linear):
     def __init__(self) -> None:
         super().__init__(16, 16)
 
     def forward(self, input: Tensor) -> Tensor:
-        return nn.functional.dropout(super().forward(input), 0.5, self.training)
+        return super().forward(input) + (torch.rand(()) if self.training else 0.0)
 
 
 def refuse(rank: int, size: int, recipe: str, options: dict[str, Any]) -> str:
     try:
         made = build(rank, size, globals()[recipe](), **options)
         made.warmup(made.prepare(batch(made)))
+        made.trial_eval(made.prepare(batch(made)))
     except ConfigError as error:
         return str(error)
     return ""
@@ -366,6 +400,8 @@ def test_what_cannot_run_is_refused_before_launch(
         ),
         ("Toy", {"virtual": 3}, "strategy.virtual=3: 4 blocks do not make 6 stages; use 1 to 2"),
         ("Careless", {}, "strategy=pipeline: the model draws random numbers in its forward pass, in "),
+        ("Untried", {}, "strategy=pipeline: the model draws random numbers in its forward pass, in 4 (Tired)"),
+        ("Again", {"cuts": ["5"]}, "4 draws dropout masks and is called in two stages, and its masks depend on"),
     ],
 )
 def test_what_the_model_forbids_is_named(recipe: str, options: dict[str, Any], words: str) -> None:

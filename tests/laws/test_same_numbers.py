@@ -98,3 +98,12 @@ def test_communication_hooks_approximate(hook: str) -> None:
         reference(precision="fp32", clip_norm=0.0), spread("ddp", 2, options=options, precision="fp32", clip_norm=0.0)
     )
     assert 1e-6 < found < 5.0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "processes"),
+    crossed(variants(), [2, 3], usual=[2], turns=[None]),
+)
+def test_dropout_by_functions_of_torch_and_in_attention(strategy: str, options: dict, processes: int) -> None:
+    case: dict[str, Any] = {"plugin": "tests.support.attentive_toy", "recipe": {"name": "attentive"}, **SHORT}
+    assert difference(reference(**case), spread(strategy, processes, options=options, **case)) <= 1e-10

@@ -17,7 +17,7 @@ from dtf.optim.optimizers import AdamW
 from dtf.recipes.resnet.options import ModelOptions
 from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.fsdp import Fsdp
-from dtf.strategies.mesh_strategy import Unit
+from dtf.strategies.mesh_options import Unit
 from tests.support.ranks import ranks
 
 

@@ -245,7 +245,7 @@ def strangers(rank: int, size: int) -> dict[str, Any]:
         loss = losses.cross_entropy(given.requires_grad_(), labels, label_smoothing=0.1)
         loss.sum().backward()
         assert given.grad is not None
-        gradient = given.grad.full_tensor() if given is not tokens else given.grad
+        gradient = given.grad.full_tensor() if given is not tokens else given.grad  # type: ignore[attr-defined]
         head, batch = Tokens(None), Batch(None, labels, torch.ones(2), np.arange(2))
         plain, _ = head.loss(given.detach(), labels)
         measured = head.measure(given.detach(), batch, plain)

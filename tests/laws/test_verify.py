@@ -48,6 +48,20 @@ def verify(run_dtf: Any, tmp_path: Path) -> Any:
     return call
 
 
+GPT = [
+    "recipe=gpt_text",
+    "recipe.data.length=16",
+    "recipe.data.train_rows=256",
+    "recipe.data.eval_rows=32",
+    "recipe.model.width=32",
+    "job.steps=4",
+    "job.batch_size=14",
+    "job.precisions=[fp64]",
+    "job.micro_batches=[2]",
+    "job.processes=[2]",
+    "job.eval_rows=32",
+]
+
 USUAL = ("ddp", "tensor", "pipeline")
 """By default: those of the others that record in a way of their own have segments in the test of job=relay."""
 TOY = [*TOYS, "recipe=toy", "job.precisions=[fp64]"]
@@ -59,8 +73,10 @@ TOY = [*TOYS, "recipe=toy", "job.precisions=[fp64]"]
         (TOY, USUAL),
         pytest.param(TOY, None, marks=pytest.mark.slow),
         pytest.param([*SMALL, "job.processes=[2]"], None, marks=pytest.mark.slow),
+        pytest.param([*GPT, "recipe.model.dropout=0.1"], ("dp", "ddp", "fsdp"), marks=pytest.mark.slow),
+        pytest.param(GPT, ("pipeline",), marks=pytest.mark.slow),
     ],
-    ids=["toy, some", "toy", "shapes"],
+    ids=["toy, some", "toy", "shapes", "gpt", "gpt, pipeline"],
 )
 def test_clean_for_every_strategy_there_is(run_dtf: Any, recipe: list[str], some: tuple[str, ...] | None) -> None:
     load_parts([])

@@ -4,6 +4,34 @@ from tests.planted.fault import Fault
 
 FAULTS = [
     Fault(
+        "a language model over bytes predicts the byte that it reads",
+        "recipes/gpt/rows.py",
+        "        return text[:, :-1], text[:, 1:]\n",
+        "        return text[:, :-1], text[:, :-1]\n",
+        ("tests/unit/test_gpt.py::test_generated_rows_are_a_function_of_their_numbers",),
+    ),
+    Fault(
+        "rows of files predict the byte that they read",
+        "recipes/gpt/rows.py",
+        "row[:-1], row[1:]\n",
+        "row[:-1], row[:-1]\n",
+        ("tests/unit/test_gpt.py::test_each_byte_of_files_is_predicted_once_from_those_before",),
+    ),
+    Fault(
+        "the entropy of generated text counts a cut word whole",
+        "recipes/gpt/words.py",
+        "self._alike[fitting, word]",
+        "self._alike[self._lengths[word], word]",
+        ("tests/unit/test_gpt.py::test_the_entropy_of_a_row_is_that_of_its_bytes_one_after_the_other",),
+    ),
+    Fault(
+        "generated words repeat less often than the entropy has it",
+        "recipes/gpt/words.py",
+        "            counts[rows, word] += 1\n",
+        "            counts[rows, word] = 1\n",
+        ("tests/unit/test_gpt.py::test_the_entropy_of_a_row_is_that_of_its_bytes_one_after_the_other",),
+    ),
+    Fault(
         "the order of an epoch lacks a row",
         "dtf/data/samplers.py",
         'seed_of(seed, "shuffle", epoch))).permutation(rows)',

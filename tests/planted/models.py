@@ -6,6 +6,20 @@ from tests.planted.fault import Fault
 
 FAULTS = [
     Fault(
+        "attention sees what comes later",
+        "recipes/gpt/model.py",
+        "dropout_p=dropout, is_causal=True)",
+        "dropout_p=dropout)",
+        ("tests/unit/test_gpt.py::test_a_place_sees_only_those_before_it",),
+    ),
+    Fault(
+        "divided scores of tokens are summed over the tokens",
+        "dtf/model/losses.py",
+        "    sums = [shifted.exp().sum(dim=-1), slices.at(shifted, targets)]\n",
+        "    sums = [shifted.exp().sum(dim=1), slices.at(shifted, targets)]\n",
+        ("tests/laws/test_tensor_layers.py::test_what_is_in_no_table_and_no_class",),
+    ),
+    Fault(
         "nobody looks whether a step has changed buffers",
         "dtf/model/changing_buffers.py",
         "            if now is not tensor or (now is not None and _version(now) != version):\n",

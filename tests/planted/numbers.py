@@ -4,6 +4,8 @@ from tests.planted.fault import Fault
 
 SAME = "tests/laws/test_same_numbers.py::test_every_strategy_follows_the_reference_in_fp64"
 
+DROPPED = "tests/laws/test_same_numbers.py::test_dropout_by_functions_of_torch_and_in_attention"
+
 FAULTS = [
     Fault(
         "gradients are divided by the ranks once more",
@@ -72,10 +74,31 @@ FAULTS = [
     ),
     Fault(
         "dropout does not scale what it keeps",
-        "dtf/model/seeded_dropout.py",
-        "mask.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))",
+        "dtf/model/drawn_masks.py",
+        "mask.mul_(0.0 if p == 1 else 1 / (1 - p))",
         "mask",
         ("tests/laws/test_microbatch.py::test_dropout_keeps_its_mean_and_its_share",),
+    ),
+    Fault(
+        "all dropout functions of one call of a module draw one mask",
+        "dtf/model/seeded_calls.py",
+        "        return self._draws.factor(self._number, self.drawn - 1, x, p, shape)\n",
+        "        return self._draws.factor(self._number, 0, x, p, shape)\n",
+        ("tests/unit/test_seeded_calls.py::test_masks_follow_the_micro_batch_the_module_the_call_and_its_place",),
+    ),
+    Fault(
+        "each rank drops from its heads what the first one drops",
+        "dtf/model/seeded_calls.py",
+        "        return mask.narrow(1, first, last - first)\n",
+        "        return mask.narrow(1, 0, last - first)\n",
+        ("tests/unit/test_seeded_calls.py::test_ranks_that_divide_heads_drop_what_one_drops",),
+    ),
+    Fault(
+        "copies of a model in one process draw by functions as they like",
+        "dtf/strategies/replica.py",
+        "        seed_calls(self.model, self.masks, other.masks.dropping)\n",
+        "",
+        (f"{DROPPED}[dp-{{}}-2]",),
     ),
     Fault(
         "gradients are clipped by the norm of this rank's part",
@@ -232,8 +255,8 @@ FAULTS = [
     Fault(
         "every rank adds the bias of a layer divided by inputs",
         "dtf/strategies/tensor_parallel/layers.py",
-        'return None if name == "bias" else super().__getattr__(name)',
-        "return super().__getattr__(name)",
+        "return functional.linear(x, weight)",
+        "return functional.linear(x, weight, self._parameters.get('bias'))",
         (f"{SAME}[tensor-{{}}-3]",),
     ),
     Fault(
@@ -336,9 +359,9 @@ FAULTS = [
     ),
     Fault(
         "all calls of a dropout in a compiled pass have one mask",
-        "dtf/model/seeded_dropout.py",
-        "    return drawing.draw(drawing._draws.first + number, shape, dtype, device)\n",
-        "    return drawing.draw(drawing._draws.first, shape, dtype, device)\n",
+        "dtf/model/drawn_masks.py",
+        "    return drawing.draw(drawing._draws.first + number, index, p, shape, *of)\n",
+        "    return drawing.draw(drawing._draws.first, index, p, shape, *of)\n",
         ("tests/unit/test_compiled_forward.py::test_masks_averages_and_counts_are_those_of_the_plain_module",),
     ),
     Fault(

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @register("recipe", "residual")
 class Residual(Toy):
-    """Batch statistics, masks of a module and, if `functional`, masks from the global generator."""
+    """Batch statistics, masks of a module and, if `functional`, of a function."""
 
-    functional: bool = option(default=False, doc="drop activations by a function too, which replicas in threads cannot")
+    functional: bool = option(default=False, doc="drop activations by a function too")
 
     in_place: bool = option(default=False, doc="write to the inputs of the model")
 

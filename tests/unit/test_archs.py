@@ -17,7 +17,16 @@ from dtf.core.errors import ConfigError
 from dtf.model.found_blocks import found_blocks
 from dtf.model.pretrained import match_weights, open_weights
 from dtf.recipes.resnet import archs
-from dtf.recipes.resnet.archs import FAMILIES, FAMILY_OF, LARGE, SMALL, check_arch, check_pixels, timm_names
+from dtf.recipes.resnet.archs import (
+    FAMILIES,
+    FAMILY_OF,
+    LARGE,
+    SMALL,
+    SMALL_VITS,
+    check_arch,
+    check_pixels,
+    timm_names,
+)
 from dtf.recipes.resnet.options import ModelOptions, ShapesOptions, Stem
 from dtf.recipes.resnet.recipe import ResnetShapes
 
@@ -37,7 +46,18 @@ def build(arch: str, pixels: int, classes: int) -> nn.Module:
 
 
 def test_the_list_is_torchvisions_own() -> None:
-    assert sorted(FAMILY_OF) == sorted(torchvision.models.list_models(module=torchvision.models))
+    known = torchvision.models.list_models(module=torchvision.models)
+    assert sorted(FAMILY_OF) == sorted([*known, *SMALL_VITS])
+
+
+@pytest.mark.parametrize(("arch", "width", "heads"), [("vit_ti_16", 192, 3), ("vit_s_16", 384, 6)])
+def test_small_vision_transformers_are_torchvisions_own_module(arch: str, width: int, heads: int) -> None:
+    network = build(arch, 48, 5)
+    assert type(network) is torchvision.models.VisionTransformer
+    assert (network.image_size, network.patch_size, network.hidden_dim, network.mlp_dim) == (48, 16, width, 4 * width)
+    blocks: Any = list(network.encoder.layers)
+    assert len(blocks) == 12 and {block.self_attention.num_heads for block in blocks} == {heads}
+    assert [layer.out_features for layer in network.heads] == [5]
 
 
 def test_names_of_timm_are_read_from_its_files() -> None:

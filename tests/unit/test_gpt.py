@@ -79,9 +79,7 @@ def test_without_repeats_the_entropy_is_that_of_the_chain() -> None:
     drawn = language.draw(np.arange(2048), length, "eval")
     first, after = language.chain[-1], language.chain[:-1]
     uncertain = -np.where(after > 0, after * np.log(np.where(after > 0, after, 1)), 0).sum(1)
-    values, vectors = np.linalg.eig(after.T)
-    steady = np.real(vectors[:, np.argmax(values.real)])
-    steady /= steady.sum()
+    steady = np.linalg.matrix_power(after, 4096)[0]
     rate = steady @ uncertain / (steady @ [len(text) for text in language.texts])
     assert drawn.nats.mean() / length == pytest.approx(rate, rel=0.01)
     starts = [bytes(row[1:]).split(b" ")[0] + b" " for row in drawn.text]
@@ -213,7 +211,8 @@ def test_attention_takes_its_heads_from_its_layers() -> None:
         part = Attention(8, 2, 0.0).double()
         for mine, full in ((part.query, whole.query), (part.key, whole.key), (part.value, whole.value)):
             mine.weight = torch.nn.Parameter(full.weight[half])
-            mine.bias = None if full.bias is None else torch.nn.Parameter(full.bias[half])
+            if full.bias is not None:
+                mine.bias = torch.nn.Parameter(full.bias[half])
         part.out.weight, part.out.bias = torch.nn.Parameter(whole.out.weight[:, half]), whole.out.bias
         total += part(x) - whole.out.bias
     torch.testing.assert_close(total + whole.out.bias, whole(x))
@@ -295,3 +294,17 @@ def _theirs(name: str, model: Any) -> tuple[torch.Tensor, Any]:
         return mine.T if turned else mine
 
     return tensor, turn
+
+
+@pytest.mark.slow
+def test_the_documented_lines_write_a_text(run_dtf: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_dtf("recipe=gpt_text", "recipe.data.train_rows=64", "recipe.data.eval_rows=16", "launcher.processes=1")
+    assert done.code == 0 and "best_possible" in done.out + done.err, done.err
+    page = (Path(__file__).parents[2] / "recipes" / "gpt" / "README.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    exec(code.replace("RUN/best", str(done.folder)), {})
+    assert len(capsys.readouterr().out) > 200
+    refused = run_dtf("job=predict", f"job.model={done.folder}")
+    assert refused.code == 2 and "a language model gives some for each byte of a row" in refused.err
+    exported = run_dtf("job=export", f"job.model={done.folder}")
+    assert exported.code == 0, exported.err

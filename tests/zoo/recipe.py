@@ -33,6 +33,7 @@ LAYOUTS: dict[str, Layout] = {
     "dropout_layers": Layout((("0",), ("3",)), {"0": Split.column, "2": Split.local, "3": Split.row}),
     "very_deep": Layout(_chain(*(str(i) for i in (0, *range(1, 121, 2), 121)))),
     "frozen_half": Layout((("0", "1"), ("3",), ("4",))),
+    "encoder": Layout(_chain("embed", "encoder", "head")),
     "gru": Layout(_chain("embed", "rnn", "head")),
     "siamese": Layout(_chain("encoder", "head")),
     "siamese_declared": Layout(_chain("encoder", "head")),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dtf.api.task import Task
+from dtf.core import nest
 from dtf.core.types import Batch, Evaluated
 from dtf.model.annotate import section
-from dtf.model.forward import ForwardPass, loss_dtype, merge_evaluated
+from dtf.model.forward import ForwardPass, loss_dtype, merge_evaluated, on_device
 from dtf.strategies.pipeline.messages import PipelineRanks, StageMessages
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
 from dtf.strategies.pipeline.stage import Held, Stage
@@ -46,6 +49,25 @@ class Flow:
         """What the sum of losses is divided by in place of rows, on the ranks that compute losses: added up."""
         self.counted = False
         """Whether a loss had counts."""
+        self._seen: list[Any] | None = None
+        """Gets the outputs of the model, where no losses are to be computed."""
+
+    @torch.no_grad()
+    def evaluated_outputs(self, inputs: Any) -> Any:
+        """What the model gives in an evaluation of these inputs, on the ranks of the last stage; None on others.
+        Collective over the pipeline.
+        """
+        rows = len(nest.leaves(inputs)[0])
+        weight = torch.ones(rows, device=self._device)
+        batch = Batch(on_device(inputs, self._device), weight, weight, np.arange(rows))
+        self._seen = []
+        for stage in self._stages.values():
+            stage.train(False)
+        self.run([batch], self.no_sums, lambda stage, j: stage.masks.begin_micro_batch(0, 0), nothing, train=False)
+        for stage in self._stages.values():
+            stage.train()
+        (outputs,), self._seen = self._seen or [None], None
+        return self._passes.carried(outputs)
 
     def run(
         self,
@@ -94,6 +116,9 @@ class Flow:
         if s < self._pipeline.last:
             messages.send_outputs(s, j, outputs)
             return Held(inputs, tuple(t for t in outputs if t.requires_grad), None), None
+        if self._seen is not None:
+            self._seen.append(outputs)
+            return Held(inputs, (), None), None
         outputs, loss = self._passes.losses(outputs, batch)
         total, seed = self._passes.seeded(loss, factor)
         if loss.counts is not None:

@@ -43,6 +43,7 @@ class PipelineSpec(NamedTuple):
     begins: list[str]  # the blocks with which the stages after the first begin; empty: choose
     timed: bool  # equal parts of time, else of floating-point operations
     memory_bytes: int  # of a rank, at most; 0: no bound
+    inside: bool = True  # whether blocks may be cut inside
 
 
 def broadcast_plan(model: nn.Module, spec: PipelineSpec, task: Task, world: World) -> tuple[GraphSplit, list[int], str]:
@@ -78,7 +79,7 @@ def _plan(model: nn.Module, layout: Layout, spec: PipelineSpec, task: Task, worl
     plan: dict[str, Any] = {}
     least = math.inf
     # what is cut inside cannot be computed again, nor compiled
-    inside = not spec.begins and task.step.remat is Remat.none and not task.compiled
+    inside = spec.inside and not spec.begins and task.step.remat is Remat.none and not task.compiled
     refused: ConfigError | None = None  # by blocks as they are
     for fine in (False, True) if inside else (False,):
         try:

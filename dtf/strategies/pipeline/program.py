@@ -39,10 +39,10 @@ from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.optim.update import LocalUpdate
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
+from dtf.strategies.mesh_options import MeshOptions
 from dtf.strategies.pass_probes import refuse_drawing
 from dtf.strategies.pipeline.flow import Flow, MicroBatchHook, nothing
 from dtf.strategies.pipeline.messages import PipelineRanks
-from dtf.strategies.pipeline.schedules import Schedule
 from dtf.strategies.pipeline.shared_tensors import CopiedBuffers, RenamedSource, SharedTensors
 from dtf.strategies.pipeline.stage import Stage, local_parameters
 from dtf.strategies.pipeline.stage_guard import stage_guard
@@ -51,6 +51,7 @@ from dtf.strategies.reading_ahead import ReadsAhead
 from dtf.strategies.replica_digests import Part, compare_replicas, part_of, shared_parts
 from dtf.strategies.spmd import microbatch_load
 from dtf.strategies.start_check import check_evaluation, differing_module
+from dtf.strategies.step_traffic import mesh_rows, step_passes, step_traffic
 from dtf.strategies.trial_numbers import trial
 from dtf.strategies.unsaved import Unsaved
 
@@ -62,8 +63,7 @@ class PipelineProgram(ReadsAhead):
     """One or more stages on every rank, and an update for the parameters of these.
 
     `table`: the stages as text, for the start-up table. `tables`: the sparse tables that the update holds.
-    `exchange`: bytes of parameters and gradients that exist in whole beside slices. `instead`: what to use for a model
-    whose rows cannot be divided.
+    `exchange`: bytes of parameters and gradients that exist in whole beside slices.
     """
 
     follows_memory_format = True
@@ -72,7 +72,7 @@ class PipelineProgram(ReadsAhead):
         self,
         stages: list[Stage],
         pipeline: PipelineRanks,
-        schedule: Schedule,
+        options: MeshOptions,
         update: LocalUpdate,
         task: Task,
         world: World,
@@ -82,9 +82,9 @@ class PipelineProgram(ReadsAhead):
         tables: ShardedTables | None,
         shared: SharedTensors,
         exchange: int,
-        instead: str,
     ) -> None:
-        self._exchange, self._instead = exchange, instead
+        self._exchange, self._instead, self._zero = exchange, options.one_share, options.zero
+        self._sends: dict[str, str] = {}
         self._shared = shared
         self._copied = CopiedBuffers(shared, {stage.index: stage.model for stage in stages})
         for stage in stages:
@@ -95,7 +95,10 @@ class PipelineProgram(ReadsAhead):
         self.shard = dims.dp_shard if dims.reads else None
         self.shares, self.micro_batch_rows, self._table = dims.dp_shard.count, micro_batch_rows, table
         self._passes, self._receiver = ForwardPass(task, world.device), Receiver(task)
-        self._flow = Flow(self._stages, pipeline, schedule, task, self._passes, world.device)
+        last = self._stages.get(pipeline.last)
+        if last is not None and last.positions is not None:
+            self._passes.carry = last.positions.carry
+        self.flow = Flow(self._stages, pipeline, options.schedule, task, self._passes, world.device)
         self._equal_passes = dims.sizes.shard > 1
         """Whether all pipelines have to make the same number of passes: they gather what they divide."""
         self._synced, self._row_bytes = True, 0.0  # bytes of messages that wait in memory
@@ -108,7 +111,7 @@ class PipelineProgram(ReadsAhead):
         """Whether a rank computes losses with counts."""
 
     def about(self) -> dict[str, str]:
-        return {"stages": self._table}
+        return {**self._sends, "stages": self._table}
 
     @property
     def evaluation_micro_batches(self) -> int:
@@ -131,7 +134,7 @@ class PipelineProgram(ReadsAhead):
             return self._leaves(copy_of(rows_of(whole, 0, end)))
 
         def run(part: Batch, enter: MicroBatchHook, train: bool = True) -> Evaluated:
-            return self._flow.run([part], self._one, enter, nothing, train)
+            return self.flow.run([part], self._one, enter, nothing, train)
 
         stages, compute, check = list(self._stages.values()), self._task.precision.compute, self._task.start_check
         early = partial(self._pipeline.early_bytes, self._world.rank)
@@ -146,7 +149,11 @@ class PipelineProgram(ReadsAhead):
         self._trials = trials.measured
         self._row_bytes = self._pipeline.waiting_bytes(self._world.rank) / self._trials[-1][0]
         self.row_flops = row_flops(self._trials, self._dims.total)
-        counted = self._world.gather(self._flow.counted)
+        passes = step_passes(self._task, self._dims, self.micro_batch_rows)
+        tied = self._shared.tied_bytes({stage.index: stage.model for stage in stages})
+        sent = step_traffic(self._trials, self._dims, passes, self._zero, tied)
+        self._sends = mesh_rows(sent, self._dims, self._world)
+        counted = self._world.gather(self.flow.counted)
         self._counted = self._world.broadcast(any(counted) if counted else None)
 
     def memory(self) -> Memory:
@@ -156,9 +163,8 @@ class PipelineProgram(ReadsAhead):
         gradients += max(sizes, default=0)  # of the one that is not yet added to those of earlier micro-batches
         buffers = byte_count({id(b): b for stage in self._stages.values() for b in stage.model.buffers()}.values())
         micro_batches, rows = microbatch_load(self._task, self.shares, self.micro_batch_rows)
-        live = accumulate(
-            1 if action.forward else -1 for action in self._flow.order(micro_batches)
-        )  # of one stage each
+        # of one stage each
+        live = accumulate(1 if action.forward else -1 for action in self.flow.order(micro_batches))
         kept = activations(self._trials, rows, max(live) / len(self._stages))
         under_way = round(self._row_bytes * rows) + self._exchange
         return Memory(parameters + buffers, gradients, optimizer, kept, under_way, tables)
@@ -173,7 +179,7 @@ class PipelineProgram(ReadsAhead):
         parts = self._parts(batch, at, lambda part, j: self._receiver.train(part, ticket.step, first + j), train=True)
         if self._again is not None and parts:
             self._again[0].compiled.compare_machine_code(lambda: self._leaves(copy_of(parts[0])))
-        self._flow.counts = torch.zeros_like(self._one)
+        self.flow.counts = torch.zeros_like(self._one)
         self._copied.mark()
         self._update.drop_gathered()
         ahead = self._pads(parts, last - first, len(bounds) - 1)
@@ -197,7 +203,7 @@ class PipelineProgram(ReadsAhead):
             stage.masks.return_to(ticket.step, first + max(0, j - ahead))
 
         parts = [self._leaves(part) for part in parts]
-        sums, _ = self._flow.run(parts, factor, enter, leave, train=True, padding=range(ahead))
+        sums, _ = self.flow.run(parts, factor, enter, leave, train=True, padding=range(ahead))
         row_gradients = leaf_gradients(parts[ahead:] or parts, self._looked_up) if 0 in self._stages else {}
         if self._counted:
             self._rescale(ticket.rows, row_gradients)
@@ -242,7 +248,7 @@ class PipelineProgram(ReadsAhead):
         """Divide all gradients, those of looked up rows too, by the counts of the loss, over all ranks, in place of
         rows. Collective.
         """
-        counts = self._dims.total_of_stages(self._flow.counts.double().reshape(1))
+        counts = self._dims.total_of_stages(self.flow.counts.double().reshape(1))
         self._dims.average(counts)
         ratio = per_count(rows, counts[0] * self.shares)
         # stages of one rank may share parameters
@@ -282,11 +288,11 @@ class PipelineProgram(ReadsAhead):
 
         real = 0 if batch.ids[0] < 0 else len(parts)
         if not self._equal_passes and not real:  # padding: only the lookup of rows needs this rank
-            return Evaluated(self._flow.no_sums, None)
+            return Evaluated(self.flow.no_sums, None)
         if self._equal_passes:
             parts += [as_padding(parts[-1])] * (len(self._pipeline.ranks) - len(parts))
         padding = range(real, len(parts))
-        evaluated = self._flow.run(parts, self._one, enter, nothing, train=False, padding=padding)
+        evaluated = self.flow.run(parts, self._one, enter, nothing, train=False, padding=padding)
         for stage in self._stages.values():
             stage.changing.begin_micro_batch()  # an evaluation changes nothing
             if self.shares > 1:
@@ -353,7 +359,7 @@ class PipelineProgram(ReadsAhead):
 
     def guard(self) -> Guard | None:
         def run(part: Batch, ticket: Train, enter: MicroBatchHook) -> Evaluated:
-            return self._flow.run([part], self._update.scale(self._one / ticket.rows), enter, nothing, train=True)
+            return self.flow.run([part], self._update.scale(self._one / ticket.rows), enter, nothing, train=True)
 
         pieces = list(self._stages.values()), run, self._update, self, self._task, self._world, self._dims
         return stage_guard(*pieces) if self.shares > 1 and self._tables is None else None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from dtf.api.layout import Layout
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.data.batches import micro_batch_bounds
@@ -20,13 +21,13 @@ from dtf.model.activation_checkpointing import modules_to_checkpoint
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.init import formats, layout_of, model_to_cut
 from dtf.model.outside_tensors import refuse_held
-from dtf.optim.sharding import ParamShard
+from dtf.optim.sharding import ParamShard, Sharding
 from dtf.optim.update import LocalUpdate
 from dtf.sparse.make_tables import tables_of
-from dtf.sparse.sharded_tables import ShardedTables
 from dtf.strategies.fully_sharded import FullSharding
+from dtf.strategies.mesh_options import Balance, MeshOptions
 from dtf.strategies.mesh_sharding import mesh_sharding, sum_gradients
-from dtf.strategies.mesh_strategy import Balance, MeshStrategy
+from dtf.strategies.output_reference import output_reference
 from dtf.strategies.own_memory import refuse_shared_memory
 from dtf.strategies.pass_probes import refuse_hooks_on_sums
 from dtf.strategies.pipeline.graph_split import refuse_hooks_of_root
@@ -48,6 +49,7 @@ from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
 from dtf.strategies.tensor_parallel.divide import divide
 from dtf.strategies.tensor_parallel.families import with_splits
+from dtf.strategies.tensor_parallel.positions import Positions, check_positions
 
 PER_RANK = 4
 """Micro-batches of a global batch for each rank of a pipeline, unless step.micro_batch_rows says otherwise: the bubble
@@ -55,23 +57,20 @@ is below a fifth.
 """
 
 
-def pipeline_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: Task, world: World) -> PipelineProgram:
+def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task, world: World) -> PipelineProgram:
     """The program of a rank. `name`: of the strategy, for messages. Collective."""
     dims = ParallelDims(world, sizes, inputs=sizes.layer_ranks > 1)
     rows, spec = _spec(strategy, sizes, task)
     stages = spec.ranks * spec.virtual
-    model = model_to_cut(task)
-    if sizes.shares > 1:
-        refuse_hooks_on_sums(model, strategy.one_share)
-    refuse_hooks_of_root(model)
-    refuse_shared_memory(model, name, "strategy=ddp")
-    refuse_held(model, name)
-    layout = with_splits(layout_of(task.recipe, model), model, task.recipe, name, sizes.tensor)
+    model = _checked_model(strategy, name, sizes, task)
+    layout = layout_of(task.recipe, model)
+    if sizes.layer_ranks > 1:
+        layout = with_splits(layout, model, task.recipe, name)
+    check_positions(layout, name, sizes, task)
     checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
+    reference = output_reference(model, task) if sizes.layer_ranks > 1 else None
     split, bounds, table = broadcast_plan(model, spec, task, world)
     names = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
-    if not names:
-        raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
     sharding = FullSharding(model, layout, strategy, name, task) if sizes.shard > 1 else None
     by_name, place = draws_by_name(task.recipe), dims.place["pipeline"]
     dtype = next(iter(formats(model, task.precision).values()))[1]
@@ -81,29 +80,30 @@ def pipeline_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: 
         divide(model, layout.splits, dims.mesh["tensor"])
     segments = {s: split.segment(bounds[s], bounds[s + 1]) for s in range(place, stages, spec.ranks)}
     copies = holders(split.uses, bounds, spec.ranks)
+    positions = {}
+    if sizes.layer_ranks > 1 and layout.positions:
+        positions = {s: _positions(segment, layout, dims, s == stages - 1) for s, segment in segments.items()}
     exchange = sharding.exchange(segments.values(), spec.micro_batches) if sharding is not None else 0
     tensors = _StageTensors(model, segments, task)
     masters = tensors.fill(sharding, dims, world, by_name)
     elsewhere = frozenset(key for key, places in copies.items() if places[0] != place)
     params = tensors.shards(masters, dims)
     tables = tables_of(task, world, strategy.tables, gives=dims.reads)
-    update = _update(task, world, dims, list(segments.values()), params, names, elsewhere, dtype, copies, tables)
-    shared = SharedTensors(tensors.names, elsewhere, frozenset(copies))
-    chains = dims.rank_lists("pipeline")
-    links = channels(chains, stages, world.rank, world.device)
-    own = next(ranks for ranks in chains if world.rank in ranks)
+    partial = {tensors.names[s][key] for s, found in positions.items() for key in found.partial}
+    sharding_of = mesh_sharding([*segments.values()], params, dims, tables, partial)
+    update = _update(task, world, dims, sharding_of, names, elsewhere, dtype, copies)
+    shared = SharedTensors(tensors.names, elsewhere, {key: len(places) for key, places in copies.items()})
     parts, wrapped = [], set[str]()
     for s, segment in segments.items():
         again = [key for key in checkpointed if key not in wrapped]
         wrapped |= {key for key, _ in segment.named_modules()}
-        parts.append(Stage(s, segment, task, world.device, again, layout.buffers))
+        parts.append(Stage(s, segment, task, world.device, again, layout.buffers, positions.get(s)))
         if sharding is not None:
             parts[-1].sync = sharding.gradient_sync([segment])
-    pipeline = PipelineRanks(own, place, stages, *links)
-    return PipelineProgram(
+    program = PipelineProgram(
         parts,
-        pipeline,
-        strategy.schedule,
+        _pipeline_ranks(dims, stages, world),
+        strategy,
         update,
         task,
         world,
@@ -113,11 +113,44 @@ def pipeline_program(strategy: MeshStrategy, name: str, sizes: MeshSizes, task: 
         tables,
         shared,
         exchange,
-        strategy.one_share,
     )
+    if reference is not None:
+        reference.compare(program.flow.evaluated_outputs, [*segments.values()], name, dims, world)
+    return program
 
 
-def _spec(strategy: MeshStrategy, sizes: MeshSizes, task: Task) -> tuple[int, PipelineSpec]:
+def _checked_model(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task) -> nn.Module:
+    """The model. ConfigError for what stages of it cannot do."""
+    model = model_to_cut(task)
+    if sizes.shares > 1:
+        refuse_hooks_on_sums(model, strategy.one_share)
+    refuse_hooks_of_root(model)
+    refuse_shared_memory(model, name, "strategy=ddp")
+    refuse_held(model, name)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
+    return model
+
+
+def _pipeline_ranks(dims: ParallelDims, stages: int, world: World) -> PipelineRanks:
+    """The pipeline that this rank is in. Collective."""
+    chains = dims.rank_lists("pipeline")
+    links = channels(chains, stages, world.rank, world.device)
+    return PipelineRanks(next(ranks for ranks in chains if world.rank in ranks), dims.place["pipeline"], stages, *links)
+
+
+def _positions(segment: nn.Module, layout: Layout, dims: ParallelDims, last: bool) -> Positions:
+    """Divide the positions in a stage; `last`: of the model. All of them cross the cuts."""
+    inside = {name for name, _ in segment.named_modules()}
+    if last and dims.sizes.context > 1 and not inside & set(layout.positions):
+        raise ConfigError(
+            f"strategy.context={dims.sizes.context}: the last stage has none of the modules that the layout names in "
+            f"positions ({layout.positions[-1]} is the last of them); let them reach to the outputs of the model"
+        )
+    return Positions(segment, layout.positions, layout.splits, dims, last)
+
+
+def _spec(strategy: MeshOptions, sizes: MeshSizes, task: Task) -> tuple[int, PipelineSpec]:
     """The rows of a micro-batch, and what the stages have to be."""
     ranks, shares, virtual = sizes.pipeline, sizes.shares, strategy.virtual
     # batch statistics need two rows
@@ -135,6 +168,7 @@ def _spec(strategy: MeshStrategy, sizes: MeshSizes, task: Task) -> tuple[int, Pi
         list(strategy.cuts),
         strategy.balance is Balance.time,
         math.ceil(strategy.memory_gb * 2**30),
+        sizes.layer_ranks == 1,
     )
     return rows, spec
 
@@ -152,9 +186,10 @@ class _StageTensors:
     ) -> dict[str, torch.Tensor]:
         """Give the stages their place, format, slices and numbers, in place. Returns master copies by first name."""
         ties, masters = Ties(self._segments.values()), dict[str, torch.Tensor]()
+        for s, segment in self._segments.items() if not by_name else ():
+            check_formats(self._model, segment, self.names[s], self._task.precision)
+        self._drop_others()
         for s, segment in self._segments.items():
-            if not by_name:
-                check_formats(self._model, segment, self.names[s], self._task.precision)
             if sharding is not None:
                 made = sharding.wrap(segment, dims.mesh["replicate", "shard"], world)
             else:
@@ -168,9 +203,17 @@ class _StageTensors:
             sum_gradients(self._segments.values())
         return masters
 
+    def _drop_others(self) -> None:
+        """Let go of the tensors of other ranks."""
+        kept = {module for segment in self._segments.values() for module in segment.modules()}
+        for module in self._model.modules():
+            if module not in kept:
+                module._parameters.clear()
+                module._buffers.clear()
+
     def shards(self, masters: Mapping[str, torch.Tensor], dims: ParallelDims) -> dict[str, ParamShard]:
         """What the update gets, by first name."""
-        return param_shards(self._tensors(), masters, dims.place["shard"] == 0, dims.layer_rank == 0)
+        return param_shards(self._tensors(), masters, dims)
 
     def _tensors(self) -> RankTensors:
         return RankTensors((segment, self.names[s]) for s, segment in self._segments.items())
@@ -180,15 +223,14 @@ def _update(
     task: Task,
     world: World,
     dims: ParallelDims,
-    stages: list[GraphModule],
-    shards: dict[str, ParamShard],
+    sharding: Sharding,
     names: list[str],
     elsewhere: frozenset[str],
     dtype: torch.dtype,
     copies: Mapping[str, list[int]],
-    tables: ShardedTables | None,
 ) -> LocalUpdate:
-    """The update of this rank's stages, `shards`. `names`: all trained parameters of the model, in its order."""
+    """The update of this rank's stages. `names`: all trained parameters of the model, in its order."""
+    shards = sharding.params
     trained = [key for key, shard in shards.items() if shard.parameter.requires_grad]
     counted = [i for i, key in enumerate(trained) if key not in elsewhere]
     own, positions = (
@@ -205,7 +247,6 @@ def _update(
     tied = TiedGradients(
         {key: copies[key] for key in names if key in copies}, dims.rank_lists("pipeline"), world.rank, trained
     )
-    sharding = mesh_sharding(stages, shards, dims, tables)
     sharding = replace(
         sharding,
         params={

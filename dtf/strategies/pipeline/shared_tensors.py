@@ -18,6 +18,7 @@ from dtf.core.errors import ConfigError
 from dtf.core.types import Box
 from dtf.distributed.collectives import waiting_group
 from dtf.distributed.grad_allreduce import buckets
+from dtf.distributed.sharding import byte_count, local
 from dtf.host.waits import Operation
 from dtf.model.init import formats
 from dtf.strategies.tensor_parallel.slices import TABLE, slices_of
@@ -143,12 +144,12 @@ class TiedGradients:
 @dataclass(frozen=True)
 class SharedTensors:
     """What a program has to know of shared tensors. `names`: by stage, see `renamed`. `elsewhere`: first names of those
-    that another rank saves. `copied`: first names of those that several ranks hold.
+    that another rank saves. `copied`: first names of those that several ranks hold -> how many.
     """
 
     names: dict[int, dict[str, str]] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
-    copied: frozenset[str] = frozenset()
+    copied: Mapping[str, int] = field(default_factory=dict)
 
     def once(self, stage: int, boxes: Iterable[Box], seen: set[str]) -> list[Box]:
         """Those boxes of a stage's buffers that this rank saves, under their first names. `seen`: names saved before,
@@ -162,6 +163,16 @@ class SharedTensors:
                 seen.add(f"{place}/{first}")
                 kept.append(Box(f"{place}/{first}", box.tensor, box.shape, box.offset))
         return kept
+
+    def tied_bytes(self, models: Mapping[int, nn.Module]) -> int:
+        """What this rank sends in a step for sums of the gradients of shared parameters. `models`: its stages."""
+        tied = {
+            self.names[index].get(name, name): local(parameter)
+            for index, model in models.items()
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        return sum((self.copied[name] - 1) * byte_count([tied[name]]) for name in tied if name in self.copied)
 
     def refuse_changed(self, stage: int, changed: Iterable[str]) -> None:
         """ConfigError where one of these changed buffers has copies on several ranks, which would drift apart."""

@@ -16,6 +16,7 @@ from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.changing_buffers import ChangingBuffers
 from dtf.model.compiled_forward import compile_modules
 from dtf.model.seeded_dropout import SeededDropout
+from dtf.strategies.tensor_parallel.positions import Positions
 
 
 class Held(NamedTuple):
@@ -37,6 +38,7 @@ class Stage:
         device: torch.device,
         checkpointed: Sequence[str],
         rules: Mapping[str, BufferUpdate],
+        positions: Positions | None = None,
     ) -> None:
         self.index, self.model = index, model
         self.statistics = BatchNormStatistics(model, task.step.ema)
@@ -47,6 +49,9 @@ class Stage:
         apply_activation_checkpointing(model, checkpointed, task.step.remat, self.masks)
         self.sync: Callable[[bool], None] = lambda last: None
         """Called before each backward pass, with whether it is the last of a step."""
+        self.positions = positions
+        if positions is not None:
+            positions.masks = self.masks
         model.train()
 
     @property

@@ -7,7 +7,8 @@ from __future__ import annotations
 from dtf.api.registry import option, register
 from dtf.api.strategy import check_divides
 from dtf.distributed.mesh_sizes import MeshSizes
-from dtf.strategies.mesh_strategy import MeshStrategy, PipelineOptions, TableOptions
+from dtf.strategies.mesh_options import PipelineOptions, TableOptions
+from dtf.strategies.mesh_strategy import MeshStrategy
 
 
 @register("strategy", "pipeline")

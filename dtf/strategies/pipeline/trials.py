@@ -212,7 +212,8 @@ class StartTrials:
         seeded = world.gather([seed_calls(s.model, s.masks, everywhere, root=False) for s in self._stages])
         stages = Counter(name for rank in seeded or () for stage in rank for name in stage)
         # pipelines beside each other have the same stages
-        shared = next((name for name, count in stages.items() if count > self._dims.dp_shard.count), "")
+        pipelines = len(self._dims.rank_lists("pipeline"))
+        shared = next((name for name, count in stages.items() if count > pipelines), "")
         if shared := world.broadcast(shared):
             raise ConfigError(
                 f"strategy=pipeline: {shared} draws dropout masks and is called in two stages, and its masks depend on "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -11,19 +11,17 @@ from dtf.api.layout import Layout, Split, SplitBy
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.strategies.tensor_parallel.layers import is_a
-from dtf.strategies.tensor_parallel.transformers_models import transformers_splits
+from dtf.strategies.tensor_parallel.transformers_models import OUTPUTS, transformers_splits
 from dtf.strategies.tensor_parallel.windows import WINDOWS
 
 Splits = dict[str, Split | SplitBy]
 _MLP = "torchvision.ops.misc.MLP"
 
 
-def with_splits(layout: Layout, model: nn.Module, recipe: Recipe, name: str, degree: int) -> Layout:
-    """The layout, with the splits that are found in its model where it names none and `degree` ranks divide layers.
-    `name`: of the strategy. ConfigError where there are none, and no sparse tables either.
+def with_splits(layout: Layout, model: nn.Module, recipe: Recipe, name: str) -> Layout:
+    """The layout, with the splits that are found in its model where it names none. `name`: of the strategy. ConfigError
+    where there are none, and no sparse tables either.
     """
-    if degree == 1:
-        return layout
     splits = layout.splits or found_splits(model)
     if not splits and not recipe.tables():  # tables are divided anyway
         raise ConfigError(
@@ -31,7 +29,44 @@ def with_splits(layout: Layout, model: nn.Module, recipe: Recipe, name: str, deg
             "dtf knows how to split; name layers in Recipe.layout (docs/strategies.md), or use strategy=fsdp, which "
             "divides any model"
         )
-    return replace(layout, splits=splits)
+    if layout.splits:
+        return replace(layout, splits=splits)
+    return replace(layout, splits=splits, positions=layout.positions or found_positions(model, splits))
+
+
+def found_positions(model: nn.Module, splits: Mapping[str, Split | SplitBy]) -> tuple[str, ...]:
+    """Modules that compute position by position but for attention, in the order in which data flows: of causal models
+    of transformers, of torchvision's ViT, and layers of torch's encoders. Empty: nothing is known.
+    """
+    causal = hasattr(model, "config") and any(base.__name__.endswith(OUTPUTS) for base in type(model).__mro__)
+    for prefix, holder in model.named_modules():
+        for key, blocks in holder.named_children():
+            name = f"{prefix}.{key}" if prefix else key
+            members = [f"{name}.{member}" for member, _ in blocks.named_children()]
+            known = causal or all(_has_positions(block) for block in blocks.children())
+            if not known or not members or not all(_splits_in(member, splits) for member in members):
+                continue
+            siblings = [*holder.named_children()]
+            after = siblings[[own for own, _ in siblings].index(key) + 1 :]
+            norms = [f"{prefix}.{own}" if prefix else own for own, part in after[:1] if _is_norm(part)]
+            ends = [own for own, split in splits.items() if split is Split.classes]
+            return (*members, *norms, *(ends if norms and causal else ()))
+    return ()
+
+
+def _has_positions(block: nn.Module) -> bool:
+    """Whether a block of a known kind gets and gives (B, T, D)."""
+    if isinstance(block, nn.TransformerEncoderLayer):
+        return type(block) is nn.TransformerEncoderLayer and block.self_attn.batch_first
+    return is_a(block, "torchvision.models.vision_transformer.EncoderBlock")
+
+
+def _splits_in(member: str, splits: Mapping[str, Split | SplitBy]) -> bool:
+    return any(name.startswith(f"{member}.") for name in splits)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return not any(True for _ in module.children()) and "Norm" in type(module).__name__
 
 
 def found_splits(model: nn.Module) -> Splits:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
 
 from dtf.api.layout import Split, SplitBy
 from dtf.core.errors import ConfigError, LayoutError
@@ -41,6 +42,7 @@ class Divided(nn.Module):
     _by: SplitBy
     _axis: int  # of the channels in activations
     _positions: Positions | None = None  # where ranks divide positions between divided layers
+    _given = False  # whether the module around it has gathered them
     _axes: Mapping[str, int] = MappingProxyType({})
 
     def cut(self, name: str, made: dict[int, tuple[Tensor, nn.Parameter, Slice]]) -> None:
@@ -72,6 +74,8 @@ class Divided(nn.Module):
 
     def fanned(self, x: Tensor) -> Tensor:
         """An input that all ranks have alike, or of which each has some positions, and which they use differently."""
+        if self._given:
+            return x
         if self._positions is not None:
             return gathered(x, 1, self._positions.here(), self._group, self._name)
         return fan(x, self._group, self._name) if x.requires_grad else x
@@ -112,12 +116,12 @@ class _Row(Divided):
             self.__dict__["_axes"] = {"weight": 1, "bias": 0}
         super().cut(name, made)
 
-    def __getattr__(self, name: str) -> Any:
-        return None if name == "bias" else super().__getattr__(name)
-
     def product(self, x: Tensor) -> Tensor:
-        """This rank's summand."""
-        return super().forward(x)
+        """This rank's summand, without the bias."""
+        weight = cast(Tensor, self.weight)
+        if isinstance(self, CONVOLUTIONS):
+            return self._conv_forward(x, weight, None)
+        return functional.linear(x, weight)
 
     def forward(self, x: Tensor) -> Tensor:
         with partial():

@@ -21,14 +21,14 @@ from torch.overrides import TorchFunctionMode
 
 from dtf.api.layout import Layout, Split, SplitBy
 from dtf.api.task import Task
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, LayoutError
 from dtf.core.text import count_text
-from dtf.distributed.collectives import exchanged, joined, own_slice
+from dtf.distributed.collectives import exchanged, gathered, joined, own_slice
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.mesh_sizes import MeshSizes
-from dtf.distributed.sharding import balanced, bounds
+from dtf.distributed.sharding import balanced, bounds, is_dtensor
 from dtf.model.seeded_dropout import DROPOUTS, MOST_IN_FLIGHT, SeededDropout
-from dtf.strategies.tensor_parallel.slices import HEADS, slices_of
+from dtf.strategies.tensor_parallel.slices import EXCHANGE, HEADS, slices_of
 
 Splits = Mapping[str, Split | SplitBy]
 
@@ -64,6 +64,9 @@ class Positions:
         """Names of the parameters whose gradients are to be summed over the axis `tensor`."""
         for name in inside:
             self._tell(modules[name])
+        around = {name.rpartition(".")[0] for name, by in splits.items() if _makes_heads(by)} & set(inside)
+        for name in around if self._tensor is not None else ():
+            self._gather_around(name, modules[name], splits)
         if self._context is not None:
             self._divide_attention(modules, splits)
         for name in names if self._context is not None else names[:1]:
@@ -76,11 +79,20 @@ class Positions:
             return frozenset()
         divided, within = slices_of(model), set(inside)
         summed = {name for name, module in model.named_modules() if getattr(module, "sums_gradients", False)}
-        return frozenset(
-            name
-            for name, _ in model.named_parameters()
-            if name not in divided and name.rpartition(".")[0] in within - summed
-        )
+        users: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            users.setdefault(parameter, []).append(name)
+        found = set()
+        for names in users.values():
+            parts = [name for name in names if name.rpartition(".")[0] in within - summed and name not in divided]
+            if parts and len(parts) < len(names):
+                raise LayoutError(
+                    f"{parts[0]} is used for some positions of a row, as the layout's positions say, and as "
+                    f"{next(name for name in names if name not in parts)} for all of them; split both by the layout, "
+                    "or leave its module out of the positions"
+                )
+            found.update(parts[:1])
+        return frozenset(found)
 
     def _tell(self, module: nn.Module) -> None:
         """Let a module know of the positions: a divided layer, a dropout."""
@@ -94,10 +106,24 @@ class Positions:
                 )
             module.__dict__["_positions"] = self
 
-    @property
-    def in_context(self) -> bool:
-        """Whether positions are divided everywhere, up to the loss."""
-        return self._context is not None
+    def partial_of(self, model: nn.Module) -> frozenset[str]:
+        """Names of the parameters whose gradients are to be summed over ranks that compute a layer together."""
+        return self.partial if self._context is None else frozenset(name for name, _ in model.named_parameters())
+
+    def _gather_around(self, name: str, module: nn.Module, splits: Splits) -> None:
+        """Let a module with attention get all positions, once for its queries, keys and values."""
+        for key, child in module.named_children():
+            if _makes_heads(splits.get(f"{name}.{key}")):
+                child.__dict__["_given"] = True
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            assert self._tensor is not None
+            hidden = _hidden(args, kwargs)
+            whole = gathered(hidden, 1, self.here(), self._tensor, name)
+            moved = tuple(whole if value is hidden else value for value in args)
+            return moved, {key: whole if value is hidden else value for key, value in kwargs.items()}
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
 
     def here(self) -> int:
         """How many positions ranks along `tensor` have together."""
@@ -168,19 +194,19 @@ class Positions:
         if isinstance(outputs, tuple):
             return (self._leave(outputs[0], ends), *outputs[1:])
         width, first, last = self._places()
-        if self._tensor is not None:
+        if self._tensor is not None and not is_dtensor(outputs):  # what is divided by classes has gathered them
             outputs = joined(outputs, 1, last - first, self._tensor, "positions")
         if self._context is not None and not ends:
             outputs = joined(outputs, 1, width, self._context, "positions")
         return outputs
 
     def carry(self, scores: Tensor) -> Tensor:
-        """An output of the model as a DTensor that says which positions are here, and which classes. ConfigError for
-        one without these positions.
+        """An output of the model as a DTensor that says which positions are here, and which classes, where they are
+        divided up to the loss. ConfigError for one without these positions.
         """
         from torch.distributed.tensor import DTensor, Shard
 
-        if not isinstance(scores, Tensor):
+        if self._context is None or not isinstance(scores, Tensor):
             return scores
         width, first, last = self._places()
         if scores.dim() < 2 or scores.shape[1] != last - first:
@@ -207,7 +233,7 @@ class Positions:
                     f"strategy.context={size}: {name} is {type(modules.get(name)).__name__}, whose positions cannot be "
                     "divided; write attention with scaled_dot_product_attention, or use strategy.tensor"
                 )
-            if isinstance(by, SplitBy) and by.heads and name in modules:
+            if isinstance(by, SplitBy) and _makes_heads(by) and name in modules:
                 found[name.rpartition(".")[0]] = by.heads
         for name, heads in found.items():
             module = modules[name]
@@ -219,7 +245,7 @@ class Positions:
                 )
             begin, end = balanced(last - first, size, self._dims.place["context"])
             module.__dict__[HEADS] = (whole, first + begin, first + end)
-            module.__dict__["_dtf_exchange"] = _Exchange(self, name, self._context)
+            module.__dict__[EXCHANGE] = _Exchange(self, name, self._context)
             module.__class__ = type(type(module).__name__, (_Exchanging, type(module)), {})
 
 
@@ -255,6 +281,11 @@ class _Exchange(TorchFunctionMode):
         ]
         taken = func(*by_heads, *args[3:], **kwargs)
         return exchanged(taken, (2, bounds), (1, balanced), heads, self._group, self._name)
+
+
+def _makes_heads(by: Split | SplitBy | None) -> bool:
+    """Whether a layer that is split so makes queries, keys or values."""
+    return isinstance(by, SplitBy) and by.split is Split.column and bool(by.heads)
 
 
 def _is_hidden(value: Any) -> bool:

@@ -23,6 +23,9 @@ TABLE = "_slices"
 HEADS = "_dtf_heads"
 """The attribute of a module that makes the weights of attention: number of heads, first and last + 1 of this rank's."""
 
+EXCHANGE = "_dtf_exchange"
+"""The attribute of a module that exchanges heads and positions with other ranks."""
+
 
 def slices_of(model: nn.Module) -> dict[str, Slice]:
     """Name of each divided parameter and buffer of a model, shared ones under each of their names -> what the tensor is
@@ -37,6 +40,11 @@ def slices_of(model: nn.Module) -> dict[str, Slice]:
         }
         found |= {f"{prefix}.{key}" if prefix else key: part for key, part in {**table, **averages}.items()}
     return found
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Whether modules of it talk to other ranks."""
+    return bool(slices_of(model)) or any(EXCHANGE in module.__dict__ for module in model.modules())
 
 
 def check_enough(name: str, count: int, of: str, size: int) -> None:

@@ -21,7 +21,7 @@ _PLAN = {
 }
 """What a tensor-parallel plan of transformers says of a module, and what that is here."""
 
-_OUTPUTS = ("ForCausalLM", "LMHeadModel")
+OUTPUTS = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of classes whose loss takes divided scores."""
 
 
@@ -108,7 +108,7 @@ def _vocabulary(model: Any, modules: Mapping[str, nn.Module]) -> dict[str, Split
     """Splits of the embedding and the output by words, where the loss takes divided scores and no other module has what
     is in these.
     """
-    if not any(base.__name__.endswith(_OUTPUTS) for base in type(model).__mro__):
+    if not any(base.__name__.endswith(OUTPUTS) for base in type(model).__mro__):
         return {}
     names = {id(module): name for name, module in modules.items()}
     ends = model.get_input_embeddings(), model.get_output_embeddings()

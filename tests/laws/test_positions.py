@@ -1,0 +1,121 @@
+"""Positions divided among ranks: collectives, numbers, what cannot be divided, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtf.config.settings import load_parts
+from dtf.core.types import Place
+from dtf.distributed.sharding import balanced, bounds
+from dtf.distributed.world import World
+from tests.support.harness import difference, reference, spread
+from tests.support.ranks import ranks
+
+load_parts([])
+CAUSAL: dict[str, Any] = {"recipe": {"name": "causal"}, "plugin": "tests.support.causal"}
+
+
+def collectives(rank: int, size: int) -> dict[str, float]:
+    """Name -> how far outputs and gradients of a collective are from what they should be."""
+    from dtf.distributed import collectives as c
+
+    mesh = World(Place(rank=rank, size=size)).mesh({"tensor": size})
+    group, found = mesh.get_group(), {}
+    heads = 5
+    x = torch.arange(2 * 7 * 3, dtype=torch.float64).view(2, 7, 3)
+    first, last = bounds(7, size, rank)
+    weight = torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    everyone = sum(
+        torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(other), dtype=torch.float64)
+        for other in range(size)
+    )
+    alike = torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+    own = x[:, first:last].clone().requires_grad_()
+
+    def apart(made: Tensor, expected: Tensor, gradient: Tensor | None, wanted: Tensor) -> float:
+        assert gradient is not None
+        assert made.shape == expected.shape
+        assert gradient.shape == wanted.shape
+        return max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in ((made, expected), (gradient, wanted)))
+
+    made = c.gathered(own, 1, 7, group)
+    (made * weight).sum().backward()
+    found["gathered"] = apart(made, x, own.grad, everyone[:, first:last])  # type: ignore[index]
+    own = x[:, first:last].clone().requires_grad_()
+    made = c.joined(own, 1, 7, group)
+    (made * alike).sum().backward()
+    found["joined"] = apart(made, x, own.grad, alike[:, first:last])
+    whole = x.clone().requires_grad_()
+    made = c.own_slice(whole, 1, group)
+    (made * alike[:, first:last]).sum().backward()
+    found["own_slice"] = apart(made, x[:, first:last], whole.grad, alike)
+    y = torch.arange(2 * heads * 7 * 3, dtype=torch.float64).view(2, heads, 7, 3)
+    own = y[:, :, first:last].clone().requires_grad_()
+    made = c.exchanged(own, (1, balanced), (2, bounds), 7, group)
+    begin, end = balanced(heads, size, rank)
+    back = c.exchanged(made, (2, bounds), (1, balanced), heads, group)
+    (back * y[:, :, first:last]).sum().backward()
+    found["exchanged"] = apart(made, y[:, begin:end], own.grad, y[:, :, first:last])
+    found["and back"] = apart(back, y[:, :, first:last], own.grad, y[:, :, first:last])
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_slices_are_cut_and_joined_with_their_gradients(size: int) -> None:
+    for found in ranks(size, "tests.laws.test_positions:collectives", shared=True):
+        assert max(found.values()) < 1e-12, found
+
+
+MESHES = [
+    (2, {"context": 2}),
+    (2, {"tensor": 2}),
+    (4, {"context": 2, "tensor": 2}),
+    (4, {"context": 2, "pipeline": 2}),
+    (4, {"context": 2, "shard": 2, "zero": 2}),
+]
+
+
+@pytest.mark.parametrize(("processes", "options"), MESHES)
+def test_a_language_model_has_the_same_numbers(processes: int, options: dict[str, Any]) -> None:
+    """Seven positions, dropout in attention and between layers, tied embeddings."""
+    case = {**CAUSAL, "options": options}
+    assert difference(reference(**CAUSAL), spread("mesh", processes, **case)) < 1e-10
+
+
+def test_attention_that_nobody_knows_is_refused_before_the_first_step() -> None:
+    """Each rank would attend to its own positions, and shapes would fit."""
+    case = {**CAUSAL, "recipe": {"name": "causal", "plain": True}, "strategy": "mesh", "options": {"context": 2}}
+    for said in ranks(2, "tests.support.causal:refuse", shared=True, **case):
+        assert "context 2 gives other outputs than the whole model" in said
+
+
+def test_more_ranks_than_heads_are_refused() -> None:
+    case = {**CAUSAL, "recipe": {"name": "causal", "heads": 1}, "strategy": "mesh", "options": {"context": 2}}
+    for said in ranks(2, "tests.support.causal:refuse", shared=True, **case):
+        assert "blocks.0.attention has 1 head on a rank, of which strategy.context=2 leaves a rank none" in said
+
+
+def activations(rank: int, size: int, **case: Any) -> list[list[int]]:
+    """Shapes of what the first norm and the first layer of the MLP get in training."""
+    from torch import nn
+
+    from tests.support.harness import Case, _Run
+
+    seen: list[list[int]] = []
+    run = _Run(rank, size, Case(**case))
+    model: nn.Module = run.program._replica.model  # type: ignore[attr-defined]
+    for name in ("blocks.0.norm2", "blocks.0.dropout1", "blocks.0.mlp.2"):
+        model.get_submodule(name).register_forward_pre_hook(lambda module, args: seen.append([*args[0].shape]))
+    run.fit()
+    return seen[:3]
+
+
+def test_norms_and_dropouts_between_divided_layers_have_a_slice_of_the_positions() -> None:
+    case = {**CAUSAL, "strategy": "mesh", "options": {"tensor": 2}}
+    first, second = ranks(2, "tests.laws.test_positions:activations", shared=True, **case)
+    assert [shape[1:] for shape in first] == [[4, 16], [4, 16], [7, 16]]
+    assert [shape[1:] for shape in second] == [[3, 16], [3, 16], [7, 16]]

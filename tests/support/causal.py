@@ -1,0 +1,92 @@
+"""A causal language model small enough to run in milliseconds, with layouts that are right, and one that is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dtf.api.layout import Layout, SplitBy
+from dtf.api.recipe import Dataset
+from dtf.api.registry import option, register
+from dtf.recipes.gpt.recipe import GptText, ModelOptions, TextOptions
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor, nn
+
+LENGTH, EVAL_ROWS = 7, 20
+"""An odd number of positions: ranks get different numbers of them."""
+
+
+@register("recipe", "causal")
+class Causal(GptText):
+    """gpt_text over few rows. `plain`: attention by products and a softmax, of which dtf knows nothing."""
+
+    rows: int = option(default=42, doc="training rows", unit="rows")
+    heads: int = option(default=4, doc="heads of attention")
+    plain: bool = option(default=False, doc="whether attention is written out")
+
+    def __post_init__(self) -> None:
+        self.model = ModelOptions(layers=2, heads=self.heads, width=16, mlp_ratio=2, dropout=0.2)
+        self.data = TextOptions(length=LENGTH)
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        if self.plain:
+            for block in model.blocks:  # type: ignore[union-attr]
+                block.attention.__class__ = _plain(type(block.attention))  # type: ignore[union-attr]
+        return model
+
+    def layout(self, model: nn.Module) -> Layout:
+        layout = super().layout(model)
+        if not self.plain:
+            return layout
+        return replace(layout, splits={k: v for k, v in layout.splits.items() if not isinstance(v, SplitBy)})
+
+    def open_data(self, split: str, seed: int) -> Dataset:
+        return Words(self.rows if split == "train" else EVAL_ROWS, split)
+
+
+class Words(Dataset):
+    """Rows of bytes."""
+
+    prefetch = 0
+
+    def __init__(self, rows: int, split: str) -> None:
+        import torch
+
+        generator = torch.Generator().manual_seed(len(split))
+        self._tokens = torch.randint(97, 123, (rows, LENGTH + 1), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def fetch(self, ids: np.ndarray, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
+        rows = self._tokens[torch.from_numpy(ids)]
+        return rows[:, :-1], rows[:, 1:]
+
+
+def _plain(kind: type) -> type:
+    class Plain(kind):
+        def forward(self, x: Tensor) -> Tensor:
+            query, key, value = (self._heads(layer(x)) for layer in (self.query, self.key, self.value))
+            later = x.new_ones(x.shape[1], x.shape[1]).triu(1).bool()
+            weights = (query @ key.transpose(2, 3) / 2).masked_fill(later, float("-inf")).softmax(-1)
+            return self.out((weights @ value).transpose(1, 2).flatten(2))
+
+    return Plain
+
+
+def refuse(rank: int, size: int, **case: Any) -> str:
+    """What the start of a run says."""
+    from dtf.core.errors import ConfigError
+    from tests.support.harness import start
+
+    try:
+        start(rank, size, **case)
+    except ConfigError as error:
+        return str(error)
+    return ""
