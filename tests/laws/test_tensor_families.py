@@ -114,10 +114,11 @@ def computed(rank: int, size: int, names: list[str]) -> dict[str, list[float]]:
                     loss.sum().backward()
         place, gradients = slices_of(parts), dict(parts.named_parameters())
         off = {
-            key: float((slice_of(gradients[key], place.get(key)).take(p.grad) - gradients[key].grad).abs().max())
+            key: float((slice_of(gradients[key], place.get(key)).take(p.grad) - mine).abs().max())
             for key, p in whole.named_parameters()
-            if p.grad is not None
+            if p.grad is not None and (mine := gradients[key].grad) is not None
         }
+        assert len(off) == sum(p.grad is not None for p in whole.parameters())
         weights = [key for key in place if key.endswith("weight")]
         known = [dict(model.named_parameters(remove_duplicate=False)) for model in (parts, whole)]
         held, full = (sum(each[key].numel() for key in weights) for each in known)
@@ -156,9 +157,9 @@ FP32 = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "gpt
 
 def test_a_model_of_no_known_family_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="the layout of Toy splits no module, and nothing was found in its model"):
-        with_splits(Layout(), nn.Sequential(nn.Linear(2, 2)), Toy(), "strategy=tensor", 2)
+        with_splits(Layout(), nn.Sequential(nn.Linear(2, 2)), Toy(), "strategy=tensor")
     named = Layout(splits={"0": Split.column})
-    assert with_splits(named, nn.Sequential(nn.Linear(2, 2)), Toy(), "strategy=tensor", 2).splits == named.splits
+    assert with_splits(named, nn.Sequential(nn.Linear(2, 2)), Toy(), "strategy=tensor").splits == named.splits
 
 
 def test_layers_around_an_attention_are_found_in_order() -> None:
