@@ -162,7 +162,7 @@ def contest(
 
 
 def step_rows(
-    work: str, contestants: Sequence[Contestant], turns: dict[str, list[Turn]], steps: int, unit: str, scale: float
+    work: str, contestants: Sequence[Starts], turns: dict[str, list[Turn]], steps: int, unit: str, scale: float
 ) -> list[Row]:
     """Time of a step, the mean of each turn, in `unit`, of which `scale` are a second."""
     return [
@@ -177,7 +177,7 @@ def step_rows(
 
 
 def shortest_rows(
-    work: str, contestants: Sequence[Contestant], turns: dict[str, list[Turn]], unit: str, scale: float
+    work: str, contestants: Sequence[Starts], turns: dict[str, list[Turn]], unit: str, scale: float
 ) -> list[Row]:
     """The shortest step of each turn."""
     return [

@@ -33,11 +33,15 @@ class Process:
     """
 
     def __init__(
-        self, command: Sequence[str], variables: Mapping[str, str | None] | None = None, folder: Path = ROOT
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str | None] | None = None,
+        folder: Path = ROOT,
+        code: Path = ROOT,
     ) -> None:
-        """`variables`: on top of this process's; None takes one away."""
+        """`variables`: on top of this process's; None takes one away. `code`: the checkout whose modules it imports."""
         self._mark = f"{keeper.keep()}{next(_NUMBERS)}/"
-        own = {"PYTHONPATH": str(ROOT), keeper.VARIABLE: self._mark}
+        own = {"PYTHONPATH": str(code), keeper.VARIABLE: self._mark}
         given = {**os.environ, **(variables or {}), **own}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  `end` closes it
         pipe = subprocess.PIPE

@@ -233,31 +233,33 @@ class _SeededFunctions(TorchFunctionMode):
         return self._draws.factor(self._number, self.drawn - 1, x, p, shape)
 
 
-class SeededCalls:
+class _SeededCalls:
     """A module whose own forward calls dropout functions of torch. Its class changes, the module and its name stay."""
 
     training: bool
     _function_draws: FunctionDraws
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _seeded_forward(self, *args: Any, **kwargs: Any) -> Any:
         forward: Any = super().forward  # type: ignore[misc]
         if not self.training or not self._function_draws.follows:
             return forward(*args, **kwargs)
         with _SeededFunctions(self._function_draws, self._function_draws.begin()):
             return forward(*args, **kwargs)
 
+    forward = _seeded_forward
+
 
 @functools.cache
 def _seeded(kind: type) -> Any:
     """One class for all modules of a kind: what is compiled for one serves all."""
-    return type(kind.__name__, (SeededCalls, kind), {})
+    return type(kind.__name__, (_SeededCalls, kind), {})
 
 
 def seed_calls(model: nn.Module, masks: SeededDropout, forwards: Collection[str], root: bool = True) -> list[str]:
     """Seed the functions that modules with these forwards call, see `FindCalls`. Returns the names of these modules."""
     seeded = []
     for name, module in model.named_modules():
-        if (name or root) and not isinstance(module, SeededCalls) and _forward_of(module) in forwards:
+        if (name or root) and not isinstance(module, _SeededCalls) and _forward_of(module) in forwards:
             module.__class__ = _seeded(type(module))
             module.__dict__[FUNCTION_DRAWS] = FunctionDraws(module, name, masks)
             seeded.append(name)
@@ -266,7 +268,7 @@ def seed_calls(model: nn.Module, masks: SeededDropout, forwards: Collection[str]
 
 def draws_in_compiled(module: nn.Module) -> list[FunctionDraws]:
     """What the modules in a module that is compiled draw by functions; compiled passes can draw it from now on."""
-    found = [part._function_draws for part in module.modules() if isinstance(part, SeededCalls)]
+    found = [part._function_draws for part in module.modules() if isinstance(part, _SeededCalls)]
     for draws in found:
         draws._draws.compiled = True
     return found

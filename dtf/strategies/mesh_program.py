@@ -30,9 +30,8 @@ def mesh_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task,
     if sizes.replicate == world.size:  # copies of the whole model
         return Ddp(tables=strategy.tables).setup(task, world)
     model = model_to_cut(task)
-    layout, by_name = layout_of(task.recipe, model), draws_by_name(task.recipe)
-    if sizes.layer_ranks > 1:
-        layout = with_splits(layout, model, task.recipe, name)
+    layout = with_splits(layout_of(task.recipe, model), model, task.recipe, name, sizes.layer_ranks)
+    by_name = draws_by_name(task.recipe)
     check_positions(layout, name, sizes, task)
     sharding = FullSharding(model, layout, strategy, name, task) if sizes.shard > 1 else None
     dims, exchange = ParallelDims(world, sizes), 0

@@ -35,6 +35,7 @@ from dtf.strategies.pipeline.partition import Cost
 from dtf.strategies.pipeline.planner import PipelineSpec, broadcast_plan
 from dtf.strategies.pipeline.schedules import Schedule
 from dtf.strategies.pipeline.strategy import Pipeline
+from tests.support.drawing_blocks import Again, Careless, Untried  # noqa: F401 - by name
 from tests.support.harness import difference, reference, spread
 from tests.support.ranks import ranks
 from tests.support.toy import Toy
@@ -287,59 +288,6 @@ class Bare(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight
-
-
-class Careless(Toy):
-    """Noise without a module, inside a block."""
-
-    def build_model(self) -> nn.Module:
-        model = super().build_model()
-        model[4] = Noisy()  # type: ignore[index]
-        return model
-
-    def layout(self, model: nn.Module) -> Layout:
-        return Layout((("0", "1"), ("4",), ("7",), ("9",)))
-
-
-class Untried(Careless):
-    """Dropout in a block, in evaluation alone."""
-
-    def build_model(self) -> nn.Module:
-        model = super().build_model()
-        model[4] = Tired()  # type: ignore[index]
-        return model
-
-
-class Again(Toy):
-    """A block that drops by a function is called once more behind another one."""
-
-    def build_model(self) -> nn.Module:
-        model = super().build_model()
-        return nn.Sequential(*model[:4], drops := Dropping(), model[7], drops, model[9])  # type: ignore[index]
-
-    def layout(self, model: nn.Module) -> Layout:
-        return Layout((("0", "1"), ("4",), ("5",), ("7",)))
-
-
-class Tired(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(16, 16)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return nn.functional.dropout(super().forward(input), 0.5, not self.training)
-
-
-class Dropping(Tired):
-    def forward(self, input: Tensor) -> Tensor:
-        return nn.functional.dropout(super().forward(input), 0.5, self.training)
-
-
-class Noisy(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(16, 16)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) + (torch.rand(()) if self.training else 0.0)
 
 
 def refuse(rank: int, size: int, recipe: str, options: dict[str, Any]) -> str:

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from dtf.api.layout import Split
 from dtf.api.options import Remat, StepOptions
 from dtf.api.precision import Precision
-from dtf.api.recipe import Recipe
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Place, Train
@@ -141,12 +140,6 @@ def test_two_ranks_hold_half_of_what_is_split(arch: str) -> None:
         assert 0 < found["held"] <= 0.55 * found["whole"]
 
 
-class Plain(ResnetShapes):
-    """A recipe that says nothing of its model's parts."""
-
-    layout = Recipe.layout
-
-
 def test_what_cannot_run_is_refused_before_launch() -> None:
     task = Task(ResnetShapes(), AdamW(), Precision(), StepOptions(), 0)
     with pytest.raises(
@@ -154,5 +147,3 @@ def test_what_cannot_run_is_refused_before_launch() -> None:
     ):
         TensorStrategy(degree=3).check(task, 8, "cpu")
     TensorStrategy(degree=4).check(task, 8, "cpu")
-    with pytest.raises(ConfigError, match=r"strategy=tensor: Plain has no layout\(\)"):
-        TensorStrategy().check(Task(Plain(), AdamW(), Precision(), StepOptions(), 0), 2, "cpu")

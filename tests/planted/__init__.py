@@ -3,10 +3,11 @@
 `python -m tests.planted` plants them all and takes some minutes; see `__main__`.
 """
 
-from tests.planted import adapters, clouds, clusters, data, models, numbers, pserver, runs, state
+from tests.planted import adapters, clouds, clusters, data, heads, models, numbers, pserver, runs, state
 
 FAULTS = [
     *data.FAULTS,
+    *heads.FAULTS,
     *models.FAULTS,
     *numbers.FAULTS,
     *state.FAULTS,

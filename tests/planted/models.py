@@ -4,6 +4,8 @@ mean, and the comparison of replicas.
 
 from tests.planted.fault import Fault
 
+DROPPED = "tests/laws/test_same_numbers.py::test_dropout_by_functions_of_torch_and_in_attention"
+
 FAULTS = [
     Fault(
         "attention sees what comes later",
@@ -18,6 +20,27 @@ FAULTS = [
         "    sums = [shifted.exp().sum(dim=-1), slices.at(shifted, targets)]\n",
         "    sums = [shifted.exp().sum(dim=1), slices.at(shifted, targets)]\n",
         ("tests/laws/test_tensor_layers.py::test_what_is_in_no_table_and_no_class",),
+    ),
+    Fault(
+        "all dropout functions of one call of a module draw one mask",
+        "dtf/model/seeded_calls.py",
+        "        return self._draws.factor(self._number, self.drawn - 1, x, p, shape)\n",
+        "        return self._draws.factor(self._number, 0, x, p, shape)\n",
+        ("tests/unit/test_seeded_calls.py::test_masks_follow_the_micro_batch_the_module_the_call_and_its_place",),
+    ),
+    Fault(
+        "each rank drops from its heads what the first one drops",
+        "dtf/model/seeded_calls.py",
+        "        return mask.narrow(1, first, last - first)\n",
+        "        return mask.narrow(1, 0, last - first)\n",
+        ("tests/unit/test_seeded_calls.py::test_ranks_that_divide_heads_drop_what_one_drops",),
+    ),
+    Fault(
+        "copies of a model in one process draw by functions as they like",
+        "dtf/strategies/replica.py",
+        "        seed_calls(self.model, self.masks, other.masks.dropping)\n",
+        "",
+        (f"{DROPPED}[dp-{{}}-2]",),
     ),
     Fault(
         "nobody looks whether a step has changed buffers",

@@ -4,8 +4,6 @@ from tests.planted.fault import Fault
 
 SAME = "tests/laws/test_same_numbers.py::test_every_strategy_follows_the_reference_in_fp64"
 
-DROPPED = "tests/laws/test_same_numbers.py::test_dropout_by_functions_of_torch_and_in_attention"
-
 FAULTS = [
     Fault(
         "gradients are divided by the ranks once more",
@@ -78,27 +76,6 @@ FAULTS = [
         "mask.mul_(0.0 if p == 1 else 1 / (1 - p))",
         "mask",
         ("tests/laws/test_microbatch.py::test_dropout_keeps_its_mean_and_its_share",),
-    ),
-    Fault(
-        "all dropout functions of one call of a module draw one mask",
-        "dtf/model/seeded_calls.py",
-        "        return self._draws.factor(self._number, self.drawn - 1, x, p, shape)\n",
-        "        return self._draws.factor(self._number, 0, x, p, shape)\n",
-        ("tests/unit/test_seeded_calls.py::test_masks_follow_the_micro_batch_the_module_the_call_and_its_place",),
-    ),
-    Fault(
-        "each rank drops from its heads what the first one drops",
-        "dtf/model/seeded_calls.py",
-        "        return mask.narrow(1, first, last - first)\n",
-        "        return mask.narrow(1, 0, last - first)\n",
-        ("tests/unit/test_seeded_calls.py::test_ranks_that_divide_heads_drop_what_one_drops",),
-    ),
-    Fault(
-        "copies of a model in one process draw by functions as they like",
-        "dtf/strategies/replica.py",
-        "        seed_calls(self.model, self.masks, other.masks.dropping)\n",
-        "",
-        (f"{DROPPED}[dp-{{}}-2]",),
     ),
     Fault(
         "gradients are clipped by the norm of this rank's part",

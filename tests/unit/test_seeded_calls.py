@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from dtf.model.seeded_calls import FindCalls, SeededCalls, attention, seed_calls
+from dtf.model.contents import FUNCTION_DRAWS
+from dtf.model.seeded_calls import FindCalls, attention, seed_calls
 from dtf.model.seeded_dropout import SeededDropout
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def total(outputs: Any) -> Tensor:
 
 
 def names(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, SeededCalls)]
+    return [name for name, module in model.named_modules() if FUNCTION_DRAWS in vars(module)]
 
 
 def values_of(x: Tensor) -> set[float]:
@@ -145,7 +146,7 @@ def test_ranks_that_divide_heads_drop_what_one_drops() -> None:
         def forward(self, x: Tensor) -> Any:
             heads = x.shape[1]
             eye, words = torch.eye(2 * heads), x[:, 0, :, :2].transpose(0, 1).repeat(1, 1, heads)
-            given = (None, None, None, None, False, 0.5, eye, None)
+            given: Any = (None, None, None, None, False, 0.5, eye, None)
             projections = {"q_proj_weight": eye, "k_proj_weight": eye, "v_proj_weight": eye}
             return F.multi_head_attention_forward(
                 words, words, words, 2 * heads, heads, *given, training=self.training, need_weights=True,
@@ -156,7 +157,7 @@ def test_ranks_that_divide_heads_drop_what_one_drops() -> None:
         found = []
         for first, last in ((0, 4), (0, 1), (1, 4)):
             model = nn.ModuleDict({"attention": make()})
-            model["attention"].__dict__["_heads"] = (4, first, last)
+            model["attention"].__dict__["_dtf_heads"] = (4, first, last)
             masks = SeededDropout(model, 0, CPU)
             seed_calls(model, masks, {forward_of(model["attention"])})
             masks.begin_micro_batch(0, 0)

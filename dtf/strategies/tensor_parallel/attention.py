@@ -30,7 +30,7 @@ def attention_kind(name: str, module: nn.Module) -> tuple[type[Divided], Mapping
         return DividedWindows, WINDOWS[kind](module)
     raise LayoutError(
         f"the recipe's layout splits {name} as heads, which {type(module).__name__} cannot be; split its layers by "
-        "SplitBy(heads=...), see docs/own-parts.md"
+        "SplitBy(heads=...), see docs/strategies.md"
     )
 
 

@@ -18,15 +18,17 @@ Splits = dict[str, Split | SplitBy]
 _MLP = "torchvision.ops.misc.MLP"
 
 
-def with_splits(layout: Layout, model: nn.Module, recipe: Recipe, name: str) -> Layout:
-    """The layout, with the splits that are found in its model where it names none. `name`: of the strategy. ConfigError
-    where there are none, and no sparse tables either.
+def with_splits(layout: Layout, model: nn.Module, recipe: Recipe, name: str, degree: int) -> Layout:
+    """The layout, with the splits that are found in its model where it names none and `degree` ranks divide layers.
+    `name`: of the strategy. ConfigError where there are none, and no sparse tables either.
     """
+    if degree == 1:
+        return layout
     splits = layout.splits or found_splits(model)
     if not splits and not recipe.tables():  # tables are divided anyway
         raise ConfigError(
             f"{name}: the layout of {type(recipe).__name__} splits no module, and nothing was found in its model that "
-            "dtf knows how to split; name layers in Recipe.layout (docs/own-parts.md), or use strategy=fsdp, which "
+            "dtf knows how to split; name layers in Recipe.layout (docs/strategies.md), or use strategy=fsdp, which "
             "divides any model"
         )
     if layout.splits:

@@ -275,5 +275,5 @@ def kind_of(name: str, module: nn.Module, by: SplitBy) -> type[Divided]:
         )
     how = by.split.value if plain else f"{by.split.value} by heads or parts"
     raise LayoutError(
-        f"the recipe's layout splits {name} as {how}, which {type(module).__name__} cannot be; see docs/own-parts.md"
+        f"the recipe's layout splits {name} as {how}, which {type(module).__name__} cannot be; see docs/strategies.md"
     )
