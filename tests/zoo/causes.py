@@ -27,7 +27,7 @@ _WORDS = {
     r"passes read from|buffer|attribute|state that|hidden state|differs? between replicas",
     "sparse gradients": r"sparse grad|sparse=True|gradient .* is sparse",
     "loss": r"\.loss returned|no mean|mean over rows|loss per row",
-    "layout": r"strategy=(tensor|pipeline|mesh)|layout|block|stage|cut|splits|too few|divided|train\(\) of its own|"
+    "layout": r"strategy=(tensor|pipeline|mesh)|split over|layout|block|stage|cut|splits|too few|divided|train\(\) of its own|"
     r"channels|__eq__|SyncBatchNorm|talks to other ranks|TorchScript|register_post_accumulate_grad_hook|share memory",
 }
 
