@@ -159,7 +159,10 @@ def test_a_model_of_no_known_family_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="the layout of Toy splits no module, and nothing was found in its model"):
         with_splits(Layout(), nn.Sequential(nn.Linear(2, 2)), Toy(), "strategy=tensor", MeshSizes(tensor=2))
     named = Layout(splits={"0": Split.column})
-    assert with_splits(named, nn.Sequential(nn.Linear(2, 2)), Toy(), "strategy=tensor", MeshSizes(tensor=2)).splits == named.splits
+    assert (
+        with_splits(named, nn.Sequential(nn.Linear(2, 2)), Toy(), "strategy=tensor", MeshSizes(tensor=2)).splits
+        == named.splits
+    )
 
 
 def test_layers_around_an_attention_are_found_in_order() -> None:

@@ -23,9 +23,15 @@ def _chain(*names: str) -> tuple[tuple[str, ...], ...]:
     return tuple((name,) for name in names)
 
 
-def _mlps(*names: str, ends: tuple[str, str] = ("0", "2")) -> dict[str, Split | SplitBy]:
+def _mlps(*names: str) -> dict[str, Split | SplitBy]:
     """Splits of two layers of each module: the first by its outputs, the last by its inputs."""
-    return {f"{name}.{end}": split for name in names for end, split in zip(ends, (Split.column, Split.row), strict=True)}
+    return {f"{name}.{end}": by for name in names for end, by in (("0", Split.column), ("2", Split.row))}
+
+
+def _mlps_of_timm(*names: str) -> dict[str, Split | SplitBy]:
+    """The same, of timm's `Mlp`."""
+    ends = ("fc1", Split.column), ("drop1", Split.local), ("fc2", Split.row)
+    return {f"{name}.{end}": by for name in names for end, by in ends}
 
 
 def _attention(name: str, heads: int, width: int) -> dict[str, Split | SplitBy]:
@@ -37,19 +43,17 @@ def _attention(name: str, heads: int, width: int) -> dict[str, Split | SplitBy]:
     }
 
 
-_FC = ("fc1", "fc2")
-
 LAYOUTS: dict[str, Layout] = {
     "writes_into_its_rows": Layout((("first",), ("last",))),
     "gpt_tied": Layout(
         (("embed",), ("place",), ("blocks.0",), ("blocks.1",), ("ln",)), _mlps("blocks.0.mlp", "blocks.1.mlp")
     ),
-    "gpt_tied_modules": Layout(
-        (("embed",), ("first",), ("second",), ("ln", "head")), _mlps("first.mlp", "second.mlp")
-    ),
+    "gpt_tied_modules": Layout((("embed",), ("first",), ("second",), ("ln", "head")), _mlps("first.mlp", "second.mlp")),
     "class_token": Layout(splits=_mlps("block.mlp")),
     "mixture_of_experts": Layout(splits=_mlps(*(f"moe.experts.{i}" for i in range(3)))),
-    "heads_by_size": Layout(splits=_attention("attention", 2, 12) | {"attention.norm": Split.whole}),
+    "heads_by_size": Layout(
+        _chain("embed", "attention", "head"), _attention("attention", 2, 12) | {"attention.norm": Split.whole}
+    ),
     "grouped_queries": Layout(
         splits={
             "q": SplitBy(heads=4, groups=2),
@@ -57,14 +61,14 @@ LAYOUTS: dict[str, Layout] = {
             "out": SplitBy(Split.row, heads=4, groups=2),
         }
     ),
-    "heads_by_count": Layout(splits=_attention("attention", 2, 12)),
-    "heads_by_count_and_width": Layout(splits=_attention("attention", 2, 12)),
-    "timm_vit": Layout(splits=_mlps("blocks.0.mlp", "blocks.1.mlp", ends=_FC)),
-    "timm_deit": Layout(splits=_mlps("blocks.0.mlp", "blocks.1.mlp", ends=_FC)),
-    "timm_beit": Layout(splits=_mlps("blocks.0.mlp", "blocks.1.mlp", ends=_FC)),
-    "timm_cait": Layout(splits=_mlps("blocks.0.mlp", "blocks.1.mlp", "blocks_token_only.0.mlp", ends=_FC)),
-    "timm_xcit": Layout(splits=_mlps("blocks.0.mlp", ends=_FC)),
-    "timm_mixer": Layout(splits=_mlps("blocks.0.mlp_tokens", "blocks.1.mlp_channels", ends=_FC)),
+    "heads_by_count": Layout(_chain("embed", "attention", "head"), _attention("attention", 2, 12)),
+    "heads_by_count_and_width": Layout(_chain("embed", "attention", "head"), _attention("attention", 2, 12)),
+    "timm_vit": Layout(splits=_mlps_of_timm("blocks.0.mlp", "blocks.1.mlp")),
+    "timm_deit": Layout(splits=_mlps_of_timm("blocks.0.mlp", "blocks.1.mlp")),
+    "timm_beit": Layout(splits=_mlps_of_timm("blocks.0.mlp", "blocks.1.mlp")),
+    "timm_cait": Layout(splits=_mlps_of_timm("blocks.0.mlp", "blocks.1.mlp", "blocks_token_only.0.mlp")),
+    "timm_xcit": Layout(splits=_mlps_of_timm("blocks.0.mlp")),
+    "timm_mixer": Layout(splits=_mlps_of_timm("blocks.0.mlp_tokens", "blocks.1.mlp_channels")),
     "gru_language_model": Layout((("embed",), ("gru",), ("decoder",))),
     "batch_norm": Layout((("0", "1"), ("3",)), {"0": Split.column, "1": Split.local, "3": Split.row}),
     "deep": Layout(tuple((str(i),) for i in (0, 2, 4, 6, 8)), {"0": Split.column, "2": Split.row}),

@@ -30,6 +30,10 @@ SAMPLE = {
     ("token_sums", "pserver"),
     ("contrastive", "ddp"),
     ("gan_pair", "ddp"),
+    ("heads_by_size", "tensor"),
+    ("heads_by_count", "mesh tensor=2"),
+    ("heads_by_count_and_width", "tensor"),
+    ("swin", "tensor"),
 }
 """What runs by default, on two processes: one for each kind of thing that can go wrong."""
 

@@ -108,7 +108,9 @@ def _faults() -> Iterator[None]:
         yield
     except AssertionError as error:
         text = str(error)
-        refusal = re.search(r"^(?:[\w.]*\.)?(ConfigError): (.*?)(?=\nits log:|\Z)", text, re.DOTALL | re.MULTILINE)
+        refusal = re.search(
+            r"^(?:[\w.]*\.)?((?:Config|Layout)Error): (.*?)(?=\nits log:|\Z)", text, re.DOTALL | re.MULTILINE
+        )
         if "no answer within" in text:
             raise Fault(Outcome("SILENT", text=text)) from error
         if refusal:
