@@ -48,8 +48,8 @@ class OutputReference:
     def compare(
         self, run: Callable[[Any], Any], models: Sequence[nn.Module], name: str, dims: ParallelDims, world: World
     ) -> None:
-        """Raise LayoutError on all ranks where the outputs now are others, or a pass fails. `run`: computes them from rows
-        with `models`; None: other ranks have them. Collective.
+        """Raise LayoutError on all ranks where the outputs now are others, or the pass fails. `run`: computes
+        them from rows with `models`; None: other ranks have them. Collective.
         """
         with passes_without_trace(models, self._task.recipe):
             outputs = self._computed(run, f"{name}: {dims.sizes}")

@@ -168,8 +168,8 @@ class Grouped(Divided):
         convolution = cast(nn.Conv2d, self)
         if convolution.groups % self._mesh.size():
             raise ConfigError(
-                f"{name} has {convolution.groups} groups of channels, which {self._mesh.size()} ranks do not divide; use "
-                f"a divisor, see {DEGREE}"
+                f"{name} has {convolution.groups} groups of channels, which {self._mesh.size()} ranks do not divide; "
+                f"use a divisor, see {DEGREE}"
             )
         super().cut(name, made)
         convolution.groups //= self._mesh.size()
