@@ -28,7 +28,8 @@ _WORDS = {
     "sparse gradients": r"sparse grad|sparse=True|gradient .* is sparse",
     "loss": r"\.loss returned|no mean|mean over rows|loss per row",
     "layout": r"strategy=(tensor|pipeline|mesh)|split over|layout|block|stage|cut|splits|too few|divided|channels|"
-    r"train\(\) of its own|__eq__|SyncBatchNorm|talks to other ranks|TorchScript|register_post_accumulate_grad_hook|share memory",
+    r"train\(\) of its own|__eq__|SyncBatchNorm|talks to other ranks|TorchScript|share memory|"
+    r"register_post_accumulate_grad_hook",
 }
 
 

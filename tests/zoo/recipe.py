@@ -73,6 +73,7 @@ LAYOUTS: dict[str, Layout] = {
     "batch_norm": Layout((("0", "1"), ("3",)), {"0": Split.column, "1": Split.local, "3": Split.row}),
     "deep": Layout(tuple((str(i),) for i in (0, 2, 4, 6, 8)), {"0": Split.column, "2": Split.row}),
     "dropout_layers": Layout((("0",), ("3",)), {"0": Split.column, "2": Split.local, "3": Split.row}),
+    "dropout_unnamed": Layout(_chain("0", "3", "4"), {"0": Split.column, "3": Split.row}),
     "very_deep": Layout(_chain(*(str(i) for i in (0, *range(1, 121, 2), 121)))),
     "frozen_half": Layout((("0", "1"), ("3",), ("4",))),
     "encoder": Layout(_chain("embed", "encoder", "head")),
