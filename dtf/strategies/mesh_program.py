@@ -30,7 +30,7 @@ def mesh_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task,
     if sizes.replicate == world.size:  # copies of the whole model
         return Ddp(tables=strategy.tables).setup(task, world)
     model = model_to_cut(task)
-    layout = with_splits(layout_of(task.recipe, model), model, task.recipe, name, sizes.layer_ranks)
+    layout = with_splits(layout_of(task.recipe, model), model, task.recipe, name, sizes)
     by_name = draws_by_name(task.recipe)
     check_positions(layout, name, sizes, task)
     sharding = FullSharding(model, layout, strategy, name, task) if sizes.shard > 1 else None

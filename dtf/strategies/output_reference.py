@@ -19,6 +19,7 @@ from dtf.core.errors import LayoutError
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.sharding import is_dtensor, local, offset
 from dtf.distributed.world import World
+from dtf.model.author_errors import author_error
 from dtf.model.draw_by_name import draws_by_name
 from dtf.model.forward import cast_floating
 from dtf.strategies.mesh_sharding import drop_gathered
@@ -47,11 +48,11 @@ class OutputReference:
     def compare(
         self, run: Callable[[Any], Any], models: Sequence[nn.Module], name: str, dims: ParallelDims, world: World
     ) -> None:
-        """Raise LayoutError on all ranks where the outputs now are others. `run`: computes them from rows with
-        `models`; None: other ranks have them. Collective.
+        """Raise LayoutError on all ranks where the outputs now are others, or the pass fails. `run`: computes
+        them from rows with `models`; None: other ranks have them. Collective.
         """
         with passes_without_trace(models, self._task.recipe):
-            outputs = run(self._rows)
+            outputs = self._computed(run, f"{name}: {dims.sizes}")
         drop_gathered(module for model in models for module in model.modules())
         sums = torch.zeros(2, dtype=torch.float64)  # squares of differences, squares
         for now, before in zip(_numbers(outputs), self._outputs, strict=False):
@@ -68,6 +69,22 @@ class OutputReference:
                 "each layer with weights between a column and its row, and each attention by its heads; in its "
                 "positions only modules that compute each position by itself"
             )
+
+    def _computed(self, run: Callable[[Any], Any], divided: str) -> Any:
+        """The outputs now. The whole model has computed these rows: if a module fails now, this is because of what is
+        divided.
+        """
+        try:
+            return run(self._rows)
+        except Exception as error:
+            named = author_error(error)
+            if named is None:
+                raise
+            raise LayoutError(
+                f"{divided} and {named}. The whole model computes these rows. Where the layout splits layers, a rank "
+                "has a part of their heads or channels: take their number from shapes, as in "
+                "x.unflatten(-1, (-1, head_width)), or leave them out of the splits, see docs/strategies.md"
+            ) from error
 
 
 def output_reference(model: nn.Module, task: Task) -> OutputReference | None:

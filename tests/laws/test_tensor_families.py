@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dtf.api.layout import Layout, Split, SplitBy
 from dtf.core.errors import ConfigError
 from dtf.core.types import Place
+from dtf.distributed.mesh_sizes import MeshSizes
 from dtf.distributed.world import World
 from dtf.strategies.tensor_parallel.families import found_splits, with_splits
 from tests.laws.test_tensor_layers import pair
@@ -157,9 +158,12 @@ FP32 = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "gpt
 
 def test_a_model_of_no_known_family_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="the layout of Toy splits no module, and nothing was found in its model"):
-        with_splits(Layout(), nn.Sequential(nn.Linear(2, 2)), Toy(), "strategy=tensor")
+        with_splits(Layout(), nn.Sequential(nn.Linear(2, 2)), Toy(), "strategy=tensor", MeshSizes(tensor=2))
     named = Layout(splits={"0": Split.column})
-    assert with_splits(named, nn.Sequential(nn.Linear(2, 2)), Toy(), "strategy=tensor").splits == named.splits
+    assert (
+        with_splits(named, nn.Sequential(nn.Linear(2, 2)), Toy(), "strategy=tensor", MeshSizes(tensor=2)).splits
+        == named.splits
+    )
 
 
 def test_layers_around_an_attention_are_found_in_order() -> None:
@@ -167,3 +171,14 @@ def test_layers_around_an_attention_are_found_in_order() -> None:
         splits = found_splits(nn.Sequential(nn.TransformerEncoderLayer(12, 3, 8)))
     assert list(splits) == ["0.linear1", "0.dropout", "0.linear2", "0.self_attn"]
     assert not any(isinstance(split, SplitBy) for split in splits.values())
+
+
+def test_attention_with_fewer_heads_than_ranks_stays_whole() -> None:
+    """As in the first stages of a Swin; and so do the positions around it."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Sequential(nn.TransformerEncoderLayer(12, 2, 8, batch_first=True)))
+    two, three = (with_splits(Layout(), model, Toy(), "strategy=tensor", MeshSizes(tensor=n)) for n in (2, 3))
+    assert "0.0.self_attn" in two.splits
+    assert two.positions == ("0.0",)
+    assert list(three.splits) == ["0.0.linear1", "0.0.dropout", "0.0.linear2"]
+    assert three.positions == ()

@@ -301,9 +301,9 @@ def refused(rank: int, size: int, splits: dict[str, str]) -> str:
         ({"norm": "row"}, "splits norm as row, which BatchNorm2d cannot be"),
         ({"grouped": "classes"}, "the last layer grouped is Conv2d, and only a Linear is divided by classes"),
         ({"grouped": "column"}, "splits grouped as column, which Conv2d cannot be"),
-        ({"grouped": "local"}, "grouped has 6 groups of channels, which strategy.degree=4 does not divide"),
-        ({"out": "column"}, "out has 5 channels, of which strategy.degree=4 leaves a rank none"),
-        ({"features": "row"}, "features has 5 rows, of which strategy.degree=4 leaves a rank none"),
+        ({"grouped": "local"}, "grouped has 6 groups of channels, which 4 ranks do not divide"),
+        ({"out": "column"}, "out has 5 channels, of which a split over 4 ranks leaves one none"),
+        ({"features": "row"}, "features has 5 rows, of which a split over 4 ranks leaves one none"),
     ],
 )
 def test_what_cannot_be_divided_is_named(splits: dict[str, str], words: str) -> None:

@@ -25,10 +25,10 @@ def main() -> int:
     chosen = options.only or [name for name, entry in zoo.items() if options.slow or not entry.slow]
     done = _read(options.results)
     for i, name in enumerate(chosen):
-        strategies = trial.strategies_for(zoo[name], options.strategies)
-        trials = [("plain", 1), *((s, 2) for s in strategies if 2 in options.processes)]
-        if 3 in options.processes and (i % 3 == 0 or options.only):
-            trials += [(s, 3) for s in strategies]
+        trials = [("plain", 1)]
+        for processes in options.processes:
+            if processes == 2 or i % 3 == 0 or options.only:
+                trials += [(s, processes) for s in trial.strategies_for(zoo[name], options.strategies, processes)]
         for strategy, processes in trials:
             if (name, strategy, processes) in done:
                 continue
@@ -53,7 +53,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these entries alone")
     parser.add_argument("--strategies", nargs="+", default=list(trial.STRATEGIES), choices=list(trial.STRATEGIES))
     parser.add_argument(
-        "--processes", type=lambda text: [int(part) for part in text.split(",")], default=[2, 3], metavar="2,3"
+        "--processes", type=lambda text: [int(part) for part in text.split(",")], default=[2, 3, 4], metavar="2,3,4"
     )
     parser.add_argument("--slow", action="store_true", help="the large models too")
     parser.add_argument("--quiet", action="store_true", help="print the table alone")
@@ -71,7 +71,7 @@ def _read(path: Path) -> Results:
 
 def _report(results: Results, strategies: list[str]) -> int:
     """Print the table, counts of causes, the share of clean ones; the exit status."""
-    columns = [("plain", 1)] + [(s, n) for s in strategies for n in (2, 3)]
+    columns = [("plain", 1)] + [(s, n) for s in strategies for n in (2, 3, 4)]
     columns = [column for column in columns if any(key[1:] == column for key in results)]
     print(f"\n{'model':32}" + "".join(f"{f'{s} x{n}':30}" for s, n in columns))
     for name in dict.fromkeys(key[0] for key in results):

@@ -27,8 +27,9 @@ _WORDS = {
     r"passes read from|buffer|attribute|state that|hidden state|differs? between replicas",
     "sparse gradients": r"sparse grad|sparse=True|gradient .* is sparse",
     "loss": r"\.loss returned|no mean|mean over rows|loss per row",
-    "layout": r"strategy=(tensor|pipeline)|layout|block|stage|cut|splits|too few|divided|train\(\) of its own|"
-    r"channels|__eq__|SyncBatchNorm|talks to other ranks|TorchScript|register_post_accumulate_grad_hook|share memory",
+    "layout": r"strategy=(tensor|pipeline|mesh)|split over|layout|block|stage|cut|splits|too few|divided|channels|"
+    r"train\(\) of its own|__eq__|SyncBatchNorm|talks to other ranks|TorchScript|share memory|"
+    r"register_post_accumulate_grad_hook",
 }
 
 

@@ -79,11 +79,24 @@ class ZooModel:
 
     def must_refuse(self, strategy: str) -> str:
         """The cause for which a strategy has to refuse it; empty where it need not."""
-        return next((self.refused[key] for key in (strategy, "divided", "*") if key in self.refused), "")
+        return next((self.refused[key] for key in keys(strategy) if key in self.refused), "")
 
     def rows(self, rows: int, seed: int) -> tuple[Any, Tensor]:
         """`rows` rows, the same each time."""
         return self.data(rows, torch.Generator().manual_seed(seed))
+
+
+ALIKE = {
+    "mesh zero=2": ("fsdp",),
+    "mesh tensor=2": ("tensor",),
+    "mesh pipeline=2 tensor=2": ("tensor", "pipeline"),
+}
+"""What an entry says of a strategy also holds of a mesh that does the same."""
+
+
+def keys(strategy: str) -> tuple[str, ...]:
+    """Keys of `refused` and `may` that speak of a strategy, the nearest first."""
+    return strategy, *ALIKE.get(strategy, ()), "divided", "*"
 
 
 _found: dict[str, ZooModel] = {}

@@ -246,3 +246,86 @@ class ClassToken(nn.Module):
         h = self.patch(x).flatten(2).transpose(1, 2)
         h = torch.cat([self.cls.expand(len(h), -1, -1), h], 1) + self.pos
         return self.head((h + self.scale * self.block(h))[:, 0])
+
+
+class HeadsBySize(nn.Module):
+    """Attention with a norm of each head and dropout of its weights. It knows how large a head is, not how many."""
+
+    def __init__(self, heads: int = 2, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.heads, self.size = heads, WIDTH // heads
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.drop = nn.LayerNorm(self.size), nn.Dropout(dropout)
+
+    def by_head(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.size)).transpose(1, 2)
+
+    def joined(self, y: Tensor) -> Tensor:
+        return y.transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.by_head, self.qkv(x).chunk(3, -1))
+        weights = (self.norm(q) @ self.norm(k).transpose(-2, -1) / math.sqrt(self.size)).softmax(-1)
+        return self.out(self.joined(self.drop(weights) @ v))
+
+
+class HeadsByCount(HeadsBySize):
+    """It knows how many heads there are: of half of the channels it makes as many heads, each of half the size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+
+    def by_head(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class HeadsByCountAndWidth(HeadsByCount):
+    """It has the number of heads and the width from its constructor."""
+
+    def by_head(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.heads, WIDTH // self.heads).transpose(1, 2)
+
+
+class OneLayer(nn.Module):
+    """Attention between an embedding and a head."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.attention, self.head = nn.Embedding(WORDS, WIDTH), attention, nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        return self.head((h + self.attention(h)).mean(1))
+
+
+zoo_model("heads_by_size", tokens(LENGTH, classes=CLASSES), cross_entropy, "attention", "draws")(
+    lambda: OneLayer(HeadsBySize())
+)
+zoo_model(
+    "heads_by_count", tokens(LENGTH, classes=CLASSES), cross_entropy, "attention", "draws", refused={"tensor": "layout"}
+)(lambda: OneLayer(HeadsByCount()))
+zoo_model(
+    "heads_by_count_and_width",
+    tokens(LENGTH, classes=CLASSES),
+    cross_entropy,
+    "attention",
+    "draws",
+    refused={"tensor": "layout"},
+)(lambda: OneLayer(HeadsByCountAndWidth()))
+
+
+@zoo_model("grouped_queries", tokens(LENGTH), token_loss, "attention", "sums and counts")
+class GroupedQueries(nn.Module):
+    """Two heads of queries for each of keys and values, which come from one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.q, self.kv = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        q, k, v = (y.unflatten(-1, (-1, 3)).transpose(1, 2) for y in (self.q(h), *self.kv(h).chunk(2, -1)))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.head(h + self.out(y.transpose(1, 2).flatten(2)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dtf.api.layout import BufferUpdate, Layout, Split
+from dtf.api.layout import BufferUpdate, Layout, Split, SplitBy
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import option, register
 from dtf.model.metrics import weighted_sums
@@ -23,14 +23,57 @@ def _chain(*names: str) -> tuple[tuple[str, ...], ...]:
     return tuple((name,) for name in names)
 
 
+def _mlps(*names: str) -> dict[str, Split | SplitBy]:
+    """Splits of two layers of each module: the first by its outputs, the last by its inputs."""
+    return {f"{name}.{end}": by for name in names for end, by in (("0", Split.column), ("2", Split.row))}
+
+
+def _mlps_of_timm(*names: str) -> dict[str, Split | SplitBy]:
+    """The same, of timm's `Mlp`."""
+    ends = ("fc1", Split.column), ("drop1", Split.local), ("fc2", Split.row)
+    return {f"{name}.{end}": by for name in names for end, by in ends}
+
+
+def _attention(name: str, heads: int, width: int) -> dict[str, Split | SplitBy]:
+    """Splits of attention with one projection for queries, keys and values."""
+    return {
+        f"{name}.qkv": SplitBy(heads=heads, parts=(width,) * 3),
+        f"{name}.drop": SplitBy(Split.local, heads),
+        f"{name}.out": SplitBy(Split.row, heads),
+    }
+
+
 LAYOUTS: dict[str, Layout] = {
     "writes_into_its_rows": Layout((("first",), ("last",))),
-    "gpt_tied": Layout((("embed",), ("place",), ("blocks.0",), ("blocks.1",), ("ln",))),
-    "gpt_tied_modules": Layout((("embed",), ("first",), ("second",), ("ln", "head"))),
+    "gpt_tied": Layout(
+        (("embed",), ("place",), ("blocks.0",), ("blocks.1",), ("ln",)), _mlps("blocks.0.mlp", "blocks.1.mlp")
+    ),
+    "gpt_tied_modules": Layout((("embed",), ("first",), ("second",), ("ln", "head")), _mlps("first.mlp", "second.mlp")),
+    "class_token": Layout(splits=_mlps("block.mlp")),
+    "mixture_of_experts": Layout(splits=_mlps(*(f"moe.experts.{i}" for i in range(3)))),
+    "heads_by_size": Layout(
+        _chain("embed", "attention", "head"), _attention("attention", 2, 12) | {"attention.norm": Split.whole}
+    ),
+    "grouped_queries": Layout(
+        splits={
+            "q": SplitBy(heads=4, groups=2),
+            "kv": SplitBy(heads=4, groups=2, parts=(6, 6)),
+            "out": SplitBy(Split.row, heads=4, groups=2),
+        }
+    ),
+    "heads_by_count": Layout(_chain("embed", "attention", "head"), _attention("attention", 2, 12)),
+    "heads_by_count_and_width": Layout(_chain("embed", "attention", "head"), _attention("attention", 2, 12)),
+    "timm_vit": Layout(splits=_mlps_of_timm("blocks.0.mlp", "blocks.1.mlp")),
+    "timm_deit": Layout(splits=_mlps_of_timm("blocks.0.mlp", "blocks.1.mlp")),
+    "timm_beit": Layout(splits=_mlps_of_timm("blocks.0.mlp", "blocks.1.mlp")),
+    "timm_cait": Layout(splits=_mlps_of_timm("blocks.0.mlp", "blocks.1.mlp", "blocks_token_only.0.mlp")),
+    "timm_xcit": Layout(splits=_mlps_of_timm("blocks.0.mlp")),
+    "timm_mixer": Layout(splits=_mlps_of_timm("blocks.0.mlp_tokens", "blocks.1.mlp_channels")),
     "gru_language_model": Layout((("embed",), ("gru",), ("decoder",))),
     "batch_norm": Layout((("0", "1"), ("3",)), {"0": Split.column, "1": Split.local, "3": Split.row}),
     "deep": Layout(tuple((str(i),) for i in (0, 2, 4, 6, 8)), {"0": Split.column, "2": Split.row}),
     "dropout_layers": Layout((("0",), ("3",)), {"0": Split.column, "2": Split.local, "3": Split.row}),
+    "dropout_unnamed": Layout(_chain("0", "3", "4"), {"0": Split.column, "3": Split.row}),
     "very_deep": Layout(_chain(*(str(i) for i in (0, *range(1, 121, 2), 121)))),
     "frozen_half": Layout((("0", "1"), ("3",), ("4",))),
     "encoder": Layout(_chain("embed", "encoder", "head")),

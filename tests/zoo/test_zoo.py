@@ -30,19 +30,22 @@ SAMPLE = {
     ("token_sums", "pserver"),
     ("contrastive", "ddp"),
     ("gan_pair", "ddp"),
+    ("heads_by_size", "tensor"),
+    ("heads_by_count", "mesh tensor=2"),
+    ("heads_by_count_and_width", "tensor"),
+    ("swin", "tensor"),
 }
 """What runs by default, on two processes: one for each kind of thing that can go wrong."""
 
 
 def _trials() -> list:
-    """Everything on two processes, a third of it on three; an entry's trials one after the other."""
+    """Everything on two processes, a third of it on three and four; an entry's trials one after the other."""
     found = []
     for i, (name, entry) in enumerate(ZOO.items()):
-        for strategy in trial.strategies_for(entry, list(trial.STRATEGIES)):
-            fast = (name, strategy) in SAMPLE and not entry.slow
-            found.append(pytest.param(name, strategy, 2, marks=() if fast else pytest.mark.slow))
-            if i % 3 == 0:
-                found.append(pytest.param(name, strategy, 3, marks=pytest.mark.slow))
+        for processes in (2, 3, 4) if i % 3 == 0 else (2,):
+            for strategy in trial.strategies_for(entry, list(trial.STRATEGIES), processes):
+                fast = (name, strategy) in SAMPLE and not entry.slow and processes == 2
+                found.append(pytest.param(name, strategy, processes, marks=() if fast else pytest.mark.slow))
     return found
 
 

@@ -23,7 +23,7 @@ from tests.support.harness import _enums
 from tests.support.ranks import MORE, ranks
 from tests.zoo import plain
 from tests.zoo.causes import cause_of
-from tests.zoo.entries import ZooModel, load_zoo
+from tests.zoo.entries import ZooModel, keys, load_zoo
 from tests.zoo.recipe import LAYOUTS
 
 if "tests.zoo.preload" not in MORE:
@@ -38,6 +38,9 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor": ("tensor", {}),
     "pipeline": ("pipeline", {}),
     "pserver": ("pserver", {}),
+    "mesh zero=2": ("mesh", {"zero": 2}),
+    "mesh tensor=2": ("mesh", {"tensor": 2}),
+    "mesh pipeline=2 tensor=2": ("mesh", {"pipeline": 2, "tensor": 2}),
 }
 """Name in the table -> strategy and options."""
 
@@ -105,7 +108,9 @@ def _faults() -> Iterator[None]:
         yield
     except AssertionError as error:
         text = str(error)
-        refusal = re.search(r"^(?:[\w.]*\.)?(ConfigError): (.*?)(?=\nits log:|\Z)", text, re.DOTALL | re.MULTILINE)
+        refusal = re.search(
+            r"^(?:[\w.]*\.)?((?:Config|Layout)Error): (.*?)(?=\nits log:|\Z)", text, re.DOTALL | re.MULTILINE
+        )
         if "no answer within" in text:
             raise Fault(Outcome("SILENT", text=text)) from error
         if refusal:
@@ -227,11 +232,18 @@ def attempt(entry: ZooModel, strategy: str, processes: int) -> Outcome:
     return Outcome("same", text=f"{apart:.1e}")
 
 
-def strategies_for(entry: ZooModel, strategies: Sequence[str]) -> list[str]:
-    """Those that can be tried here: trainers are threads of one rank, and each would need variables of modules of its
-    own.
+def strategies_for(entry: ZooModel, strategies: Sequence[str], processes: int) -> list[str]:
+    """Those that can be tried here on so many processes: trainers are threads of one rank, and each would need
+    variables of modules of its own. On four processes only what needs four is tried.
     """
-    return [strategy for strategy in strategies if strategy != "pserver" or "global variable" not in entry.tags]
+    found = [strategy for strategy in strategies if strategy != "pserver" or "global variable" not in entry.tags]
+    return [strategy for strategy in found if _fits(strategy, processes)]
+
+
+def _fits(strategy: str, processes: int) -> bool:
+    _, options = STRATEGIES[strategy]
+    degree = options.get("pipeline", 1) * options.get("tensor", 1)
+    return degree == processes if degree > 1 else processes < 4
 
 
 def attempt_plain(entry: ZooModel) -> Outcome:
@@ -265,12 +277,17 @@ def is_allowed(entry: ZooModel, strategy: str, processes: int, outcome: Outcome)
     one of more blocks.
     """
     must, layout = entry.must_refuse(strategy), LAYOUTS.get(entry.name, Layout())
-    parts = {"pipeline": len(layout.blocks) // processes, "tensor": len(layout.splits)}.get(strategy, 1)
+    name, options = STRATEGIES[strategy]
+    parts = 1
+    if name == "pipeline" or "pipeline" in options:
+        parts = len(layout.blocks) // options.get("pipeline", processes)
+    if name == "tensor" or "tensor" in options:
+        parts = min(parts, len(layout.splits))
     if not parts and outcome.kind == "refused" and outcome.cause in ("layout", must):
         return True
     if must:
         return (outcome.kind, outcome.cause) == ("refused", must)
-    may = [entry.may[key] for key in (strategy, "divided", "*") if key in entry.may]
+    may = [entry.may[key] for key in keys(strategy) if key in entry.may]
     return outcome.kind == "same" or (outcome.kind == "refused" and outcome.cause in may)
 
 

@@ -63,7 +63,7 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
     rows, spec = _spec(strategy, sizes, task)
     stages = spec.ranks * spec.virtual
     model = _checked_model(strategy, name, sizes, task)
-    layout = with_splits(layout_of(task.recipe, model), model, task.recipe, name, sizes.layer_ranks)
+    layout = with_splits(layout_of(task.recipe, model), model, task.recipe, name, sizes)
     check_positions(layout, name, sizes, task)
     checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
     reference = output_reference(model, task) if sizes.layer_ranks > 1 else None

@@ -16,10 +16,10 @@ from dtf.api.precision import Format
 from dtf.api.sparse_table import inputs_of
 from dtf.api.task import StartCheck, Task
 from dtf.core.consistency import Peers
-from dtf.core.errors import ConfigError
+from dtf.core.errors import ConfigError, LayoutError
 from dtf.core.types import Batch, Evaluated
 from dtf.distributed.device_mesh import ParallelDims
-from dtf.distributed.sharding import local
+from dtf.distributed.sharding import is_dtensor, local
 from dtf.distributed.world import World
 from dtf.model.attributes import Attributes
 from dtf.model.changing_buffers import buffers_restored
@@ -40,6 +40,7 @@ from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.replica_start import PADDED
 from dtf.strategies.start_check import BUFFER, GRADIENT, Collectives, Numbers, Passes, Trials, check_passes, take_size
 from dtf.strategies.start_padding import agree, not_zero, padding_error
+from dtf.strategies.tensor_parallel.slices import slices_of
 from dtf.strategies.trial_numbers import passes_without_trace, row_sizes
 
 NOT_THERE = "and the other stages would not draw them too"
@@ -77,6 +78,8 @@ class StartTrials:
         self.compiled = CompileTrial(forwards, train, self._evaluate, self._without_trace, task)
         self.measured: list[tuple[int, Footprint]] = []
         """The first two passes, with their rows."""
+        self._whole: dict[str, Tensor] = {}
+        """Norms () of the last pass that ranks which compute a layer together have alike, see `check_alike`."""
 
     def make(
         self,
@@ -112,6 +115,7 @@ class StartTrials:
             asks = AsksForOthers("the model or its loss")  # others do not come to the loss
             drew = self._drew(few, a, written, asks, world)
             _refuse_found(drew, [name for held in outside for name in held.learning()], asks.found, world)
+            self._check_alike(world)
             for known, found in zip(parameters, written, strict=True):
                 known.refuse_changed(
                     self._instead if self._divided else "strategy=ddp launcher.processes=1", found.found
@@ -198,9 +202,11 @@ class StartTrials:
         named = chain.from_iterable(stage.model.named_modules() for stage in self._stages)
         with find_drawing_modules(named) as drawing, ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            inputs = [stack.enter_context(stage.masks.record_input_norms()) for stage in self._stages]
             for watch in written:
                 stack.enter_context(watch)
             self._trial(rows, 0, enter)
+        self._whole |= {name: norm for stage in inputs for name, norm in stage.items()}
         if any(drew) or first.draws_elsewhere or not torch.equal(seeded[0], first.rng_state()):
             return drawing[:1] or [""]
         return []
@@ -256,13 +262,17 @@ class StartTrials:
             footprint.saved_bytes -= received  # there when backward began, but not kept since forward
             self.measured.append((len(rows.ids), footprint))
         names, norms = [], []
+        self._whole = {}
         for stage in self._stages:
+            divided = {*slices_of(stage.model), *(stage.positions.partial_of(stage.model) if stage.positions else ())}
             for name, norm in stage.changing.norms().items():
                 names.append(f"{BUFFER}{name}")
                 norms.append(norm.reshape(1))
             stage.changing.begin_micro_batch()
             for name, parameter in stage.model.named_parameters():
                 if parameter.grad is not None:
+                    if name not in divided and not is_dtensor(parameter.grad):
+                        self._whole[f"gradients of {name}"] = parameter.grad.norm()
                     names.append(f"{GRADIENT}{name} in stage {stage.index}")
                     norms.append(take_size(local(parameter.grad)).reshape(1))
         for stage in self._stages:
@@ -275,6 +285,19 @@ class StartTrials:
         total = self._dims.total_of_stages(sums.double().clone())
         numbers = torch.cat([total, *(norm.to(total.device) for norm in norms)]).tolist()
         return dict(zip([*(f"sum {i}" for i in range(len(total))), *names], numbers, strict=True))
+
+    def _check_alike(self, world: World) -> None:
+        """Raise LayoutError on all ranks where ranks that compute a layer together got other numbers in the last pass.
+        Collective.
+        """
+        said = ""
+        try:
+            self._dims.check_alike(self._whole)
+        except LayoutError as error:
+            said = str(error)
+        everyone = world.gather(said)
+        if said := world.broadcast(everyone and next(filter(None, everyone), "")):
+            raise LayoutError(said)
 
     def modules(self) -> Mapping[str, nn.Module]:
         """Those of the stages on this rank, and the stages."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import cast
 
 from torch import nn
 
 from dtf.api.layout import Layout, Split, SplitBy
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
+from dtf.distributed.mesh_sizes import MeshSizes
 from dtf.strategies.tensor_parallel.layers import is_a
 from dtf.strategies.tensor_parallel.transformers_models import OUTPUTS, transformers_splits
 from dtf.strategies.tensor_parallel.windows import WINDOWS
@@ -18,11 +20,15 @@ Splits = dict[str, Split | SplitBy]
 _MLP = "torchvision.ops.misc.MLP"
 
 
-def with_splits(layout: Layout, model: nn.Module, recipe: Recipe, name: str) -> Layout:
-    """The layout, with the splits that are found in its model where it names none. `name`: of the strategy. ConfigError
-    where there are none, and no sparse tables either.
+def with_splits(layout: Layout, model: nn.Module, recipe: Recipe, name: str, sizes: MeshSizes) -> Layout:
+    """The layout, with the splits that are found in its model where it names none and several ranks compute a layer.
+    Found attention with fewer heads than ranks stays whole. `name`: of the strategy. ConfigError where there are none,
+    and no sparse tables either.
     """
-    splits = layout.splits or found_splits(model)
+    if sizes.layer_ranks == 1:
+        return layout
+    found = {} if layout.splits else found_splits(model)
+    splits = layout.splits or {key: by for key, by in found.items() if not _is_small(model, key, by, sizes.tensor)}
     if not splits and not recipe.tables():  # tables are divided anyway
         raise ConfigError(
             f"{name}: the layout of {type(recipe).__name__} splits no module, and nothing was found in its model that "
@@ -31,7 +37,14 @@ def with_splits(layout: Layout, model: nn.Module, recipe: Recipe, name: str) -> 
         )
     if layout.splits:
         return replace(layout, splits=splits)
-    return replace(layout, splits=splits, positions=layout.positions or found_positions(model, splits))
+    # the positions of attention that stays whole cannot be divided
+    positions = found_positions(model, splits) if len(splits) == len(found) else ()
+    return replace(layout, splits=splits, positions=layout.positions or positions)
+
+
+def _is_small(model: nn.Module, key: str, by: Split | SplitBy, ranks: int) -> bool:
+    """Whether this is attention with fewer heads than ranks."""
+    return by is Split.heads and cast(int, model.get_submodule(key).num_heads) < ranks
 
 
 def found_positions(model: nn.Module, splits: Mapping[str, Split | SplitBy]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from dtf.api.layout import Split, SplitBy
 from dtf.core.errors import ConfigError, LayoutError
 from dtf.distributed.collectives import fan, gathered, partial, scattered_total, total
 from dtf.distributed.sharding import Slice, bounds, cut
-from dtf.strategies.tensor_parallel.slices import TABLE, check_enough, ranges
+from dtf.strategies.tensor_parallel.slices import DEGREE, TABLE, check_enough, ranges
 
 if TYPE_CHECKING:
     from dtf.strategies.tensor_parallel.positions import Positions
@@ -168,8 +168,8 @@ class Grouped(Divided):
         convolution = cast(nn.Conv2d, self)
         if convolution.groups % self._mesh.size():
             raise ConfigError(
-                f"{name} has {convolution.groups} groups of channels, which strategy.degree={self._mesh.size()} does "
-                "not divide"
+                f"{name} has {convolution.groups} groups of channels, which {self._mesh.size()} ranks do not divide; "
+                f"use a divisor, see {DEGREE}"
             )
         super().cut(name, made)
         convolution.groups //= self._mesh.size()

@@ -26,6 +26,9 @@ HEADS = "_dtf_heads"
 EXCHANGE = "_dtf_exchange"
 """The attribute of a module that exchanges heads and positions with other ranks."""
 
+DEGREE = "strategy.degree, or strategy.tensor of a mesh"
+"""The keys that say how many ranks divide a layer, for messages."""
+
 
 def slices_of(model: nn.Module) -> dict[str, Slice]:
     """Name of each divided parameter and buffer of a model, shared ones under each of their names -> what the tensor is
@@ -52,7 +55,7 @@ def check_enough(name: str, count: int, of: str, size: int) -> None:
     first, last = bounds(count, size, size - 1)
     if first == last:
         raise ConfigError(
-            f"{name} has {count} {of}, of which strategy.degree={size} leaves a rank none; use a smaller degree"
+            f"{name} has {count} {of}, of which a split over {size} ranks leaves one none; use fewer, see {DEGREE}"
         )
 
 
@@ -66,8 +69,8 @@ def heads_here(name: str, by: SplitBy, mesh: DeviceMesh) -> tuple[int, int, int]
     if groups < mesh.size():
         of = count_text(groups, "head of keys and values" if by.groups else "head")
         raise ConfigError(
-            f"{name} has {of}, of which strategy.degree={mesh.size()} leaves a rank none; use strategy.degree={groups} "
-            "or less"
+            f"{name} has {of}, of which a split over {mesh.size()} ranks leaves one none; use {groups} or fewer, see "
+            f"{DEGREE}, or leave this attention out of the layout's splits"
         )
     first, last = balanced(groups, mesh.size(), mesh.get_local_rank())
     return by.heads, first * (by.heads // groups), last * (by.heads // groups)
