@@ -112,31 +112,42 @@ class ParallelDims:
         """Sum of a tensor over the ranks that have the same part of each stage, in place. Collective over them."""
         return _add(sums, self.group("pipeline"))
 
+    def total_of_segments(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over the ranks of a share that compute other layers or positions, in place. Collective over
+        them.
+        """
+        return _add(sums, self.group("pipeline", "context"))
+
     def total_of_slices(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum of a tensor over the ranks that have all slices of a stage, in place. Collective over them."""
         return _add(sums, self.slices)
 
     def check_alike(self, norms: dict[str, torch.Tensor]) -> None:
         """Raise ConfigError on all ranks when norms, (), by name, that all ranks which compute a layer together compute
-        alike, differ between them.
+        alike, differ between them. See `unlike`.
+        """
+        if unequal := self.unlike(norms):
+            raise self.unlike_error(unequal[0])
 
-        Collective over these ranks. Waits for the device.
+    def unlike(self, norms: dict[str, torch.Tensor]) -> list[str]:
+        """Names of the norms, (), that differ between the ranks which compute a layer together; the same on all of
+        these. Collective over them. Waits for the device.
         """
         if not norms or self._layer is None:
-            return
+            return []
         values = torch.stack([norm.double() for norm in norms.values()])
         least, most = values.clone(), values.clone()
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._layer)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._layer)
-        unequal = [
-            name for name, differs in zip(norms, (most - least > TOLERANCE * most).tolist(), strict=True) if differs
-        ]
-        if unequal:
-            raise LayoutError(
-                f"{self.sizes}: ranks that should agree have different {unequal[0]}: it works on "
-                "slices, or on what was made of them; "
-                "name its module, and dropouts beside it, in the splits of the recipe's layout"
-            )
+        unequal = (most - least > TOLERANCE * most).tolist()
+        return [name for name, differs in zip(norms, unequal, strict=True) if differs]
+
+    def unlike_error(self, name: str) -> LayoutError:
+        """For a name that `unlike` found."""
+        return LayoutError(
+            f"{self.sizes}: ranks that should agree have different {name}: it works on slices, or on what was made of "
+            "them; name its module, and dropouts beside it, in the splits of the recipe's layout"
+        )
 
 
 def _add(sums: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

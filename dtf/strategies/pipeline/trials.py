@@ -40,7 +40,8 @@ from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.replica_start import PADDED
 from dtf.strategies.start_check import BUFFER, GRADIENT, Collectives, Numbers, Passes, Trials, check_passes, take_size
 from dtf.strategies.start_padding import agree, not_zero, padding_error
-from dtf.strategies.trial_numbers import passes_without_trace, row_sizes
+from dtf.strategies.tensor_parallel.slices import slices_of
+from dtf.strategies.trial_numbers import counted, passes_without_trace, row_sizes
 
 NOT_THERE = "and the other stages would not draw them too"
 """Why a model must not draw from global generators."""
@@ -75,6 +76,7 @@ class StartTrials:
         forwards = [forward for stage in stages for forward in stage.compiled]
         train = partial(self._trial, micro_batch=0, compiled=True)
         self.compiled = CompileTrial(forwards, train, self._evaluate, self._without_trace, task)
+        self._alike: dict[str, Tensor] = {}  # norms of a pass that ranks computing its layers together have alike
         self.measured: list[tuple[int, Footprint]] = []
         """The first two passes, with their rows."""
 
@@ -111,7 +113,9 @@ class StartTrials:
             written = [WrittenParameters(stage.model) for stage in self._stages]
             asks = AsksForOthers("the model or its loss")  # others do not come to the loss
             drew = self._drew(few, a, written, asks, world)
-            _refuse_found(drew, [name for held in outside for name in held.learning()], asks.found, world)
+            unlike = self._dims.unlike(self._alike)
+            learning = [name for held in outside for name in held.learning()]
+            _refuse_found(drew, learning, asks.found, unlike, self._dims, world)
             for known, found in zip(parameters, written, strict=True):
                 known.refuse_changed(
                     self._instead if self._divided else "strategy=ddp launcher.processes=1", found.found
@@ -200,7 +204,9 @@ class StartTrials:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for watch in written:
                 stack.enter_context(watch)
+            inputs = [stack.enter_context(stage.masks.record_input_norms()) for stage in self._stages]
             self._trial(rows, 0, enter)
+            self._alike |= {name: norm for seen in inputs for name, norm in seen.items()}
         if any(drew) or first.draws_elsewhere or not torch.equal(seeded[0], first.rng_state()):
             return drawing[:1] or [""]
         return []
@@ -241,13 +247,14 @@ class StartTrials:
         def begin(stage: Stage, j: int) -> None:
             stage.masks.begin_micro_batch(0, micro_batch)
 
-        footprint = Footprint(parts=None) if len(self.measured) < 2 else None
+        footprint = Footprint() if len(self.measured) < 2 else None
         for stage in self._stages:
             stage.train()  # an evaluation may have come before
             stage.changing.begin()
         try:
             forwards = [forward for stage in self._stages for forward in stage.compiled]
-            with footprint or nullcontext(), nullcontext() if compiled else uncompiled(forwards):
+            cuts = {stage.model: stage.positions.partial if stage.positions else () for stage in self._stages}
+            with counted(footprint, cuts), nullcontext() if compiled else uncompiled(forwards):
                 sums = self._run(rows, enter or begin).sums
         except ValueError as error:
             raise batch_norm_error(error, len(rows.ids)) from error
@@ -255,8 +262,9 @@ class StartTrials:
         if footprint is not None:
             footprint.saved_bytes -= received  # there when backward began, but not kept since forward
             self.measured.append((len(rows.ids), footprint))
-        names, norms = [], []
+        names, norms, self._alike = [], [], {f"sum {i}": value.abs() for i, value in enumerate(sums)}
         for stage in self._stages:
+            apart = {*slices_of(stage.model), *stage.partial_gradients}
             for name, norm in stage.changing.norms().items():
                 names.append(f"{BUFFER}{name}")
                 norms.append(norm.reshape(1))
@@ -264,6 +272,8 @@ class StartTrials:
             for name, parameter in stage.model.named_parameters():
                 if parameter.grad is not None:
                     names.append(f"{GRADIENT}{name} in stage {stage.index}")
+                    if name not in apart:
+                        self._alike[f"gradients of {name}"] = local(parameter.grad).norm()
                     norms.append(take_size(local(parameter.grad)).reshape(1))
         for stage in self._stages:
             for parameter in stage.model.parameters():
@@ -294,19 +304,24 @@ class StartTrials:
         return [_merged([everyone[rank] for rank in ranks]) for ranks in self._dims.mesh_rows]
 
 
-def _refuse_found(drawing: list[str], learning: list[str], asked: list[str], world: World) -> None:
+def _refuse_found(
+    drawing: list[str], learning: list[str], asked: list[str], unlike: list[str], dims: ParallelDims, world: World
+) -> None:
     """Raise ConfigError for what any rank has found: modules that draw from a global generator, tensors outside of the
-    model that learn, and ways in which it asked for other processes. Collective.
+    model that learn, ways in which it asked for other processes, and what ranks of a stage do not have alike.
+    Collective.
     """
-    everyone = world.gather([drawing, learning, asked])
+    everyone = world.gather([drawing, learning, asked, unlike])
     firsts = everyone and [next(filter(None, found), None) for found in zip(*everyone, strict=True)]
-    drawing, learning, asked = world.broadcast(firsts)
+    drawing, learning, asked, unlike = world.broadcast(firsts)
     if asked:
         raise others_error("the model", asked[0])
     if learning:
         raise outside_error(learning[0])
     if drawing:
         raise global_rng_error("pipeline", NOT_THERE, drawing[0])
+    if unlike:
+        raise dims.unlike_error(unlike[0])
 
 
 def _merged(answers: list[Any]) -> list[Any]:
