@@ -66,15 +66,17 @@ def output_norms(outputs: Any) -> Numbers:
 
 
 @contextmanager
-def counted(footprint: Footprint | None, models: Mapping[nn.Module, Iterable[str]]) -> Iterator[None]:
+def counted(footprint: Footprint | None, models: Mapping[nn.Module, Iterable[str] | None]) -> Iterator[None]:
     """A context for a pass that `footprint`, if given, counts.
 
     It gets to know the parameters of which other ranks compute other parts: divided ones, and those named for each of
-    the `models`. What is gathered exists only when its module computes.
+    the `models`; None: all that is computed is a part. What is gathered exists only when its module computes.
     """
     with ExitStack() as stack:
         for model, names in models.items() if footprint is not None else ():
-            for hook in _show_parts(footprint, model, names):
+            if names is None:
+                footprint.all_parts = True
+            for hook in _show_parts(footprint, model, names or ()):
                 stack.callback(hook.remove)
         stack.enter_context(footprint or nullcontext())
         yield
