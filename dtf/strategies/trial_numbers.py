@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -72,13 +72,16 @@ def counted(footprint: Footprint | None, models: Mapping[nn.Module, Iterable[str
     It gets to know the parameters of which other ranks compute other parts: divided ones, and those named for each of
     the `models`; None: all that is computed is a part. What is gathered exists only when its module computes.
     """
+    if footprint is None:
+        yield
+        return
     with ExitStack() as stack:
-        for model, names in models.items() if footprint is not None else ():
+        for model, names in models.items():
             if names is None:
                 footprint.all_parts = True
             for hook in _show_parts(footprint, model, names or ()):
                 stack.callback(hook.remove)
-        stack.enter_context(footprint or nullcontext())
+        stack.enter_context(footprint)
         yield
 
 
