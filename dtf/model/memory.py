@@ -38,7 +38,7 @@ class Footprint(TorchDispatchMode):
     checkpointing). The peak is their sum.
 
     `whole_flops`, `part_flops`: operations, see `model.flops`, without what backward computes again. What is computed
-    from tensors of `add_parts` is a part, up to a collective that makes it whole.
+    from tensors of `add_parts` is a part, up to a collective that makes it whole; all, with `all_parts`.
 
     `traffic`: what the pass sends to other ranks.
     """
@@ -57,7 +57,7 @@ class Footprint(TorchDispatchMode):
         self._backward = False
         self._plain: set[int] = set()  # backward passes that make no graph for one more
         self._again: dict[int, list[int]] = {}  # backward pass -> operations with a graph: in a plain one, once more
-        self._parts = set[int]()
+        self._parts, self.all_parts = set[int](), False
 
     def add_parts(self, tensors: Iterable[Tensor]) -> None:
         """These hold a part of the model, of which other ranks have the others."""
@@ -72,7 +72,7 @@ class Footprint(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        task, part = torch._C._current_graph_task_id(), False
+        task, part = torch._C._current_graph_task_id(), self.all_parts
         backward = task >= 0
         if backward and not self._backward:
             self._backward, self._found = True, dict(self._made)

@@ -114,14 +114,14 @@ class Replica:
         """Whether a full batch has a pass over padding on some rank."""
         self.counts: Tensor | None = None
         """Of this replica's micro-batches: what the sum of losses is divided by in place of rows, ()."""
-        self._cut = frozenset[str]()  # those that see other positions on each rank of the axis `tensor`
+        self._cut: frozenset[str] | None = frozenset()  # see `Positions.cut`
         self.partial = frozenset[str]()  # parameters with gradients that ranks computing a layer together sum up
         model.train()
 
     def take_positions(self, positions: Positions) -> None:
         """The positions of its rows are divided."""
         positions.masks, self._passes.carry = self.masks, positions.carry
-        self.partial, self._cut = positions.partial_of(self.model), positions.partial
+        self.partial, self._cut = positions.partial_of(self.model), positions.cut
 
     @property
     def equal_passes(self) -> bool:

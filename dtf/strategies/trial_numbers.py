@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from dtf.api.layout import Split
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
@@ -24,6 +25,8 @@ from dtf.model.shared_state import SharedState
 from dtf.strategies.pass_probes import WrittenParameters, pass_error
 from dtf.strategies.start_check import BUFFER, GRADIENT, Numbers, take_size
 from dtf.strategies.tensor_parallel.slices import slices_of
+
+SLICED_INPUTS = (Split.row, Split.row_scatter, Split.local)
 
 
 def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) -> tuple[Numbers, dict[str, Tensor]]:
@@ -63,17 +66,22 @@ def output_norms(outputs: Any) -> Numbers:
 
 
 @contextmanager
-def counted(footprint: Footprint | None, models: Mapping[nn.Module, Iterable[str]]) -> Iterator[None]:
+def counted(footprint: Footprint | None, models: Mapping[nn.Module, Iterable[str] | None]) -> Iterator[None]:
     """A context for a pass that `footprint`, if given, counts.
 
     It gets to know the parameters of which other ranks compute other parts: divided ones, and those named for each of
-    the `models`. What is gathered exists only when its module computes.
+    the `models`; None: all that is computed is a part. What is gathered exists only when its module computes.
     """
+    if footprint is None:
+        yield
+        return
     with ExitStack() as stack:
-        for model, names in models.items() if footprint is not None else ():
-            for hook in _show_parts(footprint, model, names):
+        for model, names in models.items():
+            if names is None:
+                footprint.all_parts = True
+            for hook in _show_parts(footprint, model, names or ()):
                 stack.callback(hook.remove)
-        stack.enter_context(footprint or nullcontext())
+        stack.enter_context(footprint)
         yield
 
 
@@ -85,7 +93,12 @@ def _show_parts(footprint: Footprint, model: nn.Module, names: Iterable[str]) ->
         for end in range(len(places) + 1):
             parts.setdefault(model.get_submodule(".".join(places[:end])), []).append((owner, key))
 
+    cut = {model.get_submodule(name.rpartition(".")[0]) for name in names}
+
     def show(module: nn.Module, inputs: Any) -> None:
+        by = getattr(module, "_by", None)
+        if module in cut or (by is not None and by.split in SLICED_INPUTS):  # they may come from another stage
+            footprint.add_parts(leaf for leaf in inputs if isinstance(leaf, Tensor))
         tensors = (getattr(owner, key) for owner, key in parts[module])
         footprint.add_parts(tensor for tensor in tensors if tensor is not None and not is_dtensor(tensor))
 

@@ -73,7 +73,8 @@ def one_looks(rank: int, size: int, **values: Any) -> dict[str, Any]:
     """As `harness.train`, where code of rank 0 alone asks for the state of the model before each step."""
     torch.set_num_threads(1)
     run = _Run(rank, size, Case(**values))
-    program, step = run.program, run.program.step
+    program: Any = run.program
+    step = program.step
 
     def looked(ticket: Any, batch: Any) -> Any:
         if not rank:

@@ -253,7 +253,7 @@ class StartTrials:
             stage.changing.begin()
         try:
             forwards = [forward for stage in self._stages for forward in stage.compiled]
-            cuts = {stage.model: stage.positions.partial if stage.positions else () for stage in self._stages}
+            cuts = {stage.model: stage.positions.cut if stage.positions else () for stage in self._stages}
             with counted(footprint, cuts), nullcontext() if compiled else uncompiled(forwards):
                 sums = self._run(rows, enter or begin).sums
         except ValueError as error:
