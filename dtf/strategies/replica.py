@@ -110,8 +110,7 @@ class Replica:
         self.start_numbers: Numbers = {}
         """Of a trial pass of `warmup`."""
         self.shared_changes: list[str] = []  # by `warmup`, see `SharedState.changed`
-        self.pads = False
-        """Whether a full batch has a pass over padding on some rank."""
+        self.pads = False  # whether a full batch has a pass over padding on some rank
         self.counts: Tensor | None = None
         """Of this replica's micro-batches: what the sum of losses is divided by in place of rows, ()."""
         self._cut: frozenset[str] | None = frozenset()  # see `Positions.cut`
