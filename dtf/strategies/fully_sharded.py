@@ -56,7 +56,7 @@ class FullSharding:
                 "build_model() without torch.jit, or use strategy=ddp"
             )
         refuse_shared_memory(model, name, "strategy=ddp")
-        use = _use(model, task)
+        use = _use(model, name, task)
         scalars = [key for key, p in model.named_parameters() if not p.dim() or not p.numel()]
         if scalars and options.offload:
             raise ConfigError(
@@ -67,7 +67,7 @@ class FullSharding:
         transforms = use is not None and use.transforms
         self.units = [] if transforms else gathered_units(model, layout, options.unit.value, use, task.compiled)
         self._keep = options.zero < 3 or not options.reshard_after_forward or (use is not None and use.keeps)
-        _refuse_own_equality(model)
+        _refuse_own_equality(model, name)
         refuse_hooks_on_sums(model, "launcher.processes=1")
 
     def exchange(self, roots: Iterable[nn.Module], micro_batches: int) -> int:
@@ -227,17 +227,17 @@ def _refuse_cuts(model: nn.Module, compiled: Sequence[str], strategy: str) -> No
                 )
 
 
-def _refuse_own_equality(model: nn.Module) -> None:
+def _refuse_own_equality(model: nn.Module, strategy: str) -> None:
     """Raise ConfigError for a module that says itself what it is equal to."""
     for name, module in model.named_modules():
         if type(module).__eq__ is not object.__eq__:
             raise ConfigError(
-                f"strategy=fsdp: {name or 'the model'} ({type(module).__name__}) has an __eq__() of its own, and torch "
+                f"{strategy}: {name or 'the model'} ({type(module).__name__}) has an __eq__() of its own, and torch "
                 "looks modules up in dicts; leave it out, or use strategy=ddp"
             )
 
 
-def _use(model: nn.Module, task: Task) -> ParamUse | None:
+def _use(model: nn.Module, strategy: str, task: Task) -> ParamUse | None:
     """What a pass over a few rows shows of the use of parameters. None without values, or without rows to pass.
 
     The rows are the same on all ranks. ConfigError for a model that cannot compute them.
@@ -249,7 +249,7 @@ def _use(model: nn.Module, task: Task) -> ParamUse | None:
     use.watch_passes(model, [nest.rows(rows, 2 * i, 2 * i + 2) for i in range(TRIALS)])
     if use.uneven and not hasattr(FSDPModule, SUMS_UNUSED):
         raise ConfigError(
-            f"strategy=fsdp: some rows use {min(use.uneven)} and others do not, and torch "
+            f"{strategy}: some rows use {min(use.uneven)} and others do not, and torch "
             f"{torch.__version__} cannot sum gradients that only some ranks have; use torch 2.14 or "
             "newer, or strategy=ddp"
         )

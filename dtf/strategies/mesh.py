@@ -20,7 +20,7 @@ class Mesh(PipelineOptions, ShardOptions, TableOptions, MeshStrategy):
     """
 
     uses_blocks = True
-    one_share = "strategy.replicate=1 strategy.shard=1"
+    one_share = "strategy.replicate=1 strategy.shard=1, with as many processes as the other axes make"
 
     replicate: int = option(default=1, least=1, doc="copies of the model, which compute other rows")
     pipeline: int = option(default=1, least=1, doc="ranks that hold a copy of the model in stages", unit="ranks")

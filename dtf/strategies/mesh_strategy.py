@@ -37,6 +37,11 @@ class MeshStrategy(MeshOptions, Strategy):
                 "strategy.offload=true moves parameters from GPUs to the host, this run is on cpu, where they are "
                 "already; use offload=false"
             )
+        if self.zero < 3 and sizes.shard == 1 and processes > 1:
+            raise ConfigError(
+                f"strategy.zero={self.zero} says what ranks of strategy.shard have in slices, and there is one such "
+                "rank; use strategy.shard=2 or more, or strategy.zero=3"
+            )
         self._check_stages(sizes.pipeline)
 
     def _check_stages(self, ranks: int) -> None:

@@ -29,6 +29,7 @@ GUARDED = {
     "fsdp": [({"replicate": 2}, 2), ({"replicate": 2}, 4)],
     "tensor": [({"degree": 2}, 4)],
     "pipeline": [({"degree": 2}, 4), ({"degree": 1}, 2)],
+    "mesh": [({"replicate": 2, **axis}, 4) for axis in ({}, {"pipeline": 2}, {"tensor": 2})],
 }
 """Strategies with replicas: options, and processes."""
 UNGUARDED = {"zero1", "pserver"}

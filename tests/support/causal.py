@@ -1,11 +1,9 @@
-"""A causal language model small enough to run in milliseconds, with layouts that are right, and one that is not."""
+"""A causal language model small enough to run in milliseconds, and one with attention that dtf does not know."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dtf.api.layout import Layout, SplitBy
 from dtf.api.recipe import Dataset
 from dtf.api.registry import option, register
 from dtf.recipes.gpt.recipe import GptText, ModelOptions, TextOptions
@@ -37,12 +35,6 @@ class Causal(GptText):
             for block in model.blocks:  # type: ignore[union-attr]
                 block.attention.__class__ = _plain(type(block.attention))  # type: ignore[union-attr]
         return model
-
-    def layout(self, model: nn.Module) -> Layout:
-        layout = super().layout(model)
-        if not self.plain:
-            return layout
-        return replace(layout, splits={k: v for k, v in layout.splits.items() if not isinstance(v, SplitBy)})
 
     def open_data(self, split: str, seed: int) -> Dataset:
         return Words(self.rows if split == "train" else EVAL_ROWS, split)

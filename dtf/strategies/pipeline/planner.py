@@ -151,7 +151,8 @@ def _bounds(
     """The first unit of each stage, and the number of units. `costs`: of each unit. ConfigError where none fit."""
     if len(costs) < spec.ranks:
         raise ConfigError(
-            f"{len(costs)} blocks do not make stages for {spec.ranks} ranks; use a smaller strategy.degree, or a "
+            f"{len(costs)} blocks do not make stages for {spec.ranks} ranks; use a smaller strategy.degree "
+            "(strategy.pipeline of mesh), or a "
             "smaller launcher.processes"
         )
     if len(costs) < stages:

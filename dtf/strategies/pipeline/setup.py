@@ -78,9 +78,7 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
         divide(model, layout.splits, dims.mesh["tensor"])
     segments = {s: split.segment(bounds[s], bounds[s + 1]) for s in range(place, stages, spec.ranks)}
     copies = holders(split.uses, bounds, spec.ranks)
-    positions = {}
-    if sizes.layer_ranks > 1 and layout.positions:
-        positions = {s: _positions(segment, layout, dims, s == stages - 1) for s, segment in segments.items()}
+    positions = _positions(segments, layout, dims, stages, world)
     exchange = sharding.exchange(segments.values(), spec.micro_batches) if sharding is not None else 0
     tensors = _StageTensors(model, segments, task)
     masters = tensors.fill(sharding, dims, world, by_name)
@@ -137,15 +135,25 @@ def _pipeline_ranks(dims: ParallelDims, stages: int, world: World) -> PipelineRa
     return PipelineRanks(next(ranks for ranks in chains if world.rank in ranks), dims.place["pipeline"], stages, *links)
 
 
-def _positions(segment: nn.Module, layout: Layout, dims: ParallelDims, last: bool) -> Positions:
-    """Divide the positions in a stage; `last`: of the model. All of them cross the cuts."""
-    inside = {name for name, _ in segment.named_modules()}
-    if last and dims.sizes.context > 1 and not inside & set(layout.positions):
+def _positions(
+    segments: Mapping[int, nn.Module], layout: Layout, dims: ParallelDims, stages: int, world: World
+) -> dict[int, Positions]:
+    """Divide the positions in each stage; all of them cross the cuts. Collective. ConfigError on all ranks where the
+    last stage has none of the layout's modules.
+    """
+    if dims.sizes.layer_ranks == 1 or not layout.positions:
+        return {}
+    last = segments.get(stages - 1)
+    lacks = last is not None and not {name for name, _ in last.named_modules()} & {*layout.positions}
+    everyone = world.gather(lacks and dims.sizes.context > 1)
+    if world.broadcast(everyone and any(everyone)):
         raise ConfigError(
             f"strategy.context={dims.sizes.context}: the last stage has none of the modules that the layout names in "
             f"positions ({layout.positions[-1]} is the last of them); let them reach to the outputs of the model"
         )
-    return Positions(segment, layout.positions, layout.splits, dims, last)
+    return {
+        s: Positions(segment, layout.positions, layout.splits, dims, s == stages - 1) for s, segment in segments.items()
+    }
 
 
 def _spec(strategy: MeshOptions, sizes: MeshSizes, task: Task) -> tuple[int, PipelineSpec]:

@@ -27,7 +27,7 @@ from dtf.distributed.collectives import exchanged, gathered, joined, own_slice
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.mesh_sizes import MeshSizes
 from dtf.distributed.sharding import balanced, bounds, is_dtensor
-from dtf.model.seeded_dropout import DROPOUTS, MOST_IN_FLIGHT, SeededDropout
+from dtf.model.seeded_dropout import MOST_IN_FLIGHT, SeededDropout, is_seeded
 from dtf.strategies.tensor_parallel.slices import EXCHANGE, HEADS, slices_of
 
 Splits = Mapping[str, Split | SplitBy]
@@ -40,6 +40,12 @@ def check_positions(layout: Layout, name: str, sizes: MeshSizes, task: Task) -> 
             f"{name} strategy.context={sizes.context} divides the positions of each row, and the layout of "
             f"{type(task.recipe).__name__} names no modules that compute position by position (Layout.positions); add "
             "them, or use strategy.tensor"
+        )
+    if sizes.context > 1 and not any(_makes_heads(by) or _is_attention(by) for by in layout.splits.values()):
+        raise ConfigError(
+            f"{name} strategy.context={sizes.context} divides attention by heads, and the layout of "
+            f"{type(task.recipe).__name__} names no layer that makes queries by SplitBy(heads=...); add them, or use "
+            "strategy.tensor"
         )
 
 
@@ -63,7 +69,7 @@ class Positions:
         self.partial = self._partial(model, inside)
         """Names of the parameters whose gradients are to be summed over the axis `tensor`."""
         for name in inside:
-            self._tell(modules[name])
+            self._tell(name, modules[name], splits.get(name))
         around = {name.rpartition(".")[0] for name, by in splits.items() if _makes_heads(by)} & set(inside)
         for name in around if self._tensor is not None else ():
             self._gather_around(name, modules[name], splits)
@@ -94,9 +100,16 @@ class Positions:
             found.update(parts[:1])
         return frozenset(found)
 
-    def _tell(self, module: nn.Module) -> None:
-        """Let a module know of the positions: a divided layer, a dropout."""
-        if isinstance(module, DROPOUTS):
+    def _tell(self, name: str, module: nn.Module, by: Split | SplitBy | None) -> None:
+        """Let a module know of the positions: a divided layer, a dropout. LayoutError for one that mixes positions."""
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            raise LayoutError(
+                f"{name} ({type(module).__name__}) has statistics of all positions, and the layout names it in "
+                "positions, of which each rank has some; use a norm of each position, or leave it out of the positions"
+            )
+        if isinstance(by, SplitBy) and by.heads and is_seeded(module):
+            return  # attention weights, of all positions
+        if is_seeded(module):
             module.__dict__["_places"] = self._places if module.__dict__.get("_slice") else self._own_places
         elif hasattr(module, "_positions") and self._tensor is not None:
             if not getattr(module, "batch_first", True):
@@ -184,17 +197,15 @@ class Positions:
         return x if self._tensor is None else own_slice(x, 1, self._tensor, "positions")
 
     def _beside(self, value: Any) -> Any:
-        """What is given to a block for each position beside its input: angles of rotary embeddings (B, T, D), numbers
-        of positions (B, T). Masks stay whole, as attention has all positions.
+        """What is given to a block for each position beside its input: numbers of positions (B, T), and angles of
+        rotary embeddings, pairs of (B, T, D). Masks stay whole, as attention has all positions.
         """
-        if isinstance(value, tuple):
-            return tuple(map(self._beside, value))
         width, first, last = self._places()
-        if not isinstance(value, Tensor) or value.dim() not in (2, 3) or value.shape[1] != width:
-            return value
-        numbers = value.dim() == 2 and value.dtype in (torch.int32, torch.int64)
-        angles = value.dim() == 3 and value.is_floating_point() and value.shape[2] != width
-        return value[:, first:last] if numbers or angles else value
+        if isinstance(value, tuple) and all(isinstance(x, Tensor) and x.dim() == 3 for x in value):
+            return tuple(x[:, first:last] if x.shape[1] == width else x for x in value)
+        if isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int32, torch.int64):
+            return value[:, first:last] if value.shape[1] == width else value
+        return value
 
     def _leave(self, outputs: Any, ends: bool) -> Any:
         """After the last module."""
@@ -235,7 +246,7 @@ class Positions:
         assert self._context is not None
         size, found = self._dims.sizes.context, dict[str, int]()
         for name, by in splits.items():
-            if by is Split.heads or (isinstance(by, SplitBy) and by.split is Split.heads):
+            if _is_attention(by):
                 raise ConfigError(
                     f"strategy.context={size}: {name} is {type(modules.get(name)).__name__}, whose positions cannot be "
                     "divided; write attention with scaled_dot_product_attention, or use strategy.tensor"
@@ -261,9 +272,13 @@ class _Exchanging:
 
     _dtf_exchange: _Exchange
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._dtf_exchange:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._dtf_exchange as exchange:
+            outputs = super().forward(*args, **kwargs)  # type: ignore[misc]
+        exchange.check()
+        return outputs
+
+    forward = _forward
 
 
 class _Exchange(TorchFunctionMode):
@@ -272,6 +287,16 @@ class _Exchange(TorchFunctionMode):
     def __init__(self, positions: Positions, name: str, group: dist.ProcessGroup) -> None:
         super().__init__()
         self._positions, self._name, self._group = positions, name, group
+        self._calls = 0
+
+    def check(self) -> None:
+        """Raise LayoutError where the module has not computed attention by torch's function."""
+        calls, self._calls = self._calls, 0
+        if not calls:
+            raise LayoutError(
+                f"{self._name} computes attention without F.scaled_dot_product_attention, and so from the positions of "
+                "one rank alone; use that function, or strategy.context=1"
+            )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -279,7 +304,16 @@ class _Exchange(TorchFunctionMode):
             return func(*args, **kwargs)
         given = dict(zip(("query", "key", "value"), args, strict=False))
         query, key, value = (given.get(name, kwargs.pop(name, None)) for name in ("query", "key", "value"))
-        width, heads = self._positions._places()[0], query.shape[-3]
+        (width, first, last), heads = self._positions._places(), query.shape[-3]
+        self._calls += 1
+        grouped = bool(kwargs.get("enable_gqa"))
+        known = all(x.dim() == 4 and x.shape[-2] == last - first for x in (query, key, value))
+        if not known or not (grouped or heads == key.shape[-3] == value.shape[-3]):
+            raise LayoutError(
+                f"{self._name} attends with queries, keys and values of shapes {tuple(query.shape)}, "
+                f"{tuple(key.shape)} and {tuple(value.shape)}; strategy.context divides attention of the "
+                f"{last - first} positions of a rank among themselves, with as many heads (B, heads, positions, width)"
+            )
         if kwargs.get("enable_gqa"):  # keys and values of a group may be needed by several ranks
             key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
             kwargs["enable_gqa"] = False
@@ -293,6 +327,11 @@ class _Exchange(TorchFunctionMode):
 def _makes_heads(by: Split | SplitBy | None) -> bool:
     """Whether a layer that is split so makes queries, keys or values."""
     return isinstance(by, SplitBy) and by.split is Split.column and bool(by.heads)
+
+
+def _is_attention(by: Split | SplitBy) -> bool:
+    """Whether a module that is split so is attention as a whole."""
+    return by is Split.heads or (isinstance(by, SplitBy) and by.split is Split.heads)
 
 
 def _is_hidden(value: Any) -> bool:
