@@ -102,7 +102,7 @@ class _Lines:
 
     def __init__(self, logs: bool) -> None:
         """`logs`: whether ranks write to logs, where their tracebacks would be."""
-        self._shapes, self._guess, self._memory = "", "", ""
+        self._shapes, self._guess, self._planned = "", "", list[str]()
         self._first_loss: float | None = None
         self._failed, self._failed_s, self._traced, self._logs = "", 0.0, False, logs
         self.begin(resumed=False)
@@ -122,7 +122,8 @@ class _Lines:
     def see(self, event: Event) -> None:
         match event:
             case Started(table=table):
-                self._started, self._memory = event, str(table.get("memory", ""))
+                self._started = event
+                self._planned = [f"{name}: {table[name]}" for name in ("mesh", "sends", "memory") if name in table]
             case Measured("train", _, _, _, values):
                 self._steps += 1
                 if self._first_loss is None:
@@ -154,8 +155,8 @@ class _Lines:
             where = f" in the part {self._failed}" if self._failed else ""
             print(f"dry run: failed{where}; the error line says why; its folder is removed", flush=True)
             return code
-        if self._memory:
-            print(f"memory: {self._memory}")
+        for line in self._planned:
+            print(line)
         print("dry run: every part works; its folder is removed", flush=True)
         return code
 

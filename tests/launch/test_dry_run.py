@@ -23,6 +23,7 @@ def parts(out: str) -> list[str]:
     "how",
     [
         pytest.param(("strategy=ddp", "launcher=inline"), id="inline", marks=pytest.mark.slow),
+        pytest.param(("strategy=mesh", "launcher.processes=2"), id="mesh", marks=pytest.mark.slow),
         pytest.param(("strategy=pserver", "launcher.processes=2"), id="servers"),
     ],
 )
@@ -34,6 +35,7 @@ def test_each_part_is_tried_and_nothing_is_left(run_dtf: Any, how: tuple[str, ..
     assert "loss of the first 1." in done.out and "a uniform guess would have 1.3863 (ln 4)" in done.out
     assert "from the save of step 2" in done.out and "probability 0." in done.out
     assert "memory: " in done.out
+    assert ("mesh: shard 2 (ranks 0 1)\nsends: shard " in done.out) == ("strategy=mesh" in how)
     assert not done.folder.exists()
 
 

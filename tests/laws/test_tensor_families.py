@@ -115,10 +115,11 @@ def computed(rank: int, size: int, names: list[str]) -> dict[str, list[float]]:
                     loss.sum().backward()
         place, gradients = slices_of(parts), dict(parts.named_parameters())
         off = {
-            key: float((slice_of(gradients[key], place.get(key)).take(p.grad) - gradients[key].grad).abs().max())
+            key: float((slice_of(gradients[key], place.get(key)).take(p.grad) - mine).abs().max())
             for key, p in whole.named_parameters()
-            if p.grad is not None
+            if p.grad is not None and (mine := gradients[key].grad) is not None
         }
+        assert len(off) == sum(p.grad is not None for p in whole.parameters())
         weights = [key for key in place if key.endswith("weight")]
         known = [dict(model.named_parameters(remove_duplicate=False)) for model in (parts, whole)]
         held, full = (sum(each[key].numel() for key in weights) for each in known)

@@ -73,7 +73,7 @@ SPLITS |= {
 SPLITS |= {"grouped": Split.local, "channels": Split.local, "back": Split.row, "out": Split.classes}
 
 
-def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split]) -> tuple[nn.Module, nn.Module]:
+def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Any]) -> tuple[nn.Module, nn.Module]:
     """A model, whole and divided, with the same numbers and masks."""
     from dtf.distributed.sharding import slice_of
     from dtf.model.seeded_dropout import SeededDropout

@@ -62,8 +62,7 @@ def found_positions(model: nn.Module, splits: Mapping[str, Split | SplitBy]) -> 
             siblings = [*holder.named_children()]
             after = siblings[[own for own, _ in siblings].index(key) + 1 :]
             norms = [f"{prefix}.{own}" if prefix else own for own, part in after[:1] if _is_norm(part)]
-            ends = [own for own, split in splits.items() if split is Split.classes]
-            return (*members, *norms, *(ends if norms and causal else ()))
+            return (*members, *norms)
     return ()
 
 

@@ -186,12 +186,12 @@ class _Whole(Divided):
 
     sums_gradients = True
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         parameters = {key: p for key, p in self._parameters.items() if p is not None}
         fanned = {key: fan(p, self._group, self._name) for key, p in parameters.items() if p.requires_grad}
         vars(self).update(fanned)  # found before the parameters of these names
         try:
-            return super().forward(*args, **kwargs)
+            return super().forward(x)
         finally:
             for key in fanned:
                 del vars(self)[key]

@@ -1,0 +1,60 @@
+"""Faults in positions that ranks divide."""
+
+from __future__ import annotations
+
+from tests.planted.fault import Fault
+
+NUMBERS = "tests/laws/test_positions.py::test_a_language_model_has_the_same_numbers"
+CUT = "tests/laws/test_positions.py::test_slices_are_cut_and_joined_with_their_gradients"
+
+FAULTS = [
+    Fault(
+        "attention sees the positions of its own rank alone",
+        "dtf/strategies/tensor_parallel/positions.py",
+        "        if func is not functional.scaled_dot_product_attention:\n",
+        "        if True:\n",
+        (f"{NUMBERS}[2-options0]",),
+    ),
+    Fault(
+        "gradients of norms between divided layers are those of one rank's positions",
+        "dtf/strategies/mesh_sharding.py",
+        '    add([i for i, (name, _) in enumerate(trained) if name in partial_names], "tensor")\n',
+        "",
+        (f"{NUMBERS}[2-options1]",),
+    ),
+    Fault(
+        "gradients are not summed over positions",
+        "dtf/strategies/mesh_sharding.py",
+        "        add(everything, *COPIES)\n",
+        '        add(everything, "replicate")\n',
+        (f"{NUMBERS}[2-options0]",),
+    ),
+    Fault(
+        "dropout between divided layers draws for the first positions",
+        "dtf/model/seeded_dropout.py",
+        "            _, first, last = self._places()\n            mask = mask.narrow(1, first, last - first)\n",
+        "            _, first, last = self._places()\n            mask = mask.narrow(1, 0, last - first)\n",
+        (f"{NUMBERS}[2-options1]",),
+    ),
+    Fault(
+        "losses of divided positions are those of one rank",
+        "dtf/model/losses.py",
+        "        return total(torch.cat([begin, part, end], 1), self.group)\n",
+        "        return torch.cat([begin, part, end], 1)\n",
+        (f"{NUMBERS}[2-options0]",),
+    ),
+    Fault(
+        "a model is not compared with the whole one",
+        "dtf/strategies/output_reference.py",
+        "        if not error <= bound and torch.isfinite(sums[1]):\n",
+        "        if False:\n",
+        ("tests/laws/test_positions.py::test_attention_that_nobody_knows_is_refused_before_the_first_step",),
+    ),
+    Fault(
+        "the gradient of gathered positions is not summed",
+        "dtf/distributed/collectives.py",
+        "        return _scattered(gradient, ctx.axis, ctx.group, what), None, None, None, None\n",
+        "        return _own(gradient, ctx.axis, ctx.group), None, None, None, None\n",
+        (f"{CUT}[2]",),
+    ),
+]
