@@ -75,7 +75,7 @@ def test_a_buffer_that_the_forward_pass_changes_is_refused(
 @pytest.mark.parametrize(
     ("kind", "strategy", "options", "words"),
     [
-        ("tied", "tensor", {}, "splits b, whose parameters c has too"),
+        ("tied", "tensor", {}, "splits c, and another module has its weight too"),
         ("stubborn", "pipeline", {}, "has a train\\(\\) of its own"),
         pytest.param(
             "early",
@@ -97,12 +97,12 @@ def test_a_buffer_that_the_forward_pass_changes_is_refused(
             {"cuts": ["c"]},
             "changes the parameter b.weight.*or use strategy=ddp launcher.processes=1",
         ),
-        ("penalised", "tensor", {}, "ranks that should agree have different gradients of"),
+        ("penalised", "tensor", {}, "tensor 2 gives other outputs than the whole model"),
         ("prelu", "tensor", {}, "ranks that should agree have different gradients of act.weight"),
         pytest.param(
             "undropped", "tensor", {}, "ranks that should agree have different inputs of drop", marks=pytest.mark.slow
         ),
-        ("rowless", "tensor", {}, "the pass fails at or after c \\(Linear\\)"),
+        ("rowless", "tensor", {}, r"with tensor 2 the forward pass of c \(Linear\) raised RuntimeError"),
     ],
 )
 def test_refused_with_the_reason(kind: str, strategy: str, options: dict[str, Any], words: str) -> None:
