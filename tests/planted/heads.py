@@ -57,8 +57,8 @@ FAULTS = [
     Fault(
         "stages let a dropout on slices draw its own mask",
         "dtf/strategies/pipeline/trials.py",
-        "            self._check_alike(world)\n",
-        "",
+        "                self._check_alike(world)\n",
+        "                pass\n",
         (f"{ZOO}[dropout_unnamed-mesh pipeline=2 tensor=2-4]",),
     ),
 ]

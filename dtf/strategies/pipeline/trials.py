@@ -115,7 +115,8 @@ class StartTrials:
             asks = AsksForOthers("the model or its loss")  # others do not come to the loss
             drew = self._drew(few, a, written, asks, world)
             _refuse_found(drew, [name for held in outside for name in held.learning()], asks.found, world)
-            self._check_alike(world)
+            if self._dims.sizes.layer_ranks > 1:
+                self._check_alike(world)
             for known, found in zip(parameters, written, strict=True):
                 known.refuse_changed(
                     self._instead if self._divided else "strategy=ddp launcher.processes=1", found.found
