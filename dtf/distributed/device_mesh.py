@@ -14,16 +14,17 @@ from dtf.distributed.world import World
 TOLERANCE = 1e-3
 """Largest relative difference of norms that are bitwise equal unless kernels are not deterministic."""
 
-SHARE, LAYER, ROWS, SLICES, COPIES = (
+SHARE, LAYER, ROWS, SLICES, COPIES, SEGMENTS = (
     ("pipeline", "context", "tensor"),
     ("context", "tensor"),
     ("replicate", "shard"),
     ("shard", "context", "tensor"),
     ("replicate", "context"),
+    ("pipeline", "context"),
 )
 """Axes of: the ranks that compute one share of the rows; of these, those that compute a layer together; the ranks that
 hold the same part of the model and compute other rows; the ranks that have all slices of a stage; those that have the
-same slice, and compute other rows or positions."""
+same slice, and compute other rows or positions; those of a share that compute other layers or positions."""
 
 
 class ParallelDims:
@@ -45,8 +46,10 @@ class ParallelDims:
         self._made: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.summed: list[tuple[tuple[str, ...], list[torch.Tensor]]] = []
         """What is summed after the passes of a step: axes, and tensors like the gradients."""
-        made = [self.group(*axes) for axes in (SHARE, LAYER, ROWS, SLICES, COPIES)]  # all of them, on all ranks alike
-        share, self._layer, self._rows, self.slices, _ = made
+        made = [
+            self.group(*axes) for axes in (SHARE, LAYER, ROWS, SLICES, COPIES, SEGMENTS)
+        ]  # all of them, on all ranks alike
+        share, self._layer, self._rows, self.slices = made[:4]
         self._share = share
         self.mesh_rows = self.rank_lists(*SHARE)
         """The ranks of each share of the rows, in order of the shares."""
@@ -112,31 +115,42 @@ class ParallelDims:
         """Sum of a tensor over the ranks that have the same part of each stage, in place. Collective over them."""
         return _add(sums, self.group("pipeline"))
 
+    def total_of_segments(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over the ranks of a share that compute other layers or positions, in place. Collective over
+        them.
+        """
+        return _add(sums, self.group(*SEGMENTS))
+
     def total_of_slices(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum of a tensor over the ranks that have all slices of a stage, in place. Collective over them."""
         return _add(sums, self.slices)
 
     def check_alike(self, norms: dict[str, torch.Tensor]) -> None:
         """Raise ConfigError on all ranks when norms, (), by name, that all ranks which compute a layer together compute
-        alike, differ between them.
+        alike, differ between them. See `unlike`.
+        """
+        if unequal := self.unlike(norms):
+            raise self.unlike_error(unequal[0])
 
-        Collective over these ranks. Waits for the device.
+    def unlike(self, norms: dict[str, torch.Tensor]) -> list[str]:
+        """Names of the norms, (), that differ between the ranks which compute a layer together; the same on all of
+        these. Collective over them. Waits for the device.
         """
         if not norms or self._layer is None:
-            return
+            return []
         values = torch.stack([norm.double() for norm in norms.values()])
         least, most = values.clone(), values.clone()
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._layer)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._layer)
-        unequal = [
-            name for name, differs in zip(norms, (most - least > TOLERANCE * most).tolist(), strict=True) if differs
-        ]
-        if unequal:
-            raise LayoutError(
-                f"{self.sizes}: ranks that should agree have different {unequal[0]}: it works on "
-                "slices, or on what was made of them; "
-                "name its module, and dropouts beside it, in the splits of the recipe's layout"
-            )
+        unequal = (most - least > TOLERANCE * most).tolist()
+        return [name for name, differs in zip(norms, unequal, strict=True) if differs]
+
+    def unlike_error(self, name: str) -> LayoutError:
+        """For a name that `unlike` found."""
+        return LayoutError(
+            f"{self.sizes}: ranks that should agree have different {name}: it works on slices, or on what was made of "
+            "them; name its module, and dropouts beside it, in the splits of the recipe's layout"
+        )
 
 
 def _add(sums: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -37,16 +37,15 @@ class Footprint(TorchDispatchMode):
     end: without gradients. `recomputed_bytes`: the most at one time of what backward computes again (activation
     checkpointing). The peak is their sum.
 
-    `whole_flops`, `part_flops`: operations, see `model.flops`, without what backward computes again. `parts`: tensors
-    that hold a part of the model, of which other ranks have the others; what is computed from them is a part, up to a
-    collective that makes it whole. None: all that is computed is a part.
+    `whole_flops`, `part_flops`: operations, see `model.flops`, without what backward computes again. What is computed
+    from tensors of `add_parts` is a part, up to a collective that makes it whole; all, with `all_parts`.
 
     `traffic`: what the pass sends to other ranks.
     """
 
     supports_higher_order_operators = True  # torch refuses to run them otherwise
 
-    def __init__(self, parts: Iterable[Tensor] | None = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.saved_bytes = self.recomputed_bytes = self.whole_flops = self.part_flops = 0
         self.traffic = Traffic()
@@ -58,7 +57,14 @@ class Footprint(TorchDispatchMode):
         self._backward = False
         self._plain: set[int] = set()  # backward passes that make no graph for one more
         self._again: dict[int, list[int]] = {}  # backward pass -> operations with a graph: in a plain one, once more
-        self._all_parts, self._parts = parts is None, {id(storage) for storage in _storages([*(parts or ())])}
+        self._parts, self.all_parts = set[int](), False
+
+    def add_parts(self, tensors: Iterable[Tensor]) -> None:
+        """These hold a part of the model, of which other ranks have the others."""
+        self._parts |= {id(storage) for storage in _storages([*tensors])}
+
+    def is_part(self, tensor: Tensor) -> bool:
+        return any(id(storage) in self._parts for storage in _storages(tensor))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -66,7 +72,7 @@ class Footprint(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        task, part = torch._C._current_graph_task_id(), self._all_parts
+        task, part = torch._C._current_graph_task_id(), self.all_parts
         backward = task >= 0
         if backward and not self._backward:
             self._backward, self._found = True, dict(self._made)
@@ -160,17 +166,20 @@ def activations(trials: Sequence[tuple[int, Footprint]], rows: int, under_way: f
 
 
 def row_flops(
-    trials: Sequence[tuple[int, Footprint]], total: Callable[[Tensor], Tensor] = lambda parts: parts
+    trials: Sequence[tuple[int, Footprint]],
+    total: Callable[[Tensor], Tensor] = lambda parts: parts,
+    others: Callable[[Tensor], Tensor] = lambda wholes: wholes,
 ) -> float | None:
     """Operations of the whole model for each row. `trials`: as above. `total`: sums a tensor over the ranks that have
-    the other parts; collective.
+    the other parts, `others` over those that compute other layers or positions; collective.
 
     None where they do not grow with the rows: the loss compares all rows with each other, or blocks are left out by
     chance.
     """
     (few, first), (more, second) = trials
     parts = total(torch.tensor([first.part_flops, second.part_flops], dtype=torch.float64)).tolist()
-    less, much = first.whole_flops + parts[0], second.whole_flops + parts[1]
+    wholes = others(torch.tensor([first.whole_flops, second.whole_flops], dtype=torch.float64)).tolist()
+    less, much = wholes[0] + parts[0], wholes[1] + parts[1]
     rate = (much - less) / (more - few) if few < more else much / more
     return rate if 0 <= less - few * rate <= FIXED * less else None
 

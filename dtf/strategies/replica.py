@@ -49,7 +49,7 @@ from dtf.strategies.replica_start import CLIPPED, PADDED, check_start, watched_p
 from dtf.strategies.start_check import Numbers, Passes
 from dtf.strategies.start_padding import padding_error
 from dtf.strategies.tensor_parallel.positions import Positions
-from dtf.strategies.trial_numbers import output_norms, pass_numbers, passes_without_trace, put_start, row_sizes
+from dtf.strategies.trial_numbers import counted, output_norms, pass_numbers, passes_without_trace, put_start, row_sizes
 
 
 class Replica:
@@ -98,7 +98,6 @@ class Replica:
         self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=device, dtype=loss_dtype(task))
         self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
         self.trials: list[tuple[int, Footprint]] = []  # of the passes of `warmup`, with their rows
-        self.parts: list[Tensor] | None = []  # see Footprint
         self.undivided: dict[str, Tensor] = {}  # norms of its gradients of parameters that this rank holds in whole
         self._cuts = 0 < task.step.micro_batch_rows < task.step.batch_size
         self._task = task
@@ -111,17 +110,17 @@ class Replica:
         self.start_numbers: Numbers = {}
         """Of a trial pass of `warmup`."""
         self.shared_changes: list[str] = []  # by `warmup`, see `SharedState.changed`
-        self.pads = False
-        """Whether a full batch has a pass over padding on some rank."""
+        self.pads = False  # whether a full batch has a pass over padding on some rank
         self.counts: Tensor | None = None
         """Of this replica's micro-batches: what the sum of losses is divided by in place of rows, ()."""
+        self._cut: frozenset[str] | None = frozenset()  # see `Positions.cut`
         self.partial = frozenset[str]()  # parameters with gradients that ranks computing a layer together sum up
         model.train()
 
     def take_positions(self, positions: Positions) -> None:
         """The positions of its rows are divided."""
         positions.masks, self._passes.carry = self.masks, positions.carry
-        self.partial = positions.partial_of(self.model)
+        self.partial, self._cut = positions.partial_of(self.model), positions.cut
 
     @property
     def equal_passes(self) -> bool:
@@ -355,16 +354,17 @@ class Replica:
         part = with_leaves(self._received(copy_of(rows), 0, micro_batch), self._looked_up)
         self.changing.begin()
         self._begin_random(0, micro_batch)
-        footprint = Footprint(self.parts) if len(self.trials) < 2 and not compiled else None
-        with footprint or nullcontext(), nullcontext() if compiled else uncompiled(self._compiled):
+        footprint = Footprint() if len(self.trials) < 2 and not compiled else None
+        with counted(footprint, {self.model: self._cut}), nullcontext() if compiled else uncompiled(self._compiled):
             start = torch.full((), factor, device=self._device)
             sums = self._pass(part, start, last or self._sync is not None)
-        numbers, self.undivided = pass_numbers(self.model, sums, self.changing.norms())
+        numbers, undivided = pass_numbers(self.model, sums, self.changing.norms())
         if compiled:
             numbers |= {name: size.item() for name, size in row_sizes(part, self._looked_up).items()}
         self.changing.begin_micro_batch()
         if footprint is not None:
             self.trials.append((len(part.ids), footprint))
+            self.undivided = undivided
         return numbers
 
     def memory(self, update: LocalUpdate, micro_batches: int, rows: int, exchange: int = 0) -> Memory:

@@ -45,7 +45,6 @@ from dtf.strategies.sharding_check import check_sharding
 from dtf.strategies.start_check import Collectives, check_evaluation, differing_module
 from dtf.strategies.start_padding import pads
 from dtf.strategies.step_traffic import mesh_rows, step_passes, step_traffic
-from dtf.strategies.tensor_parallel.slices import slices_of
 from dtf.strategies.trial_numbers import trial
 from dtf.strategies.unsaved import Unsaved
 
@@ -105,12 +104,6 @@ class Spmd(ReadsAhead):
         self._compared: list[str] | None = None  # names of parts that several replicas hold
         replica.divided = self.shares > 1
         self._together = dims is not None and dims.sizes.layer_ranks > 1  # whether ranks compute a layer together
-        if self._together:
-            divided = {*slices_of(replica.model), *replica.partial}
-            held = (*replica.model.named_parameters(), *replica.model.named_buffers())
-            replica.parts = [getattr(tensor, "_local_tensor", tensor) for name, tensor in held if name in divided]
-        if dims is not None and dims.sizes.context > 1:  # positions are divided in all that is computed
-            replica.parts = None
         bounds = micro_batch_bounds(task.step.batch_size, self.micro_batch_rows)
         replica.pads = pads(len(bounds) - 1, self.shares, replica.equal_passes)
         self._factor = torch.full((), 1.0 if dims else world.size, device=world.device, dtype=loss_dtype(task))
@@ -160,7 +153,7 @@ class Spmd(ReadsAhead):
             drew = self._replica.warmup(batch, peers)
         if drew:
             raise global_rng_error("tensor", _ALIKE, drawing[0] if drawing else "")
-        self.row_flops = row_flops(self._replica.trials, self._dims.total)
+        self.row_flops = row_flops(self._replica.trials, self._dims.total, self._dims.total_of_segments)
         seen |= {
             f"gradients of {name}": norm
             for name, norm in self._replica.undivided.items()

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
+from dtf.api.layout import Split
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
@@ -17,16 +19,19 @@ from dtf.distributed.sharding import is_dtensor, local, slice_of
 from dtf.model.attributes import without_trace
 from dtf.model.forward import leaf_gradients
 from dtf.model.init import init_model
+from dtf.model.memory import Footprint
 from dtf.model.module_outputs import unrecorded
 from dtf.model.shared_state import SharedState
 from dtf.strategies.pass_probes import WrittenParameters, pass_error
 from dtf.strategies.start_check import BUFFER, GRADIENT, Numbers, take_size
 from dtf.strategies.tensor_parallel.slices import slices_of
 
+SLICED_INPUTS = (Split.row, Split.row_scatter, Split.local)
+
 
 def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) -> tuple[Numbers, dict[str, Tensor]]:
-    """The metric sums (M,), the sizes of gradients and the norms `buffers` of a pass; and norms of gradients that this
-    rank holds in whole. The gradients are dropped. ConfigError for a sparse one.
+    """The metric sums (M,), the sizes of gradients and the norms `buffers` of a pass; and norms of gradients of
+    undivided layers. The gradients are dropped. ConfigError for a sparse one.
     """
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     sparse = [name for name, gradient in gradients.items() if gradient.layout is not torch.strided]
@@ -36,7 +41,7 @@ def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) 
             "table of the recipe"
         )
     divided = slices_of(model)
-    whole = {n: gradient.norm() for n, gradient in gradients.items() if n not in divided and not is_dtensor(gradient)}
+    whole = {n: local(gradient).norm() for n, gradient in gradients.items() if n not in divided}
     norms = [take_size(local(gradient)) for gradient in gradients.values()]
     for parameter in model.parameters():
         parameter.grad = None
@@ -58,6 +63,51 @@ def output_norms(outputs: Any) -> Numbers:
     """Of what a model gives: the norms of its tensors of numbers."""
     floats = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return {f"output {i}": local(leaf).detach().double().norm().item() for i, leaf in enumerate(floats)}
+
+
+@contextmanager
+def counted(footprint: Footprint | None, models: Mapping[nn.Module, Iterable[str] | None]) -> Iterator[None]:
+    """A context for a pass that `footprint`, if given, counts.
+
+    It gets to know the parameters of which other ranks compute other parts: divided ones, and those named for each of
+    the `models`; None: all that is computed is a part. What is gathered exists only when its module computes.
+    """
+    if footprint is None:
+        yield
+        return
+    with ExitStack() as stack:
+        for model, names in models.items():
+            if names is None:
+                footprint.all_parts = True
+            for hook in _show_parts(footprint, model, names or ()):
+                stack.callback(hook.remove)
+        stack.enter_context(footprint)
+        yield
+
+
+def _show_parts(footprint: Footprint, model: nn.Module, names: Iterable[str]) -> list[RemovableHandle]:
+    parts: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for name in {*slices_of(model), *names}:
+        path, _, key = name.rpartition(".")
+        places, owner = path.split(".") if path else [], model.get_submodule(path)
+        for end in range(len(places) + 1):
+            parts.setdefault(model.get_submodule(".".join(places[:end])), []).append((owner, key))
+
+    cut = {model.get_submodule(name.rpartition(".")[0]) for name in names}
+
+    def show(module: nn.Module, inputs: Any) -> None:
+        by = getattr(module, "_by", None)
+        if module in cut or (by is not None and by.split in SLICED_INPUTS):  # they may come from another stage
+            footprint.add_parts(leaf for leaf in inputs if isinstance(leaf, Tensor))
+        tensors = (getattr(owner, key) for owner, key in parts[module])
+        footprint.add_parts(tensor for tensor in tensors if tensor is not None and not is_dtensor(tensor))
+
+    def follow(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if isinstance(outputs, Tensor) and outputs.requires_grad and footprint.is_part(outputs):
+            outputs.register_hook(lambda gradient: footprint.add_parts([gradient]))  # it may come from another stage
+
+    shown = [module.register_forward_pre_hook(show) for module in parts]
+    return [*shown, *(module.register_forward_hook(follow) for module in parts)]
 
 
 @contextmanager

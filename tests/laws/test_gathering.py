@@ -12,7 +12,7 @@ import torch
 
 from dtf.config.settings import load_parts
 from dtf.core.types import Shard
-from tests.support.harness import Case, _Run, difference, spread
+from tests.support.harness import Case, _Run, difference, reference, spread
 
 load_parts([])
 KINDS = ["head_first", "skips"]
@@ -67,3 +67,27 @@ def test_perturbed_weights_are_gathered_anew() -> None:
     spoilt = case("skips", perturb=1, precision="fp32")
     again = spread("fsdp", 2, call=f"{__name__}:evaluated_first", **spoilt)
     assert again["tensors"] == spread("fsdp", 2, **spoilt)["tensors"]
+
+
+def one_looks(rank: int, size: int, **values: Any) -> dict[str, Any]:
+    """As `harness.train`, where code of rank 0 alone asks for the state of the model before each step."""
+    torch.set_num_threads(1)
+    run = _Run(rank, size, Case(**values))
+    program: Any = run.program
+    step = program.step
+
+    def looked(ticket: Any, batch: Any) -> Any:
+        if not rank:
+            program._replica.model.state_dict()
+        return step(ticket, batch)
+
+    program.step = looked
+    run.fit()
+    return run.result()
+
+
+@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"zero": 1}], ids=str)
+def test_what_one_rank_drops_after_an_evaluation_is_gathered_by_all(options: dict[str, Any]) -> None:
+    """Else the next step waits for ever: one rank gathers what the others still have."""
+    looked = spread("fsdp", 2, call=f"{__name__}:one_looks", options=options, eval_every=1)
+    assert difference(reference(eval_every=1), looked) <= 1e-10

@@ -30,6 +30,7 @@ SAMPLE = {
     ("token_sums", "pserver"),
     ("contrastive", "ddp"),
     ("gan_pair", "ddp"),
+    ("scripted", "ddp"),
     ("heads_by_size", "tensor"),
     ("heads_by_count", "mesh tensor=2"),
     ("dropout_unnamed", "mesh pipeline=2 tensor=2"),

@@ -148,7 +148,7 @@ class PipelineProgram(ReadsAhead):
         self._again = trials, lambda: part(0)
         self._trials = trials.measured
         self._row_bytes = self._pipeline.waiting_bytes(self._world.rank) / self._trials[-1][0]
-        self.row_flops = row_flops(self._trials, self._dims.total)
+        self.row_flops = row_flops(self._trials, self._dims.total, self._dims.total_of_segments)
         passes = step_passes(self._task, self._dims, self.micro_batch_rows)
         tied = self._shared.tied_bytes({stage.index: stage.model for stage in stages})
         sent = step_traffic(self._trials, self._dims, passes, self._zero, tied)

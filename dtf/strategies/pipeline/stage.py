@@ -59,6 +59,11 @@ class Stage:
         """Names of buffers that are no part of the run's state."""
         return self.changing.scratch
 
+    @property
+    def partial_gradients(self) -> frozenset[str]:
+        """Names of the parameters whose gradients ranks that compute a layer together sum up."""
+        return self.positions.partial_of(self.model) if self.positions is not None else frozenset()
+
     def train(self, mode: bool = True) -> None:
         """Training or evaluation, for all modules."""
         if self.model.training is not mode:

@@ -16,10 +16,10 @@ from dtf.api.precision import Format
 from dtf.api.sparse_table import inputs_of
 from dtf.api.task import StartCheck, Task
 from dtf.core.consistency import Peers
-from dtf.core.errors import ConfigError, LayoutError
+from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
 from dtf.distributed.device_mesh import ParallelDims
-from dtf.distributed.sharding import is_dtensor, local
+from dtf.distributed.sharding import local
 from dtf.distributed.world import World
 from dtf.model.attributes import Attributes
 from dtf.model.changing_buffers import buffers_restored
@@ -41,7 +41,7 @@ from dtf.strategies.replica_start import PADDED
 from dtf.strategies.start_check import BUFFER, GRADIENT, Collectives, Numbers, Passes, Trials, check_passes, take_size
 from dtf.strategies.start_padding import agree, not_zero, padding_error
 from dtf.strategies.tensor_parallel.slices import slices_of
-from dtf.strategies.trial_numbers import passes_without_trace, row_sizes
+from dtf.strategies.trial_numbers import counted, passes_without_trace, row_sizes
 
 NOT_THERE = "and the other stages would not draw them too"
 """Why a model must not draw from global generators."""
@@ -76,10 +76,9 @@ class StartTrials:
         forwards = [forward for stage in stages for forward in stage.compiled]
         train = partial(self._trial, micro_batch=0, compiled=True)
         self.compiled = CompileTrial(forwards, train, self._evaluate, self._without_trace, task)
+        self._alike: dict[str, Tensor] = {}  # norms of a pass that ranks computing its layers together have alike
         self.measured: list[tuple[int, Footprint]] = []
         """The first two passes, with their rows."""
-        self._whole: dict[str, Tensor] = {}
-        """Norms () of the last pass that ranks which compute a layer together have alike, see `check_alike`."""
 
     def make(
         self,
@@ -114,9 +113,9 @@ class StartTrials:
             written = [WrittenParameters(stage.model) for stage in self._stages]
             asks = AsksForOthers("the model or its loss")  # others do not come to the loss
             drew = self._drew(few, a, written, asks, world)
-            _refuse_found(drew, [name for held in outside for name in held.learning()], asks.found, world)
-            if self._dims.sizes.layer_ranks > 1:
-                self._check_alike(world)
+            unlike = self._dims.unlike(self._alike)
+            learning = [name for held in outside for name in held.learning()]
+            _refuse_found(drew, learning, asks.found, unlike, self._dims, world)
             for known, found in zip(parameters, written, strict=True):
                 known.refuse_changed(
                     self._instead if self._divided else "strategy=ddp launcher.processes=1", found.found
@@ -203,11 +202,11 @@ class StartTrials:
         named = chain.from_iterable(stage.model.named_modules() for stage in self._stages)
         with find_drawing_modules(named) as drawing, ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            inputs = [stack.enter_context(stage.masks.record_input_norms()) for stage in self._stages]
             for watch in written:
                 stack.enter_context(watch)
+            inputs = [stack.enter_context(stage.masks.record_input_norms()) for stage in self._stages]
             self._trial(rows, 0, enter)
-        self._whole |= {name: norm for stage in inputs for name, norm in stage.items()}
+            self._alike |= {name: norm for seen in inputs for name, norm in seen.items()}
         if any(drew) or first.draws_elsewhere or not torch.equal(seeded[0], first.rng_state()):
             return drawing[:1] or [""]
         return []
@@ -248,13 +247,14 @@ class StartTrials:
         def begin(stage: Stage, j: int) -> None:
             stage.masks.begin_micro_batch(0, micro_batch)
 
-        footprint = Footprint(parts=None) if len(self.measured) < 2 else None
+        footprint = Footprint() if len(self.measured) < 2 else None
         for stage in self._stages:
             stage.train()  # an evaluation may have come before
             stage.changing.begin()
         try:
             forwards = [forward for stage in self._stages for forward in stage.compiled]
-            with footprint or nullcontext(), nullcontext() if compiled else uncompiled(forwards):
+            cuts = {stage.model: stage.positions.cut if stage.positions else () for stage in self._stages}
+            with counted(footprint, cuts), nullcontext() if compiled else uncompiled(forwards):
                 sums = self._run(rows, enter or begin).sums
         except ValueError as error:
             raise batch_norm_error(error, len(rows.ids)) from error
@@ -262,19 +262,18 @@ class StartTrials:
         if footprint is not None:
             footprint.saved_bytes -= received  # there when backward began, but not kept since forward
             self.measured.append((len(rows.ids), footprint))
-        names, norms = [], []
-        self._whole = {}
+        names, norms, self._alike = [], [], {f"sum {i}": value.abs() for i, value in enumerate(sums)}
         for stage in self._stages:
-            divided = {*slices_of(stage.model), *(stage.positions.partial_of(stage.model) if stage.positions else ())}
+            apart = {*slices_of(stage.model), *stage.partial_gradients}
             for name, norm in stage.changing.norms().items():
                 names.append(f"{BUFFER}{name}")
                 norms.append(norm.reshape(1))
             stage.changing.begin_micro_batch()
             for name, parameter in stage.model.named_parameters():
                 if parameter.grad is not None:
-                    if name not in divided and not is_dtensor(parameter.grad):
-                        self._whole[f"gradients of {name}"] = parameter.grad.norm()
                     names.append(f"{GRADIENT}{name} in stage {stage.index}")
+                    if name not in apart:
+                        self._alike[f"gradients of {name}"] = local(parameter.grad).norm()
                     norms.append(take_size(local(parameter.grad)).reshape(1))
         for stage in self._stages:
             for parameter in stage.model.parameters():
@@ -286,19 +285,6 @@ class StartTrials:
         total = self._dims.total_of_stages(sums.double().clone())
         numbers = torch.cat([total, *(norm.to(total.device) for norm in norms)]).tolist()
         return dict(zip([*(f"sum {i}" for i in range(len(total))), *names], numbers, strict=True))
-
-    def _check_alike(self, world: World) -> None:
-        """Raise LayoutError on all ranks where ranks that compute a layer together got other numbers in the last pass.
-        Collective.
-        """
-        said = ""
-        try:
-            self._dims.check_alike(self._whole)
-        except LayoutError as error:
-            said = str(error)
-        everyone = world.gather(said)
-        if said := world.broadcast(everyone and next(filter(None, everyone), "")):
-            raise LayoutError(said)
 
     def modules(self) -> Mapping[str, nn.Module]:
         """Those of the stages on this rank, and the stages."""
@@ -318,19 +304,24 @@ class StartTrials:
         return [_merged([everyone[rank] for rank in ranks]) for ranks in self._dims.mesh_rows]
 
 
-def _refuse_found(drawing: list[str], learning: list[str], asked: list[str], world: World) -> None:
+def _refuse_found(
+    drawing: list[str], learning: list[str], asked: list[str], unlike: list[str], dims: ParallelDims, world: World
+) -> None:
     """Raise ConfigError for what any rank has found: modules that draw from a global generator, tensors outside of the
-    model that learn, and ways in which it asked for other processes. Collective.
+    model that learn, ways in which it asked for other processes, and what ranks of a stage do not have alike.
+    Collective.
     """
-    everyone = world.gather([drawing, learning, asked])
+    everyone = world.gather([drawing, learning, asked, unlike])
     firsts = everyone and [next(filter(None, found), None) for found in zip(*everyone, strict=True)]
-    drawing, learning, asked = world.broadcast(firsts)
+    drawing, learning, asked, unlike = world.broadcast(firsts)
     if asked:
         raise others_error("the model", asked[0])
     if learning:
         raise outside_error(learning[0])
     if drawing:
         raise global_rng_error("pipeline", NOT_THERE, drawing[0])
+    if unlike:
+        raise dims.unlike_error(unlike[0])
 
 
 def _merged(answers: list[Any]) -> list[Any]:

@@ -110,6 +110,13 @@ class Positions:
         """Names of the parameters whose gradients are to be summed over ranks that compute a layer together."""
         return self.partial if self._context is None else frozenset(name for name, _ in model.named_parameters())
 
+    @property
+    def cut(self) -> frozenset[str] | None:
+        """Names of the parameters that see other positions on each rank of the axis `tensor`. None: all that is
+        computed is of other positions.
+        """
+        return self.partial if self._context is None else None
+
     def _gather_around(self, name: str, module: nn.Module, splits: Splits) -> None:
         """Let a module with attention get all positions, once for its queries, keys and values."""
         for key, child in module.named_children():
