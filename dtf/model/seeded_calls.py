@@ -307,6 +307,8 @@ class FindCalls(TorchFunctionMode):
     def __enter__(self) -> Self:
         self._stack = ExitStack()
         for name, module in self._model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # calls no function of Python, and takes no hooks
+                continue
             if name or self._root:
                 self._draws[module] = FunctionDraws(module, name, self._masks)
             before = module.register_forward_pre_hook(self._begin)

@@ -55,7 +55,7 @@ class OutputReference:
         computes them from rows with `models`; None: other ranks have them. Collective.
         """
         with passes_without_trace(models, self._task.recipe):
-            outputs = self._computed(run, f"{name}: {dims.sizes}")
+            outputs = self._computed(run, f"{name}: with {dims.sizes}")
         drop_gathered(module for model in models for module in model.modules())
         sums = torch.zeros(2, dtype=torch.float64)  # squares of differences, squares
         for now, before in zip(_numbers(outputs), self._outputs if outputs is not None else (), strict=True):
@@ -84,7 +84,7 @@ class OutputReference:
             if named is None:
                 raise
             raise LayoutError(
-                f"{divided} and {named}. The whole model computes these rows. Where the layout splits layers, a rank "
+                f"{divided} {named}. The whole model computes these rows. Where the layout splits layers, a rank "
                 "has a part of their heads or channels: take their number from shapes, as in "
                 "x.unflatten(-1, (-1, head_width)), or leave them out of the splits, see docs/strategies.md"
             ) from error

@@ -105,7 +105,7 @@ def test_every_strategy_is_tried_below_or_refused_before_anything_starts(trained
     load_parts([])
     # other tests bring some of theirs
     own = {name for name, kind in registered("strategy").items() if kind.__module__.startswith("dtf.")}
-    refused = own - {"ddp", "dp", "fsdp", "tensor", "pipeline", "zero1"}
+    refused = own - {"ddp", "dp", "fsdp", "mesh", "tensor", "pipeline", "zero1"}
     assert refused == {"pserver"}
     for job, name in product(("evaluate", "predict", "export"), sorted(refused)):
         result = run_dtf(f"job={job}", f"job.model={trained}", f"strategy={name}")

@@ -2,6 +2,8 @@
 
 from tests.planted.fault import Fault
 
+ZOO = "tests/zoo/test_zoo.py::test_the_same_numbers_or_a_clear_no"
+
 FAULTS = [
     Fault(
         "a fused projection is cut as if it were one part",
@@ -30,5 +32,40 @@ FAULTS = [
         "    leave_fast_paths(model)\n",
         "",
         ("tests/laws/test_tensor_heads.py::test_attention_computes_as_if_whole",),
+    ),
+    Fault(
+        "attention with fewer heads than ranks is refused, though nobody has asked for its split",
+        "dtf/strategies/tensor_parallel/families.py",
+        "if not _is_small(model, key, by, sizes.tensor)}",
+        "}",
+        ("tests/laws/test_tensor_families.py::test_attention_with_fewer_heads_than_ranks_stays_whole",),
+    ),
+    Fault(
+        "positions around whole attention are divided",
+        "dtf/strategies/tensor_parallel/families.py",
+        "if len(splits) == len(found) else ()",
+        "",
+        ("tests/laws/test_tensor_families.py::test_attention_with_fewer_heads_than_ranks_stays_whole",),
+    ),
+    Fault(
+        "a module that fails on slices ends a run with a traceback",
+        "dtf/strategies/output_reference.py",
+        "            named = author_error(error)\n",
+        "            named = None\n",
+        (f"{ZOO}[heads_by_count_and_width-tensor-2]",),
+    ),
+    Fault(
+        "stages let a dropout on slices draw its own mask",
+        "dtf/strategies/pipeline/trials.py",
+        "unlike = self._dims.unlike(self._alike)",
+        "unlike = []",
+        (f"{ZOO}[dropout_unnamed-mesh pipeline=2 tensor=2-4]",),
+    ),
+    Fault(
+        "modules of TorchScript get hooks that they do not take",
+        "dtf/model/seeded_calls.py",
+        "            if isinstance(module, torch.jit.ScriptModule):  # calls no",
+        "            if False:  # calls no",
+        (f"{ZOO}[scripted-ddp-2]",),
     ),
 ]

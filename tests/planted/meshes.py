@@ -6,6 +6,7 @@ from tests.planted.fault import Fault
 
 NUMBERS = "tests/laws/test_positions.py::test_a_language_model_has_the_same_numbers"
 CUT = "tests/laws/test_positions.py::test_slices_are_cut_and_joined_with_their_gradients"
+REFUSED = "tests/laws/test_corner_case_models.py::test_refused_with_the_reason"
 
 FAULTS = [
     Fault(

@@ -20,7 +20,7 @@ BUDGET_S = {
     "pserver": 31.0,
     "docs": 16.0,
     "unit": 124.0,
-    "zoo": 7.0,
+    "zoo": 10.0,
     "chains": 3.0,
     "planted": 1.0,
 }

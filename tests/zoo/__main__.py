@@ -27,7 +27,7 @@ def main() -> int:
     for i, name in enumerate(chosen):
         trials = [("plain", 1)]
         for processes in options.processes:
-            if processes == 2 or i % 3 == 0 or options.only:
+            if processes in trial.processes_for(i, name) or options.only:
                 trials += [(s, processes) for s in trial.strategies_for(zoo[name], options.strategies, processes)]
         for strategy, processes in trials:
             if (name, strategy, processes) in done:

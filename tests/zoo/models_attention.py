@@ -303,7 +303,13 @@ zoo_model("heads_by_size", tokens(LENGTH, classes=CLASSES), cross_entropy, "atte
     lambda: OneLayer(HeadsBySize())
 )
 zoo_model(
-    "heads_by_count", tokens(LENGTH, classes=CLASSES), cross_entropy, "attention", "draws", refused={"tensor": "layout"}
+    "heads_by_count",
+    tokens(LENGTH, classes=CLASSES),
+    cross_entropy,
+    "attention",
+    "draws",
+    "mistake",
+    refused={"tensor": "layout"},
 )(lambda: OneLayer(HeadsByCount()))
 zoo_model(
     "heads_by_count_and_width",
@@ -311,6 +317,7 @@ zoo_model(
     cross_entropy,
     "attention",
     "draws",
+    "mistake",
     refused={"tensor": "layout"},
 )(lambda: OneLayer(HeadsByCountAndWidth()))
 

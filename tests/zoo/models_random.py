@@ -36,7 +36,7 @@ class Net(nn.Module):
 zoo_model("dropout_layers", vectors(), cross_entropy, "draws")(
     lambda: nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, CLASSES))
 )
-zoo_model("dropout_unnamed", vectors(), cross_entropy, "draws", refused={"tensor": "layout"})(
+zoo_model("dropout_unnamed", vectors(), cross_entropy, "draws", "mistake", refused={"tensor": "layout"})(
     # its layout splits the layers before and behind the dropout, and leaves out the dropout
     lambda: nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 8), nn.Linear(8, CLASSES))
 )

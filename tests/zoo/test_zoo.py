@@ -30,21 +30,22 @@ SAMPLE = {
     ("token_sums", "pserver"),
     ("contrastive", "ddp"),
     ("gan_pair", "ddp"),
+    ("scripted", "ddp"),
     ("heads_by_size", "tensor"),
     ("heads_by_count", "mesh tensor=2"),
+    ("dropout_unnamed", "mesh pipeline=2 tensor=2"),
     ("heads_by_count_and_width", "tensor"),
-    ("swin", "tensor"),
 }
-"""What runs by default, on two processes: one for each kind of thing that can go wrong."""
+"""What runs by default, on two processes or four: one for each kind of thing that can go wrong."""
 
 
 def _trials() -> list:
-    """Everything on two processes, a third of it on three and four; an entry's trials one after the other."""
+    """All trials; an entry's one after the other."""
     found = []
     for i, (name, entry) in enumerate(ZOO.items()):
-        for processes in (2, 3, 4) if i % 3 == 0 else (2,):
+        for processes in trial.processes_for(i, name):
             for strategy in trial.strategies_for(entry, list(trial.STRATEGIES), processes):
-                fast = (name, strategy) in SAMPLE and not entry.slow and processes == 2
+                fast = (name, strategy) in SAMPLE and not entry.slow and processes != 3
                 found.append(pytest.param(name, strategy, processes, marks=() if fast else pytest.mark.slow))
     return found
 

@@ -232,9 +232,17 @@ def attempt(entry: ZooModel, strategy: str, processes: int) -> Outcome:
     return Outcome("same", text=f"{apart:.1e}")
 
 
+def processes_for(place: int, name: str) -> tuple[int, ...]:
+    """How many processes an entry, the `place`-th of all, is tried on: two, a third of them three, and four where its
+    author says both how to cut and how to split it.
+    """
+    layout = LAYOUTS.get(name, Layout())
+    return 2, *((3,) if place % 3 == 0 else ()), *((4,) if layout.blocks and layout.splits else ())
+
+
 def strategies_for(entry: ZooModel, strategies: Sequence[str], processes: int) -> list[str]:
     """Those that can be tried here on so many processes: trainers are threads of one rank, and each would need
-    variables of modules of its own. On four processes only what needs four is tried.
+    variables of modules of its own. On four processes what needs four is tried.
     """
     found = [strategy for strategy in strategies if strategy != "pserver" or "global variable" not in entry.tags]
     return [strategy for strategy in found if _fits(strategy, processes)]
