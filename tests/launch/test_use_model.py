@@ -116,7 +116,11 @@ def test_every_strategy_is_tried_below_or_refused_before_anything_starts(trained
 
 @pytest.mark.parametrize(
     "strategy",
-    ["dp", "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "tensor", "zero1"))],
+    [
+        "dp",
+        "pipeline",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "mesh", "tensor", "zero1")),
+    ],
 )
 @pytest.mark.slow
 def test_an_evaluation_repeats_what_training_saw(strategy: str, trained: Path, run_dtf: Run) -> None:

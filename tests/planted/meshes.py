@@ -56,9 +56,7 @@ FAULTS = [
         "dtf/strategies/output_reference.py",
         "        if not error <= bound and torch.isfinite(sums[1]):\n",
         "        if False:\n",
-        (
-            "tests/laws/test_corner_case_models.py::test_refused_with_the_reason[penalised-tensor-options6-gives other outputs than the whole model]",
-        ),
+        (f"{REFUSED}[penalised-tensor-options6-gives other outputs than the whole model]",),
     ),
     Fault(
         "the gradient of gathered positions is not summed",
