@@ -141,6 +141,10 @@ def as_code(layout: Layout) -> str:
         lines.append("        splits={")
         lines += [f'            "{name}": {_split_code(split)},' for name, split in layout.splits.items()]
         lines.append("        },")
+    if layout.positions:
+        lines.append("        positions=(")
+        lines += [f'            "{name}",' for name in layout.positions]
+        lines.append("        ),")
     return "\n".join([*lines, "    )"])
 
 

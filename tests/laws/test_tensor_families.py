@@ -43,7 +43,7 @@ HUGGING_FACE = CAUSAL | ENCODERS
 
 
 def of_transformers(kind: str, options: dict[str, Any]) -> nn.Module:
-    import transformers
+    import transformers  # type: ignore[import-not-found]
 
     model_class = getattr(transformers, kind)
     options = dict(options)

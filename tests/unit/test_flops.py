@@ -137,7 +137,8 @@ def test_parts_of_the_model_add_up_over_ranks() -> None:
     here = nn.Parameter(first.weight.detach()[:2].clone())
     trials = []
     for rows in (2, 4):
-        with Footprint([here]) as found:
+        with Footprint() as found:
+            found.add_parts([here])
             x = torch.ones(rows, 8, requires_grad=True)
             (x @ here.t()).sum().backward()
             second(torch.ones(rows, 6)).sum().backward()

@@ -111,7 +111,7 @@ def broken() -> Layout:
             lambda: Layout(buffers={0: BufferUpdate.mean}),  # type: ignore[dict-item]
             "gives the buffers 0 the rule <BufferUpdate.mean: 'mean'>; name buffers by a text",
         ),
-        (lambda: Layout(splits={"a": "column"}), "splits a as 'column'; use one of Split.column"),  # type: ignore[dict-item]
+        (lambda: Layout(splits={"a": "column"}), "splits a as 'column'; use SplitBy, or one of Split.column"),  # type: ignore[dict-item]
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(falls: Callable[[], Layout], words: str) -> None:
