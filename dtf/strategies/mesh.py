@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 
 from dtf.api.registry import option, register
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.distributed.mesh_sizes import MeshSizes
 from dtf.strategies.mesh_options import PipelineOptions, ShardOptions, TableOptions
@@ -40,6 +41,19 @@ class Mesh(PipelineOptions, ShardOptions, TableOptions, MeshStrategy):
     tensor: int = option(
         default=1, least=1, doc="ranks that divide each layer which the layout splits; neighbours", unit="ranks"
     )
+
+    def check(self, task: Task, processes: int, devices: str) -> None:
+        super().check(task, processes, devices)
+        sizes = self.sizes(processes)
+        for axis, options in (("shard", ShardOptions), ("pipeline", PipelineOptions)):
+            for field in fields(options) if sizes.by_axis()[axis] == 1 and processes > 1 else ():
+                value = getattr(self, field.name)
+                if field.default is not MISSING and value != field.default:
+                    said = getattr(value, "value", value)
+                    raise ConfigError(
+                        f"strategy.{field.name}={said} is of the axis {axis}, which has one rank here; use "
+                        f"strategy.{axis}=2 or more, or leave strategy.{field.name} out"
+                    )
 
     def sizes(self, processes: int) -> MeshSizes:
         sizes = MeshSizes(

@@ -17,7 +17,10 @@ from dtf.optim.optimizers import AdamW
 from dtf.recipes.resnet.options import ModelOptions
 from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.fsdp import Fsdp
+from dtf.strategies.mesh import Mesh
 from dtf.strategies.mesh_options import Unit
+from dtf.strategies.mesh_strategy import MeshStrategy
+from dtf.strategies.pipeline.schedules import Schedule
 from tests.support.ranks import ranks
 
 
@@ -67,10 +70,15 @@ def test_units_follow_the_layout() -> None:
     [
         (Fsdp(replicate=2), 3, "strategy.replicate=2 does not divide launcher.processes=3; use 1 or 3"),
         (Fsdp(offload=True), 1, "strategy.offload=true needs at least 2 processes"),
+        (Mesh(replicate=2, unit=Unit.layer), 2, "strategy.unit=layer is of the axis shard, which has one rank here"),
+        (Mesh(schedule=Schedule["gpipe"]), 2, "strategy.schedule=gpipe is of the axis pipeline, which has one rank"),
+        (Mesh(replicate=2, zero=2), 2, "strategy.zero=2 says what ranks of strategy.shard have in slices"),
+        (Mesh(shard=2, tensor=2), 2, "strategy.shard=2 x strategy.tensor=2 makes 4 ranks, and launcher.processes=2"),
+        (Mesh(tensor=2), 3, "strategy.tensor=2 makes groups of 2 ranks, which do not divide launcher.processes=3"),
         (Fsdp(offload=True), 2, "strategy.offload=true moves parameters from GPUs to the host, this run is on cpu"),
     ],
 )
-def test_what_cannot_run_is_refused_before_launch(strategy: Fsdp, processes: int, words: str) -> None:
+def test_what_cannot_run_is_refused_before_launch(strategy: MeshStrategy, processes: int, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         strategy.check(task(), processes, "cpu")
     assert words in str(caught.value)
