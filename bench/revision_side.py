@@ -27,7 +27,7 @@ from dtf.optim.optimizers import Sgd
 from dtf.recipes.resnet.options import ModelOptions, ShapesOptions
 from dtf.recipes.resnet.recipe import ResnetShapes
 
-LR = 1e-4
+LR = 1e-5
 
 
 def steps_of(given: argparse.Namespace) -> Run:
