@@ -46,6 +46,10 @@ class SplitBy:
     """Channels of the parts that lie one after another, each of which is split. Empty: one part."""
 
 
+Splits = Mapping[str, Split | SplitBy]
+"""Name of a module -> how it is divided."""
+
+
 class BufferUpdate(Enum):
     """What becomes of a buffer that the forward pass changes, where a step has several micro-batches.
 
@@ -67,7 +71,7 @@ class Layout:
     gathers and pipelines cut by blocks. Empty: unknown.
     """
 
-    splits: Mapping[str, Split | SplitBy] = field(default_factory=dict)
+    splits: Splits = field(default_factory=dict)
     """Which modules tensor parallelism divides and how, in the order in which data flows. All ranks compute all other
     modules alike. Empty: none.
     """

@@ -207,15 +207,15 @@ def batch_norm_error(error: ValueError, rows: int) -> Exception:
     )
 
 
-def global_rng_error(strategy: str, why: str, where: str = "") -> ConfigError:
+def global_rng_error(why: str, where: str = "") -> ConfigError:
     """The ConfigError for a model that draws from the global generator. `why`: why a strategy cannot run it
     correctly; `where`: the module that draws, where it is known.
     """
     where = f", in {where}" if where else " (torch.rand)"
     return ConfigError(
-        f"strategy={strategy}: the model draws random numbers in its forward pass{where}, "
-        f"{why}; draw with nn.Dropout or torch's functions of dropout only: stochastic depth as "
-        "x * self.drop(x.new_ones(len(x), 1, 1, 1)) with self.drop = nn.Dropout(p); or use strategy=ddp"
+        f"the model draws random numbers in its forward pass{where}, {why}; draw with nn.Dropout "
+        "or torch's functions of dropout only: stochastic depth as x * self.drop(x.new_ones(len(x), 1, 1, 1)) with "
+        "self.drop = nn.Dropout(p); or use strategy=ddp"
     )
 
 

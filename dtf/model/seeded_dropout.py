@@ -62,7 +62,9 @@ class SeededDropout:
             seen[f"inputs of {module._name}"] = inputs[0].detach().norm()
 
         hooks = [
-            module.register_forward_pre_hook(note) for module in self._seeded if not (module._slice or module._places)
+            module.register_forward_pre_hook(note)
+            for module in self._seeded
+            if not (module._slice or module._positions_here)
         ]
         try:
             yield seen
@@ -198,7 +200,7 @@ class Seeded(DrawsByName):
     # axis, its whole width, this rank's first and last + 1: the mask is drawn whole, then cut
     _slice: tuple[int, int, int, int] | None = None
     # of axis 1, where ranks divide positions: how many there are, this rank's first and last + 1
-    _places: Callable[[], tuple[int, int, int]] | None = None
+    _positions_here: Callable[[], tuple[int, int, int]] | None = None
     p: float
     training: bool
 
@@ -225,8 +227,8 @@ class Seeded(DrawsByName):
                     "it; put it where channels are as the divided layer makes them"
                 )
             shape[axis] = width
-        if self._places is not None:
-            shape[1] = self._places()[0]
+        if self._positions_here is not None:
+            shape[1] = self._positions_here()[0]
         if self._channels:
             shape[2:] = [1] * len(shape[2:])
         return shape
@@ -240,14 +242,14 @@ class Seeded(DrawsByName):
         if self._slice and mask.shape[self._slice[0]] == self._slice[1]:
             axis, _, first, last = self._slice
             mask = mask.narrow(axis, first, last - first)
-        if self._places is not None and mask.shape[1] > 1:
-            _, first, last = self._places()
+        if self._positions_here is not None and mask.shape[1] > 1:
+            _, first, last = self._positions_here()
             mask = mask.narrow(1, first, last - first)
         return mask
 
     def ready_for_compilation(self) -> str:
         """Why the layer cannot be in a compiled module; empty: it can, from now on."""
-        if self._slice or self._places is not None:
+        if self._slice or self._positions_here is not None:
             return "ranks divide what it drops"
         self._draws.compiled = True
         return ""

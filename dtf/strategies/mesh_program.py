@@ -15,7 +15,7 @@ from dtf.strategies.ddp import Ddp
 from dtf.strategies.fully_sharded import FullSharding
 from dtf.strategies.mesh_options import MeshOptions
 from dtf.strategies.mesh_sharding import mesh_sharding, sum_gradients
-from dtf.strategies.output_reference import output_reference
+from dtf.strategies.output_reference import OutputReference
 from dtf.strategies.own_memory import refuse_shared_memory
 from dtf.strategies.replica import Replica
 from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
@@ -35,7 +35,7 @@ def mesh_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task,
     check_positions(layout, name, sizes, task)
     sharding = FullSharding(model, layout, strategy, name, task) if sizes.shard > 1 else None
     dims, exchange = ParallelDims(world, sizes), 0
-    reference = output_reference(model, task) if sizes.layer_ranks > 1 else None
+    reference = OutputReference(model, task, dims, world)
     if sizes.tensor > 1:
         refuse_shared_memory(model, name, "strategy=ddp")
         refuse_held(model, name)
@@ -63,7 +63,6 @@ def mesh_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task,
     if positions is not None:
         replica.take_positions(positions)
     partial_names = () if positions is None else positions.partial
-    if reference is not None:
-        reference.compare(replica.evaluated_outputs, [model], name, dims, world)
+    compared = reference.compare(replica.evaluated_outputs, [(model, {})], name)
     sharded = mesh_sharding([model], params, dims, tables, partial_names)
-    return Spmd(replica, sharded, task, world, dims, exchange, zero=strategy.zero)
+    return Spmd(replica, sharded, task, world, dims, exchange, zero=strategy.zero, about=compared)

@@ -215,7 +215,7 @@ def count_calls(layers: Mapping[str, nn.Module], masks: SeededDropout) -> Iterat
 
 
 @contextmanager
-def refuse_drawing(models: Sequence[nn.Module], strategy: str, why: str, world: World) -> Iterator[None]:
+def refuse_drawing(models: Sequence[nn.Module], why: str, world: World) -> Iterator[None]:
     """A context for a trial pass of an evaluation. ConfigError on all ranks where a module of one draws in it from a
     global generator. Collective.
     """
@@ -223,7 +223,7 @@ def refuse_drawing(models: Sequence[nn.Module], strategy: str, why: str, world: 
         yield
     everyone = world.gather(drawing[:1])
     if drawing := world.broadcast(everyone and next(filter(None, everyone), [])):
-        raise global_rng_error(strategy, why, drawing[0])
+        raise global_rng_error(why, drawing[0])
 
 
 def pass_error(error: Exception) -> ConfigError | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -56,7 +56,7 @@ class Spmd(ReadsAhead):
 
     `dims`: given where ranks form a device mesh. Then gradients arrive summed over those that compute other rows,
     otherwise averaged over ranks, as torch's wrappers do. `exchange`: bytes in flight between ranks, see Memory.
-    `zero`: the stage of ZeRO of what is in slices.
+    `zero`: the stage of ZeRO of what is in slices. `about`: lines for the start-up table.
     `to_sum`: makes the wrapper sum gradients in place of averaging them.
 
     To make one is collective. ConfigError on all ranks when `sharding` is not that of the replica's model.
@@ -74,6 +74,7 @@ class Spmd(ReadsAhead):
         exchange: int = 0,
         to_sum: Callable[[], None] | None = None,
         zero: int = 3,
+        about: Mapping[str, str] | None = None,
     ) -> None:
         for given, kind in ((replica, Replica), (task, Task), (world, World)):
             if not isinstance(given, kind):
@@ -98,7 +99,7 @@ class Spmd(ReadsAhead):
         self._replica, self._task, self._world, self._dims = replica, task, world, dims
         self._average = dims.average if dims else world.average
         self._synced, self._exchange, self._zero = True, exchange, zero
-        self._about: dict[str, str] = {}
+        self._about = dict(about or {})
         self._few: Batch | None = None  # for passes of all replicas over the same rows
         self._unsaved: Unsaved | None = None
         self._compared: list[str] | None = None  # names of parts that several replicas hold
@@ -130,7 +131,7 @@ class Spmd(ReadsAhead):
         if self._dims is not None:
             passes = step_passes(self._task, self._dims, self.micro_batch_rows)
             sent = step_traffic(self._replica.trials, self._dims, passes, self._zero)
-            self._about = mesh_rows(sent, self._dims, self._world)
+            self._about = mesh_rows(sent, self._dims, self._world) | self._about
 
     def _try(self, batch: Batch) -> None:
         if self._tables is not None:
@@ -152,7 +153,7 @@ class Spmd(ReadsAhead):
         with name_failing_module(model), masks.record_input_norms() as seen, drawing_modules as drawing:
             drew = self._replica.warmup(batch, peers)
         if drew:
-            raise global_rng_error("tensor", _ALIKE, drawing[0] if drawing else "")
+            raise global_rng_error(_ALIKE, drawing[0] if drawing else "")
         self.row_flops = row_flops(self._replica.trials, self._dims.total, self._dims.total_of_segments)
         seen |= {
             f"gradients of {name}": norm
@@ -228,7 +229,7 @@ class Spmd(ReadsAhead):
         if self._unsaved:
             self._unsaved.evaluate = lambda: self.trial_eval(batch)
         models = [self._replica.model]
-        alike = refuse_drawing(models, "tensor", _ALIKE, self._world) if self._together else nullcontext()
+        alike = refuse_drawing(models, _ALIKE, self._world) if self._together else nullcontext()
         with trial(models, self._task), alike:
             evaluated = self.eval_step(copy_of(batch))
             if self._replica.divided:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from dtf.config.settings import load_parts
+from dtf.core.errors import LayoutError
 from dtf.core.types import Place
 from dtf.distributed.sharding import balanced, bounds
 from dtf.distributed.world import World
+from dtf.strategies.tensor_parallel.positions import _Exchange
 from tests.support.harness import difference, reference, spread
 from tests.support.ranks import ranks
 
@@ -61,7 +65,27 @@ def collectives(rank: int, size: int) -> dict[str, float]:
     (back * y[:, :, first:last]).sum().backward()
     found["exchanged"] = apart(made, y[:, begin:end], own.grad, y[:, :, first:last])
     found["and back"] = apart(back, y[:, :, first:last], own.grad, y[:, :, first:last])
+    found["attention"] = attention(y, weight.new_tensor(range(heads)), first, last, group)
     return found
+
+
+def attention(x: Tensor, slopes: Tensor, first: int, last: int, group: Any) -> float:
+    """How far attention of divided positions is from that of all, with another mask for each head."""
+    whole = x.shape[2]
+    mask = slopes.view(-1, 1, 1) * torch.arange(whole) / whole
+    here = SimpleNamespace(_of_context=lambda: (whole, first, last))
+    attend, bound = functional.scaled_dot_product_attention, 0.0
+    for given in (mask, mask[:1], mask[0].expand(2, 1, whole, whole)):
+        with _Exchange(here, "attention", group) as exchange:  # type: ignore[arg-type]
+            own = attend(*(x[:, :, first:last] / 100,) * 3, given)
+        exchange.check()
+        bound = max(bound, float((own - attend(*(x / 100,) * 3, given)[:, :, first:last]).abs().max()))
+    with (
+        _Exchange(here, "attention", group),
+        pytest.raises(LayoutError, match="all 7 positions, so"),
+    ):  # type: ignore[arg-type]
+        attend(*(x[:, :, first:last],) * 3, mask[..., :2])
+    return bound
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -33,8 +33,8 @@ FAULTS = [
     Fault(
         "dropout between divided layers draws for the first positions",
         "dtf/model/seeded_dropout.py",
-        "            _, first, last = self._places()\n            mask = mask.narrow(1, first, last - first)\n",
-        "            _, first, last = self._places()\n            mask = mask.narrow(1, 0, last - first)\n",
+        "            _, first, last = self._positions_here()\n            mask = mask.narrow(1, first, last - first)\n",
+        "            _, first, last = self._positions_here()\n            mask = mask.narrow(1, 0, last - first)\n",
         (f"{NUMBERS}[2-options1]",),
     ),
     Fault(
@@ -45,11 +45,25 @@ FAULTS = [
         (f"{NUMBERS}[2-options0]",),
     ),
     Fault(
+        "each rank adds the masks of the first heads",
+        "dtf/strategies/tensor_parallel/positions.py",
+        "        return mask.narrow(-3, first, last - first)\n",
+        "        return mask.narrow(-3, 0, last - first)\n",
+        (f"{CUT}[2]",),
+    ),
+    Fault(
         "attention of one rank's positions trains",
         "dtf/strategies/tensor_parallel/positions.py",
         "        exchange.check()\n",
         "",
         ("tests/laws/test_positions.py::test_attention_that_nobody_knows_is_refused_before_the_first_step",),
+    ),
+    Fault(
+        "a layer of zeros hides what a comparison should show",
+        "dtf/strategies/output_reference.py",
+        "            self._constants = _constants(model)\n",
+        "",
+        (f"{REFUSED}[penalised-tensor-options6-gives other outputs than the whole model]",),
     ),
     Fault(
         "a model is not compared with the whole one",

@@ -142,7 +142,7 @@ class TrainerModel:
                 f"{self._no_buffers}; or use strategy=ddp"
             )
         if drew and self._threads > 1:
-            raise global_rng_error("pserver", "and the threads of strategy.hogwild_threads share one generator")
+            raise global_rng_error("and the threads of strategy.hogwild_threads share one generator")
         self._few = batch
         self.start = TrainerStart.of(self.replica, self._task.recipe)
 

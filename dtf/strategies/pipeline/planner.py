@@ -105,7 +105,7 @@ def _plan(model: nn.Module, layout: Layout, spec: PipelineSpec, task: Task, worl
         if least <= EVEN:
             break
     if not plan and refused is not None:
-        raise ConfigError(f"strategy=pipeline: {refused}")
+        raise refused
     if spec.micro_batches == 1:
         plan["table"] += "\none micro-batch in flight: plain model parallelism, one rank works while the others wait"
     return plan
@@ -152,8 +152,7 @@ def _bounds(
     if len(costs) < spec.ranks:
         raise ConfigError(
             f"{len(costs)} blocks do not make stages for {spec.ranks} ranks; use a smaller strategy.degree "
-            "(strategy.pipeline of mesh), or a "
-            "smaller launcher.processes"
+            "(strategy.pipeline of a mesh), or fewer launcher.processes"
         )
     if len(costs) < stages:
         most = len(costs) // spec.ranks

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 class PipelineProgram(ReadsAhead):
     """One or more stages on every rank, and an update for the parameters of these.
 
-    `table`: the stages as text, for the start-up table. `tables`: the sparse tables that the update holds.
+    `tables`: the sparse tables that the update holds.
     `exchange`: bytes of parameters and gradients that exist in whole beside slices.
     """
 
@@ -78,13 +78,12 @@ class PipelineProgram(ReadsAhead):
         world: World,
         dims: ParallelDims,
         micro_batch_rows: int,
-        table: str,
         tables: ShardedTables | None,
         shared: SharedTensors,
         exchange: int,
     ) -> None:
         self._exchange, self._instead, self._zero = exchange, options.one_share, options.zero
-        self._sends: dict[str, str] = {}
+        self._about: dict[str, str] = {}
         self._shared = shared
         self._copied = CopiedBuffers(shared, {stage.index: stage.model for stage in stages})
         for stage in stages:
@@ -93,7 +92,7 @@ class PipelineProgram(ReadsAhead):
         self._stages = {stage.index: stage for stage in stages}
         self._pipeline, self._update, self._task, self._world, self._dims = pipeline, update, task, world, dims
         self.shard = dims.dp_shard if dims.reads else None
-        self.shares, self.micro_batch_rows, self._table = dims.dp_shard.count, micro_batch_rows, table
+        self.shares, self.micro_batch_rows = dims.dp_shard.count, micro_batch_rows
         self._passes, self._receiver = ForwardPass(task, world.device), Receiver(task)
         last = self._stages.get(pipeline.last)
         if last is not None and last.positions is not None:
@@ -111,7 +110,11 @@ class PipelineProgram(ReadsAhead):
         """Whether a rank computes losses with counts."""
 
     def about(self) -> dict[str, str]:
-        return {**self._sends, "stages": self._table}
+        return self._about
+
+    def tell(self, about: dict[str, str]) -> None:
+        """Add lines to the start-up table, see `about`."""
+        self._about |= about
 
     @property
     def evaluation_micro_batches(self) -> int:
@@ -152,7 +155,7 @@ class PipelineProgram(ReadsAhead):
         passes = step_passes(self._task, self._dims, self.micro_batch_rows)
         tied = self._shared.tied_bytes({stage.index: stage.model for stage in stages})
         sent = step_traffic(self._trials, self._dims, passes, self._zero, tied)
-        self._sends = mesh_rows(sent, self._dims, self._world)
+        self._about = mesh_rows(sent, self._dims, self._world) | self._about
         counted = self._world.gather(self.flow.counted)
         self._counted = self._world.broadcast(any(counted) if counted else None)
 
@@ -309,7 +312,7 @@ class PipelineProgram(ReadsAhead):
 
         if self._unsaved:
             self._unsaved.evaluate = lambda: self.trial_eval(batch)
-        with trial(models, self._task), refuse_drawing(models, "pipeline", NOT_THERE, self._world):
+        with trial(models, self._task), refuse_drawing(models, NOT_THERE, self._world):
             evaluated = self.eval_step(copy_of(batch))
             if self.shares > 1 and self._again is not None:
                 start, peers = self._again[0], self._again[0].peers(self._world)

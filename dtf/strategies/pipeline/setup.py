@@ -27,7 +27,7 @@ from dtf.sparse.make_tables import tables_of
 from dtf.strategies.fully_sharded import FullSharding
 from dtf.strategies.mesh_options import Balance, MeshOptions
 from dtf.strategies.mesh_sharding import mesh_sharding, sum_gradients
-from dtf.strategies.output_reference import output_reference
+from dtf.strategies.output_reference import OutputReference
 from dtf.strategies.own_memory import refuse_shared_memory
 from dtf.strategies.pass_probes import refuse_hooks_on_sums
 from dtf.strategies.pipeline.graph_split import refuse_hooks_of_root
@@ -66,7 +66,7 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
     layout = with_splits(layout_of(task.recipe, model), model, task.recipe, name, sizes)
     check_positions(layout, name, sizes, task)
     checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
-    reference = output_reference(model, task) if sizes.layer_ranks > 1 else None
+    reference = OutputReference(model, task, dims, world)
     split, bounds, table = broadcast_plan(model, spec, task, world)
     names = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
     sharding = FullSharding(model, layout, strategy, name, task) if sizes.shard > 1 else None
@@ -105,13 +105,13 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
         world,
         dims,
         rows,
-        table,
         tables,
         shared,
         exchange,
     )
-    if reference is not None:
-        reference.compare(program.flow.evaluated_outputs, [*segments.values()], name, dims, world)
+    own = [(segment, tensors.names[s]) for s, segment in segments.items()]
+    compared = reference.compare(program.flow.evaluated_outputs, own, name)
+    program.tell(compared | {"stages": table})
     return program
 
 

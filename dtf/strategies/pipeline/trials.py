@@ -222,8 +222,8 @@ class StartTrials:
         shared = next((name for name, count in stages.items() if count > pipelines), "")
         if shared := world.broadcast(shared):
             raise ConfigError(
-                f"strategy=pipeline: {shared} draws dropout masks and is called in two stages, and its masks depend on "
-                "how often; use one module for each"
+                f"{shared} draws dropout masks and is called in two stages of a pipeline, and its masks depend on how "
+                "often; use one module for each"
             )
 
     def _release_uneven(self, counted: list[dict[str, int]]) -> None:
@@ -319,7 +319,7 @@ def _refuse_found(
     if learning:
         raise outside_error(learning[0])
     if drawing:
-        raise global_rng_error("pipeline", NOT_THERE, drawing[0])
+        raise global_rng_error(NOT_THERE, drawing[0])
     if unlike:
         raise dims.unlike_error(unlike[0])
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtf.api.layout import Split, SplitBy
+from dtf.api.layout import Split, SplitBy, Splits
 from dtf.core.errors import LayoutError
 from dtf.model.seeded_dropout import DROPOUTS
 from dtf.strategies.pass_probes import has_hook_on_sums
@@ -16,8 +16,6 @@ from dtf.strategies.tensor_parallel.attention import attention_kind, leave_fast_
 from dtf.strategies.tensor_parallel.layers import CONVOLUTIONS, NORMS, Divided, Grouped, kind_of, outputs
 from dtf.strategies.tensor_parallel.slices import HEADS, heads_here, ranges
 from dtf.strategies.tensor_parallel.transformers_models import adjust
-
-Splits = Mapping[str, Split | SplitBy]
 
 
 def divide(model: nn.Module, splits: Splits, mesh: DeviceMesh) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
 from torch import nn
 
-from dtf.api.layout import Layout, Split, SplitBy
+from dtf.api.layout import Layout, Split, SplitBy, Splits
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.distributed.mesh_sizes import MeshSizes
@@ -16,7 +16,6 @@ from dtf.strategies.tensor_parallel.layers import is_a
 from dtf.strategies.tensor_parallel.transformers_models import OUTPUTS, transformers_splits
 from dtf.strategies.tensor_parallel.windows import WINDOWS
 
-Splits = dict[str, Split | SplitBy]
 _MLP = "torchvision.ops.misc.MLP"
 
 
@@ -47,7 +46,7 @@ def _is_small(model: nn.Module, key: str, by: Split | SplitBy, ranks: int) -> bo
     return by is Split.heads and cast(int, model.get_submodule(key).num_heads) < ranks
 
 
-def found_positions(model: nn.Module, splits: Mapping[str, Split | SplitBy]) -> tuple[str, ...]:
+def found_positions(model: nn.Module, splits: Splits) -> tuple[str, ...]:
     """Modules that compute position by position but for attention, in the order in which data flows: of causal models
     of transformers, of torchvision's ViT, and layers of torch's encoders. Empty: nothing is known.
     """
@@ -73,7 +72,7 @@ def _has_positions(block: nn.Module) -> bool:
     return is_a(block, "torchvision.models.vision_transformer.EncoderBlock")
 
 
-def _splits_in(member: str, splits: Mapping[str, Split | SplitBy]) -> bool:
+def _splits_in(member: str, splits: Splits) -> bool:
     return any(name.startswith(f"{member}.") for name in splits)
 
 
@@ -87,7 +86,7 @@ def found_splits(model: nn.Module) -> Splits:
     """
     if hasattr(model, "config"):
         return transformers_splits(model)
-    splits: Splits = {}
+    splits: dict[str, Split | SplitBy] = {}
     for name, module in model.named_modules():
         own = dict(_splits_of(module))
         splits |= {f"{name}.{key}" if name and key else name or key: split for key, split in own.items()}

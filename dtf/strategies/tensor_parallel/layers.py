@@ -270,7 +270,7 @@ def kind_of(name: str, module: nn.Module, by: SplitBy) -> type[Divided]:
             return _Features if split is Split.column else _Ids
     if split is Split.classes:  # no mistake: weights of another number of classes have these layers drawn anew
         raise ConfigError(
-            f"strategy=tensor: the last layer {name} is {type(module).__name__}, and only a Linear is divided by "
+            f"the last layer {name} is {type(module).__name__}, and only a Linear is divided by "
             "classes; use strategy=fsdp"
         )
     how = by.split.value if plain else f"{by.split.value} by heads or parts"

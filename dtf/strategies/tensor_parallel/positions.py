@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from dtf.api.layout import Layout, Split, SplitBy
+from dtf.api.layout import Layout, Split, SplitBy, Splits
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError, LayoutError
 from dtf.core.text import count_text
@@ -29,8 +29,6 @@ from dtf.distributed.mesh_sizes import MeshSizes
 from dtf.distributed.sharding import balanced, bounds, is_dtensor
 from dtf.model.seeded_dropout import MOST_IN_FLIGHT, SeededDropout, is_seeded
 from dtf.strategies.tensor_parallel.slices import EXCHANGE, HEADS, slices_of
-
-Splits = Mapping[str, Split | SplitBy]
 
 
 def check_positions(layout: Layout, name: str, sizes: MeshSizes, task: Task) -> None:
@@ -110,7 +108,7 @@ class Positions:
         if isinstance(by, SplitBy) and by.heads and is_seeded(module):
             return  # attention weights, of all positions
         if is_seeded(module):
-            module.__dict__["_places"] = self._places if module.__dict__.get("_slice") else self._own_places
+            module.__dict__["_positions_here"] = self._of_context if module.__dict__.get("_slice") else self._between
         elif hasattr(module, "_positions") and self._tensor is not None:
             if not getattr(module, "batch_first", True):
                 raise ConfigError(
@@ -147,19 +145,19 @@ class Positions:
 
     def here(self) -> int:
         """How many positions ranks along `tensor` have together."""
-        _, first, last = self._places()
+        _, first, last = self._of_context()
         return last - first
 
-    def _places(self) -> tuple[int, int, int]:
+    def _of_context(self) -> tuple[int, int, int]:
         """All positions, first and last + 1 of those here along `context`."""
         width = self._widths[self.masks.key]
         if self._context is None:
             return width, 0, width
         return width, *bounds(width, self._dims.sizes.context, self._dims.place["context"])
 
-    def _own_places(self) -> tuple[int, int, int]:
+    def _between(self) -> tuple[int, int, int]:
         """All positions, first and last + 1 of those of this rank, between divided layers."""
-        width, begin, end = self._places()
+        width, begin, end = self._of_context()
         if self._tensor is None:
             return width, begin, end
         first, last = bounds(end - begin, self._dims.sizes.tensor, self._dims.place["tensor"])
@@ -192,7 +190,7 @@ class Positions:
     def _own(self, x: Tensor) -> Tensor:
         """This rank's positions of all of them."""
         if self._context is not None:
-            _, first, last = self._places()
+            _, first, last = self._of_context()
             x = x.narrow(1, first, last - first)  # in backward zeros for others, which have their own gradients
         return x if self._tensor is None else own_slice(x, 1, self._tensor, "positions")
 
@@ -200,7 +198,7 @@ class Positions:
         """What is given to a block for each position beside its input: numbers of positions (B, T), and angles of
         rotary embeddings, pairs of (B, T, D). Masks stay whole, as attention has all positions.
         """
-        width, first, last = self._places()
+        width, first, last = self._of_context()
         if isinstance(value, tuple) and all(isinstance(x, Tensor) and x.dim() == 3 for x in value):
             return tuple(x[:, first:last] if x.shape[1] == width else x for x in value)
         if isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int32, torch.int64):
@@ -211,7 +209,7 @@ class Positions:
         """After the last module."""
         if isinstance(outputs, tuple):
             return (self._leave(outputs[0], ends), *outputs[1:])
-        width, first, last = self._places()
+        width, first, last = self._of_context()
         if self._tensor is not None and not is_dtensor(outputs):  # what is divided by classes has gathered them
             outputs = joined(outputs, 1, last - first, self._tensor, "positions")
         if self._context is not None and not ends:
@@ -226,7 +224,7 @@ class Positions:
 
         if self._context is None or not isinstance(scores, Tensor):
             return scores
-        width, first, last = self._places()
+        width, first, last = self._of_context()
         if scores.dim() < 2 or scores.shape[1] != last - first:
             raise ConfigError(
                 f"strategy.context={self._dims.sizes.context}: an output of the model has shape {tuple(scores.shape)}, "
@@ -302,9 +300,9 @@ class _Exchange(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        given = dict(zip(("query", "key", "value"), args, strict=False))
-        query, key, value = (given.get(name, kwargs.pop(name, None)) for name in ("query", "key", "value"))
-        (width, first, last), heads = self._positions._places(), query.shape[-3]
+        kwargs |= zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)
+        query, key, value = (kwargs.pop(name, None) for name in ("query", "key", "value"))
+        (width, first, last), heads = self._positions._of_context(), query.shape[-3]
         self._calls += 1
         grouped = bool(kwargs.get("enable_gqa"))
         known = all(x.dim() == 4 and x.shape[-2] == last - first for x in (query, key, value))
@@ -320,8 +318,23 @@ class _Exchange(TorchFunctionMode):
         by_heads = [
             exchanged(x, (1, balanced), (2, bounds), width, self._group, self._name) for x in (query, key, value)
         ]
-        taken = func(*by_heads, *args[3:], **kwargs)
+        if kwargs.get("attn_mask") is not None:
+            kwargs["attn_mask"] = self._mask(kwargs["attn_mask"], width, heads)
+        taken = func(*by_heads, **kwargs)
         return exchanged(taken, (2, bounds), (1, balanced), heads, self._group, self._name)
+
+    def _mask(self, mask: Tensor, width: int, heads: int) -> Tensor:
+        """What is added to the scores of this rank's heads, of a mask (..., T, T) or (..., heads, T, T)."""
+        if any(n not in (1, width) for n in mask.shape[-2:]):
+            raise LayoutError(
+                f"{self._name} attends with a mask of shape {tuple(mask.shape)}; strategy.context gives attention "
+                f"all {width} positions, so its mask must have them: make it outside of the layout's positions, or use "
+                "is_causal=True"
+            )
+        if mask.dim() < 3 or mask.shape[-3] == 1:
+            return mask
+        first, last = balanced(heads, self._group.size(), dist.get_rank(self._group))
+        return mask.narrow(-3, first, last - first)
 
 
 def _makes_heads(by: Split | SplitBy | None) -> bool:
