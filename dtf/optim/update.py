@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dtf.api.optimizer import Optimizer
-from dtf.api.precision import Precision
 from dtf.api.task import Source
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Box, State
@@ -20,7 +19,6 @@ from dtf.distributed.sharding import byte_count, local
 from dtf.host import devices
 from dtf.host.waits import Group, Operation
 from dtf.model.ema import EMA
-from dtf.model.init import formats
 from dtf.optim.sharding import ParamShard, Sharding
 
 # steps without overflow before the loss scale doubles; as in Micikevicius et al. 2018, section 3.2
@@ -31,21 +29,6 @@ _COMPLETING, _FETCHING = (
     Operation(f"{name} of the strategy's Sharding", _NOBODY, ordered=False)
     for name in ("complete_gradients", "fetch_others")
 )
-
-
-def state_bytes(model: nn.Module, optimizer: Optimizer, precision: Precision) -> int:
-    """Bytes of a model's parameters, gradients and optimizer state in a run, computed from shapes. The model may be on
-    meta.
-    """
-    total, pairs = 0, formats(model, precision)
-    for name, parameter in model.named_parameters():
-        kept, computing = pairs.get(name, (parameter.dtype, parameter.dtype))
-        total += parameter.numel() * computing.itemsize
-        if parameter.requires_grad:
-            master = torch.empty(parameter.shape, dtype=kept, device="meta")
-            total += parameter.numel() * (computing.itemsize + (0 if kept is computing else kept.itemsize))
-            total += byte_count(optimizer.init(master).values())
-    return total
 
 
 def trial_update(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], None]]:

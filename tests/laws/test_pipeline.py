@@ -347,9 +347,9 @@ def test_what_cannot_run_is_refused_before_launch(
             "strategy.cuts=['7', '4', '9'] names 4, which does not come after 7; blocks are",
         ),
         ("Toy", {"virtual": 3}, "strategy.virtual=3: 4 blocks do not make 6 stages; use 1 to 2"),
-        ("Careless", {}, "strategy=pipeline: the model draws random numbers in its forward pass, in "),
-        ("Untried", {}, "strategy=pipeline: the model draws random numbers in its forward pass, in 4 (Tired)"),
-        ("Again", {"cuts": ["5"]}, "4 draws dropout masks and is called in two stages, and its masks depend on"),
+        ("Careless", {}, "the model draws random numbers in its forward pass, in "),
+        ("Untried", {}, "the model draws random numbers in its forward pass, in 4 (Tired)"),
+        ("Again", {"cuts": ["5"]}, "4 draws dropout masks and is called in two stages of a pipeline, and its masks depend on"),
     ],
 )
 def test_what_the_model_forbids_is_named(recipe: str, options: dict[str, Any], words: str) -> None:

@@ -16,7 +16,7 @@ from dtf.strategies.pipeline.partition import Cost
 from tests.unit.test_graph_split import Resnet
 
 
-def state_bytes(block: nn.Module) -> int:
+def state_bytes(block: nn.Module, name: str) -> int:
     return sum(p.numel() * 16 for p in block.parameters())
 
 

@@ -22,8 +22,10 @@ from dtf.model.memory import Footprint
 from dtf.strategies.pipeline.graph_split import GraphSplit
 from dtf.strategies.pipeline.partition import Cost
 
-StateBytes = Callable[[nn.Module], int]
-"""A part of the model -> bytes of its parameters, their gradients and their optimizer state."""
+StateBytes = Callable[[nn.Module, str], int]
+"""A part of the model -> bytes of its parameters, their gradients and their optimizer state. The name: of its only
+parameter, "" for a part that has those of the model.
+"""
 
 LEAST_ROUNDS, MOST_ROUNDS = 2, 10
 """Of `measure` over the blocks; the most are for a small model."""
@@ -111,8 +113,8 @@ def _costs(
         torch.manual_seed(0)
         for index, name in enumerate(split.names):
             block = _stand_in(split.segment(index, index + 1), device)
-            state = state_bytes(block)
-            shared = {key: state_bytes(_alone(p)) for key, p in split.shared_parameters(index).items()}
+            state = state_bytes(block, "")
+            shared = {key: state_bytes(_alone(p), key) for key, p in split.shared_parameters(index).items()}
             if prepare is not None:
                 prepare(block)
             trial = _Trial(block.train(), values, autocast)

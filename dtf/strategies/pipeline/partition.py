@@ -103,22 +103,23 @@ def imbalance(costs: Sequence[Cost], bounds: Sequence[int]) -> float:
 def table(
     costs: Sequence[Cost],
     bounds: Sequence[int],
-    ranks_of_stage: Sequence[int],
+    places: Sequence[int],
     in_flight: InFlight,
     micro_batches: int,
     bubble: float,
     unit: Literal["time", "FLOPs"],
+    column: Literal["rank", "place"] = "rank",
 ) -> str:
-    """The stages, their imbalance and the bubble as text of several lines. `bubble`: see schedules."""
+    """The stages, their imbalance and the bubble as text of several lines. `places`: of each stage in a pipeline;
+    `bubble`: see schedules.
+    """
     total = sum(cost.work for cost in costs) or 1.0
     stages = len(bounds) - 1
-    rows = [("stage", "rank", "blocks", unit, "memory")]
+    rows = [("stage", column, "blocks", unit, "memory")]
     for stage, ((first, last), held) in enumerate(zip(pairwise(bounds), _held(in_flight, stages), strict=True)):
         names = costs[first].name if last - first == 1 else f"{costs[first].name} .. {costs[last - 1].name}"
         share = sum(cost.work for cost in costs[first:last]) / total
-        rows.append(
-            (str(stage), str(ranks_of_stage[stage]), names, f"{share:.1%}", human(memory(costs, first, last, held)))
-        )
+        rows.append((str(stage), str(places[stage]), names, f"{share:.1%}", human(memory(costs, first, last, held))))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     left = (False, False, True, False, False)
     lines = [

@@ -19,7 +19,8 @@ from dtf.model.activation_checkpointing import apply_activation_checkpointing, m
 from dtf.model.forward import batch_norm_error, cast_floating, on_device
 from dtf.model.init import DTYPES, layout_of
 from dtf.model.seeded_dropout import SeededDropout
-from dtf.optim.update import state_bytes, trial_update
+from dtf.optim.state_bytes import WHOLE, StateSlices, state_bytes
+from dtf.optim.update import trial_update
 from dtf.strategies.pipeline import cost_model, partition
 from dtf.strategies.pipeline.flow_order import blocks_in_order, found_blocks_named
 from dtf.strategies.pipeline.graph_split import GraphSplit
@@ -44,6 +45,7 @@ class PipelineSpec(NamedTuple):
     timed: bool  # equal parts of time, else of floating-point operations
     memory_bytes: int  # of a rank, at most; 0: no bound
     inside: bool = True  # whether blocks may be cut inside
+    slices: StateSlices = WHOLE  # of the state of a stage
 
 
 def broadcast_plan(model: nn.Module, spec: PipelineSpec, task: Task, world: World) -> tuple[GraphSplit, list[int], str]:
@@ -76,6 +78,7 @@ def _plan(model: nn.Module, layout: Layout, spec: PipelineSpec, task: Task, worl
     checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
     stages = spec.ranks * spec.virtual
     places, unit = [s % spec.ranks for s in range(stages)], "time" if spec.timed else "FLOPs"
+    column = "rank" if spec.ranks == world.size else "place"
     plan: dict[str, Any] = {}
     least = math.inf
     # what is cut inside cannot be computed again, nor compiled
@@ -100,7 +103,7 @@ def _plan(model: nn.Module, layout: Layout, spec: PipelineSpec, task: Task, worl
         if imbalance < least - EVEN:
             least, plan = imbalance, {"fine": fine, "bounds": bounds}
             plan["table"] = partition.table(
-                costs, bounds, places, spec.in_flight, spec.micro_batches, spec.bubble, unit
+                costs, bounds, places, spec.in_flight, spec.micro_batches, spec.bubble, unit, column
             )
         if least <= EVEN:
             break
@@ -135,8 +138,8 @@ def _costs(
             block, checkpointed, task.step.remat, SeededDropout(block, task.seed, world.device)
         )
 
-    def held_bytes(block: nn.Module) -> int:
-        return state_bytes(block, task.optimizer, task.precision)
+    def held_bytes(block: nn.Module, name: str) -> int:
+        return state_bytes(block, task.optimizer, task.precision, spec.slices, name)
 
     if not spec.timed:
         return cost_model.count(split, sample, held_bytes, autocast, prepare)

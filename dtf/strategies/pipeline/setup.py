@@ -22,6 +22,7 @@ from dtf.model.draw_by_name import draws_by_name
 from dtf.model.init import formats, layout_of, model_to_cut
 from dtf.model.outside_tensors import refuse_held
 from dtf.optim.sharding import ParamShard, Sharding
+from dtf.optim.state_bytes import StateSlices
 from dtf.optim.update import LocalUpdate
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.fully_sharded import FullSharding
@@ -47,7 +48,7 @@ from dtf.strategies.pipeline.shared_tensors import (
 )
 from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
-from dtf.strategies.tensor_parallel.divide import divide
+from dtf.strategies.tensor_parallel.divide import divide, largest_shares
 from dtf.strategies.tensor_parallel.families import with_splits
 from dtf.strategies.tensor_parallel.positions import Positions, check_positions
 
@@ -60,10 +61,10 @@ is below a fifth.
 def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task, world: World) -> PipelineProgram:
     """The program of a rank. `name`: of the strategy, for messages. Collective."""
     dims = ParallelDims(world, sizes, inputs=sizes.layer_ranks > 1)
-    rows, spec = _spec(strategy, sizes, task)
-    stages = spec.ranks * spec.virtual
     model = _checked_model(strategy, name, sizes, task)
     layout = with_splits(layout_of(task.recipe, model), model, task.recipe, name, sizes)
+    rows, spec = _spec(strategy, sizes, model, layout, task)
+    stages = spec.ranks * spec.virtual
     check_positions(layout, name, sizes, task)
     checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
     reference = OutputReference(model, task, dims, world)
@@ -156,7 +157,9 @@ def _positions(
     }
 
 
-def _spec(strategy: MeshOptions, sizes: MeshSizes, task: Task) -> tuple[int, PipelineSpec]:
+def _spec(
+    strategy: MeshOptions, sizes: MeshSizes, model: nn.Module, layout: Layout, task: Task
+) -> tuple[int, PipelineSpec]:
     """The rows of a micro-batch, and what the stages have to be."""
     ranks, shares, virtual = sizes.pipeline, sizes.shares, strategy.virtual
     # batch statistics need two rows
@@ -175,6 +178,7 @@ def _spec(strategy: MeshOptions, sizes: MeshSizes, task: Task) -> tuple[int, Pip
         strategy.balance is Balance.time,
         math.ceil(strategy.memory_gb * 2**30),
         sizes.layer_ranks == 1,
+        StateSlices(sizes.shard, strategy.zero, largest_shares(model, layout.splits, sizes.tensor)),
     )
     return rows, spec
 

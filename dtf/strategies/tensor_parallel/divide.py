@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -26,6 +27,19 @@ def divide(model: nn.Module, splits: Splits, mesh: DeviceMesh) -> None:
     """
     _Division(model, splits, mesh).run()
     leave_fast_paths(model)
+
+
+def largest_shares(model: nn.Module, splits: Splits, ranks: int) -> tuple[tuple[str, float], ...]:
+    """Of each divided module, its name and the share of its parameters that the rank with most of them has, about."""
+    found = []
+    for name, split in splits.items() if ranks > 1 else ():
+        by = split if isinstance(split, SplitBy) else SplitBy(split)
+        heads = (
+            by.groups or by.heads or (cast(int, model.get_submodule(name).num_heads) if by.split is Split.heads else 0)
+        )
+        if by.split is not Split.whole:
+            found.append((name, math.ceil(heads / ranks) / heads if heads else 1 / ranks))
+    return tuple(found)
 
 
 class _Division:
