@@ -149,7 +149,8 @@ class ParallelDims:
         """For a name that `unlike` found."""
         return LayoutError(
             f"{self.sizes}: ranks that should agree have different {name}: it works on slices, or on what was made of "
-            "them; name its module, and dropouts beside it, in the splits of the recipe's layout"
+            "them; name its module, and dropouts beside it, in the splits of the recipe's layout, or in its positions "
+            "where ranks divide these; dropout there has to be a module, such as nn.Dropout"
         )
 
 

@@ -111,7 +111,7 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
         exchange,
     )
     if reference is not None:
-        reference.compare(program.flow.evaluated_outputs, [*segments.values()], name, dims, world)
+        reference.compare(program.flow.evaluated_outputs, [*segments.values()], params, name, dims, world)
     return program
 
 
