@@ -150,7 +150,7 @@ class ParallelDims:
         return LayoutError(
             f"{self.sizes}: ranks that should agree have different {name}: it works on slices, or on what was made of "
             "them; name its module, and dropouts beside it, in the splits of the recipe's layout; modules of its "
-            "positions must compute each position by itself"
+            "positions must compute each position by itself, and dropout there has to be a module, such as nn.Dropout"
         )
 
 

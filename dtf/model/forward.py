@@ -46,13 +46,13 @@ class ForwardPass:
         self._autocast = compute if task.precision.cast is Cast.autocast else None
         self._input = None if self._autocast else compute
 
-    def forward(self, model: Callable[..., Any], *inputs: Any, cast: bool = True) -> Any:
+    def forward(self, model: Callable[..., Any], *inputs: Any, cast: bool = True, narrow: bool = True) -> Any:
         """`model(*inputs)` in the dtypes and the memory format of the run. `cast`: convert floating inputs to these;
-        False for a part of a model that gets the outputs of another part.
+        False for a part of a model that gets the outputs of another part. `narrow`: whether autocast may.
         """
         if self._channels_last is not None and cast:
             inputs = tuple(map(channels_last if self._channels_last else channels_first, inputs))
-        if self._autocast is None:
+        if self._autocast is None or not narrow:
             return model(*(cast_floating(value, self._input if cast else None) for value in inputs))
         with torch.autocast(self._device.type, dtype=self._autocast):
             return model(*inputs)

@@ -8,7 +8,7 @@ results are those of all tokens, alike on all ranks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ def cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float = 0.0)
     On divided scores, a target that is no class makes the loss NaN, so that the update is skipped and counted: raising
     an error would need host synchronisation. Collective on divided scores.
     """
+    scores = _in_known_places(scores)
     places = _places(scores)
     if places is None:
         return _cross_entropy(scores, targets, label_smoothing)
@@ -68,6 +69,7 @@ def target_rank(scores: Tensor, targets: Tensor) -> Tensor:
     A tie and a NaN count against the model. A target that is no class, such as IGNORED, has a score of NaN, so that it
     counts as the worst.
     """
+    scores = _in_known_places(scores)
     places = _places(scores)
     if places is None:
         return _target_rank(scores, targets)
@@ -116,10 +118,8 @@ class _Slices(NamedTuple):
 
 
 def _slices(scores: Tensor) -> _Slices | None:
-    if not is_dtensor(scores) or scores.placements[-1].dim != scores.dim() - 1:  # type: ignore[attr-defined]
-        return None
-    group = scores.device_mesh.get_group(len(scores.placements) - 1)  # type: ignore[attr-defined]
-    return _Slices(local(scores), offset(scores)[-1], group)
+    group = _divided(scores, scores.dim() - 1)
+    return None if group is None else _Slices(local(scores), offset(scores)[-1], group)
 
 
 class _Places(NamedTuple):
@@ -145,8 +145,28 @@ class _Places(NamedTuple):
 
 def _places(scores: Tensor) -> _Places | None:
     """Which tokens' scores are here, if they are divided."""
-    if not is_dtensor(scores) or scores.placements[0].dim == scores.dim() - 1:  # type: ignore[attr-defined]
+    group = _divided(scores, 1) if scores.dim() > 2 else None
+    if group is None:
         return None
     first = offset(scores)[1]
-    group = scores.device_mesh.get_group(0)  # type: ignore[attr-defined]
     return _Places(first, first + local(scores).shape[1], scores.shape[1], group)
+
+
+def _in_known_places(scores: Tensor) -> Tensor:
+    """The scores, divided by classes or tokens alone. Parts of divided scores that a recipe has taken, such as all
+    tokens but the last, may lie in other ways; of these each rank gets all.
+    """
+    if not is_dtensor(scores):
+        return scores
+    from torch.distributed.tensor import Replicate
+
+    axes, placements = {scores.dim() - 1, *([1] if scores.dim() > 2 else [])}, scores.placements  # type: ignore[attr-defined]
+    known = [placement if any(map(placement.is_shard, axes)) else Replicate() for placement in placements]
+    return scores if known == [*placements] else scores.redistribute(placements=known)  # type: ignore[attr-defined]
+
+
+def _divided(scores: Tensor, axis: int) -> ProcessGroup | None:
+    """The ranks that divide an axis of the scores, if any do."""
+    places: Any = scores.placements if is_dtensor(scores) else ()  # type: ignore[attr-defined]
+    at = next((i for i, placement in enumerate(places) if placement.is_shard(axis)), None)
+    return None if at is None else scores.device_mesh.get_group(at)  # type: ignore[attr-defined]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from dtf.api.strategy import Program
 from dtf.api.task import Task
 from dtf.distributed.device_mesh import ParallelDims
@@ -63,6 +65,6 @@ def mesh_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task,
     if positions is not None:
         replica.take_positions(positions)
     partial_names = () if positions is None else positions.partial
-    compared = reference.compare(replica.evaluated_outputs, [(model, {})], name)
+    compared = reference.compare(partial(replica.evaluated_outputs, narrow=False), [(model, {})], name)
     sharded = mesh_sharding([model], params, dims, tables, partial_names)
     return Spmd(replica, sharded, task, world, dims, exchange, zero=strategy.zero, about=compared)

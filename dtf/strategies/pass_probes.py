@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,8 +15,11 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
+from dtf.distributed.sharding import is_dtensor
 from dtf.distributed.world import World
+from dtf.model.author_errors import line_of
 from dtf.model.communication import Communication
 from dtf.model.forward import global_rng_error
 from dtf.model.init import HOOKS_ON_SUMS
@@ -226,11 +230,26 @@ def refuse_drawing(models: Sequence[nn.Module], why: str, world: World) -> Itera
         raise global_rng_error(why, drawing[0])
 
 
+def _takes_divided_outputs(error: Exception) -> bool:
+    """Whether an error is of a loss or of metrics that got outputs which ranks divide."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    recipes = [i for i, frame in enumerate(frames) if isinstance(frame.f_locals.get("self"), Recipe)]
+    outputs = [frame.f_locals.get("outputs") for frame in frames[: min(recipes, default=0)]]
+    return any(isinstance(leaf, Tensor) and is_dtensor(leaf) for leaf in tree_leaves(outputs))
+
+
 def pass_error(error: Exception) -> ConfigError | None:
     """What to raise for an error of a trial pass whose cause is known. None for others."""
     if "find_unused_parameters" in str(error):
         return ConfigError("some parameters got no gradient in a step; set strategy.find_unused_parameters=true")
     if "mixed torch.Tensor and DTensor" in str(error):
+        if _takes_divided_outputs(error):
+            at = f", at {line}" if (line := line_of(error)) else ""
+            return ConfigError(
+                f"a function of torch gets outputs of the model that ranks divide{at}; use dtf.cross_entropy and "
+                "dtf.target_rank for them, or leave out what divides them: the layer that the layout splits by "
+                "classes, or strategy.context"
+            )
         return ConfigError(
             "a parameter is read outside of the passes of the module that has it, as by a loss through a global "
             "variable, where it is divided over ranks; return from forward() what is needed of it, or use strategy=ddp"

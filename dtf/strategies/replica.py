@@ -305,11 +305,11 @@ class Replica:
         return output_norms(self.evaluated_outputs(self._received(copy_of(rows), 0, 0).inputs))
 
     @torch.no_grad()
-    def evaluated_outputs(self, inputs: Any) -> Any:
-        """What the model gives in an evaluation of these inputs. Collective where passes are."""
+    def evaluated_outputs(self, inputs: Any, narrow: bool = True) -> Any:
+        """What the model gives in an evaluation. `narrow`: see `ForwardPass.forward`. Collective where passes are."""
         self.model.eval()
         self._begin_random(0, 0)
-        outputs = self._passes.forward(self.model, on_device(inputs, self._device))
+        outputs = self._passes.forward(self.model, on_device(inputs, self._device), narrow=narrow)
         self.model.train()
         return self._passes.carried(outputs)
 

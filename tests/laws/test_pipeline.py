@@ -349,7 +349,11 @@ def test_what_cannot_run_is_refused_before_launch(
         ("Toy", {"virtual": 3}, "strategy.virtual=3: 4 blocks do not make 6 stages; use 1 to 2"),
         ("Careless", {}, "the model draws random numbers in its forward pass, in "),
         ("Untried", {}, "the model draws random numbers in its forward pass, in 4 (Tired)"),
-        ("Again", {"cuts": ["5"]}, "4 draws dropout masks and is called in two stages of a pipeline, and its masks depend on"),
+        (
+            "Again",
+            {"cuts": ["5"]},
+            "4 draws dropout masks and is called in two stages of a pipeline, and its masks depend on",
+        ),
     ],
 )
 def test_what_the_model_forbids_is_named(recipe: str, options: dict[str, Any], words: str) -> None:

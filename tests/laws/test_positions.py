@@ -20,6 +20,7 @@ from tests.support.harness import difference, reference, spread
 from tests.support.ranks import ranks
 
 load_parts([])
+REFUSE = "tests.support.causal:refuse"
 CAUSAL: dict[str, Any] = {"recipe": {"name": "causal"}, "plugin": "tests.support.causal"}
 
 
@@ -113,13 +114,26 @@ def test_a_language_model_has_the_same_numbers(processes: int, options: dict[str
 def test_attention_that_nobody_knows_is_refused_before_the_first_step() -> None:
     """Each rank would attend to its own positions, and shapes would fit."""
     case = {**CAUSAL, "recipe": {"name": "causal", "plain": True}, "strategy": "mesh", "options": {"context": 2}}
-    for said in ranks(2, "tests.support.causal:refuse", shared=True, **case):
+    for said in ranks(2, REFUSE, shared=True, **case):
         assert "blocks.0.attention computes attention without F.scaled_dot_product_attention" in said
+
+
+def test_positions_that_a_block_counts_itself_are_refused_before_the_first_step() -> None:
+    """Each rank would take the first ones. They start at zero, and bf16 rounds, so that outputs do not show it."""
+    case = {**CAUSAL, "recipe": {"name": "causal", "counted": True}, "precision": "bf16"}
+    for said in ranks(2, REFUSE, shared=True, **case, strategy="mesh", options={"context": 2}):
+        assert "context 2 gives other outputs than the whole model" in said
+
+
+def test_a_loss_of_torch_is_refused_with_what_to_use() -> None:
+    case = {**CAUSAL, "recipe": {"name": "causal", "torch_loss": True}, "strategy": "mesh", "options": {"context": 2}}
+    for said in ranks(2, REFUSE, shared=True, **case):
+        assert "outputs of the model that ranks divide" in said and "in loss; use dtf.cross_entropy" in said
 
 
 def test_more_ranks_than_heads_are_refused() -> None:
     case = {**CAUSAL, "recipe": {"name": "causal", "heads": 1}, "strategy": "mesh", "options": {"context": 2}}
-    for said in ranks(2, "tests.support.causal:refuse", shared=True, **case):
+    for said in ranks(2, REFUSE, shared=True, **case):
         assert "blocks.0.attention has 1 head on a rank, of which strategy.context=2 leaves a rank none" in said
 
 

@@ -241,17 +241,21 @@ def strangers(rank: int, size: int) -> dict[str, Any]:
     tokens = torch.randn(2, 4, 5, generator=generator, dtype=torch.float64)
     labels = torch.tensor([[0, 4, losses.IGNORED, 2], [1, 1, 3, losses.IGNORED]])
     of_tokens = []
-    for given in (tokens, distribute_tensor(tokens, mesh, [Shard(2)])):
+    for given in (tokens, *(distribute_tensor(tokens, mesh, [Shard(axis)]) for axis in (1, 2))):
         loss = losses.cross_entropy(given.requires_grad_(), labels, label_smoothing=0.1)
-        loss.sum().backward()
+        (loss.sum() + losses.cross_entropy(given[:, :-1], labels[:, 1:]).square().sum()).backward()
         assert given.grad is not None
         gradient = given.grad.full_tensor() if given is not tokens else given.grad  # type: ignore[attr-defined]
         head, batch = Tokens(None), Batch(None, labels, torch.ones(2), np.arange(2))
         plain, _ = head.loss(given.detach(), labels)
         measured = head.measure(given.detach(), batch, plain)
-        of_tokens.append((loss.detach(), gradient, losses.target_rank(given.detach(), labels), plain, measured))
+        of_tokens.append(
+            (loss.detach(), gradient, losses.target_rank(given.detach()[:, 1:], labels[:, 1:]), plain, measured)
+        )
     return {
-        "tokens": max(float((a - b).abs().max()) for a, b in zip(*of_tokens, strict=True)),
+        "tokens": max(
+            float((a - b).abs().max()) for other in of_tokens[1:] for a, b in zip(of_tokens[0], other, strict=True)
+        ),
         "token_loss": of_tokens[0][0].tolist(),
         "rows": table(torch.tensor([0, -1, 6, 7, 3])).isnan().any(dim=1).tolist(),
         "ranks": [

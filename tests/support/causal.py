@@ -1,4 +1,6 @@
-"""A causal language model small enough to run in milliseconds, and one with attention that dtf does not know."""
+"""A causal language model small enough to run in milliseconds, and ones that no rank can compute from a part of the
+positions.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ LENGTH, EVAL_ROWS = 7, 20
 
 @register("recipe", "causal")
 class Causal(GptText):
-    """gpt_text over few rows. `plain`: attention by products and a softmax, of which dtf knows nothing."""
+    """gpt_text over few rows. `plain`: attention by products and a softmax, of which dtf knows nothing. `counted`: it
+    adds to the positions it gets what belongs to the first ones, which starts at zero. `torch_loss`: that of torch.
+    """
 
     rows: int = option(default=42, doc="training rows", unit="rows")
     heads: int = option(default=4, doc="heads of attention")
     plain: bool = option(default=False, doc="whether attention is written out")
+    counted: bool = option(default=False, doc="whether attention counts positions itself")
+    torch_loss: bool = option(default=False, doc="whether the loss is a function of torch")
 
     def __post_init__(self) -> None:
         self.model = ModelOptions(layers=2, heads=self.heads, width=16, mlp_ratio=2, dropout=0.2)
@@ -31,10 +37,18 @@ class Causal(GptText):
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
-        if self.plain:
+        if self.plain or self.counted:
+            make = _plain if self.plain else _counted
             for block in model.blocks:  # type: ignore[union-attr]
-                block.attention.__class__ = _plain(type(block.attention))  # type: ignore[union-attr]
+                make(block.attention)  # type: ignore[union-attr]
         return model
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Any:
+        from torch.nn import functional
+
+        if self.torch_loss:
+            return functional.cross_entropy(outputs.transpose(1, 2), targets, reduction="none").mean(1)
+        return super().loss(outputs, targets)
 
     def open_data(self, split: str, seed: int) -> Dataset:
         return Words(self.rows if split == "train" else EVAL_ROWS, split)
@@ -61,15 +75,25 @@ class Words(Dataset):
         return rows[:, :-1], rows[:, 1:]
 
 
-def _plain(kind: type) -> type:
-    class Plain(kind):
+def _plain(attention: Any) -> None:
+    class Plain(type(attention)):
         def forward(self, x: Tensor) -> Tensor:
             query, key, value = (self._heads(layer(x)) for layer in (self.query, self.key, self.value))
             later = x.new_ones(x.shape[1], x.shape[1]).triu(1).bool()
             weights = (query @ key.transpose(2, 3) / 2).masked_fill(later, float("-inf")).softmax(-1)
             return self.out((weights @ value).transpose(1, 2).flatten(2))
 
-    return Plain
+    attention.__class__ = Plain
+
+
+def _counted(attention: Any) -> None:
+    import torch
+
+    class Counted(type(attention)):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + self.places[: x.shape[1]])
+
+    attention.__class__, attention.places = Counted, torch.nn.Parameter(torch.zeros(LENGTH, 16))
 
 
 def refuse(rank: int, size: int, **case: Any) -> str:

@@ -55,7 +55,7 @@ class Flow:
     @torch.no_grad()
     def evaluated_outputs(self, inputs: Any) -> Any:
         """What the model gives in an evaluation of these inputs, on the ranks of the last stage; None on others.
-        Collective over the pipeline.
+        Without autocast. Collective over the pipeline.
         """
         rows = len(nest.leaves(inputs)[0])
         weight = torch.ones(rows, device=self._device)
@@ -84,7 +84,8 @@ class Flow:
         each backward pass. `padding`: the micro-batches that count for nothing. Collective over the pipeline.
         """
         actions = [action for action in self.order(len(parts)) if train or action.forward]
-        messages = StageMessages(self._pipeline, actions, parts, self._answers(len(parts)) if train else None)
+        answers = self._answers(len(parts)) if train else None
+        messages = StageMessages(self._pipeline, actions, parts, answers, narrow=self._seen is None)
         held: dict[tuple[int, int], Held] = {}
         measured = [Evaluated(self.no_sums, None)]
         for number, (forward, s, j) in enumerate(actions):
@@ -110,7 +111,8 @@ class Flow:
         self, s: int, j: int, batch: Batch, factor: Tensor, messages: StageMessages, train: bool, counts: bool
     ) -> tuple[Held, Evaluated | None]:
         inputs = messages.inputs(s, j) if s else ()
-        outputs = self._passes.forward(self._stages[s].model, *(inputs if s else (batch.inputs,)), cast=not s)
+        given = inputs if s else (batch.inputs,)
+        outputs = self._passes.forward(self._stages[s].model, *given, cast=not s, narrow=self._seen is None)
         if train and counts:
             self._stages[s].changing.end_micro_batch()
         if s < self._pipeline.last:

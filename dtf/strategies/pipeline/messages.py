@@ -71,7 +71,7 @@ class StageMessages:
 
     What was sent stays in memory until an answer shows that it was received. The answer to an activation is its
     gradient; the answer to a gradient is an input that was computed after it. `answers`: see schedules; None: nothing
-    comes back.
+    comes back. `narrow`: whether stages compute in the run's formats.
     """
 
     def __init__(
@@ -80,9 +80,10 @@ class StageMessages:
         actions: list[Action],
         parts: list[Batch],
         answers: dict[tuple[int, int], int] | None,
+        narrow: bool,
     ) -> None:
         self._pipeline, self._actions, self._answers = pipeline, actions, answers or {}
-        self._keys = [(_shapes(part.inputs), answers is not None) for part in parts]
+        self._keys = [(_shapes(part.inputs), answers is not None, narrow) for part in parts]
         self._receiving = [  # numbers of the actions that need a message
             n for n, action in enumerate(actions) if (action.stage if action.forward else action.stage < pipeline.last)
         ]
