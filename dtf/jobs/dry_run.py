@@ -23,6 +23,8 @@ FIRST, LAST = 2, 3
 AT_FIRST = ("start", "data", "model", "fetch", "step", "evaluate", "save")
 AGAIN = ("resume", "step", "evaluate", "save", "predict")
 """The parts that get a line where they work, in the first run and after it. Others do not depend on the recipe."""
+SHOWN = ("mesh", "sends", "compared", "stages", "memory")
+"""What is said of the start-up table."""
 LAUNCHERS = ("local", "inline")
 STOP_REQUESTED = "asked to stop in the middle of a dry run, of which nothing is kept; start it again"
 
@@ -123,7 +125,8 @@ class _Lines:
         match event:
             case Started(table=table):
                 self._started = event
-                self._planned = [f"{name}: {table[name]}" for name in ("mesh", "sends", "memory") if name in table]
+                shown = {name: table[name] for name in SHOWN if name in table}
+                self._planned = [f"{name}:{chr(10) if chr(10) in text else ' '}{text}" for name, text in shown.items()]
             case Measured("train", _, _, _, values):
                 self._steps += 1
                 if self._first_loss is None:

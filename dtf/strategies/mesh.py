@@ -43,7 +43,6 @@ class Mesh(PipelineOptions, ShardOptions, TableOptions, MeshStrategy):
     )
 
     def check(self, task: Task, processes: int, devices: str) -> None:
-        super().check(task, processes, devices)
         sizes = self.sizes(processes)
         for axis, options in (("shard", ShardOptions), ("pipeline", PipelineOptions)):
             for field in fields(options) if sizes.by_axis()[axis] == 1 and processes > 1 else ():
@@ -54,6 +53,7 @@ class Mesh(PipelineOptions, ShardOptions, TableOptions, MeshStrategy):
                         f"strategy.{field.name}={said} is of the axis {axis}, which has one rank here; use "
                         f"strategy.{axis}=2 or more, or leave strategy.{field.name} out"
                     )
+        super().check(task, processes, devices)
 
     def sizes(self, processes: int) -> MeshSizes:
         sizes = MeshSizes(

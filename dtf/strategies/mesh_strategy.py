@@ -42,6 +42,11 @@ class MeshStrategy(MeshOptions, Strategy):
                 f"strategy.zero={self.zero} says what ranks of strategy.shard have in slices, and there is one such "
                 "rank; use strategy.shard=2 or more, or strategy.zero=3"
             )
+        if self.zero < 3 and not self.reshard_after_forward:
+            raise ConfigError(
+                "strategy.reshard_after_forward=false keeps what strategy.zero=3 drops after each forward pass; with "
+                f"strategy.zero={self.zero} it is kept until the last backward pass of a step; leave it out"
+            )
         self._check_stages(sizes.pipeline)
 
     def _check_stages(self, ranks: int) -> None:

@@ -7,6 +7,7 @@ same.
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
@@ -28,6 +29,7 @@ from dtf.model.draw_by_name import draws_by_name
 from dtf.model.forward import cast_floating
 from dtf.strategies.mesh_sharding import drop_gathered
 from dtf.strategies.start_check import RAISED
+from dtf.strategies.tensor_parallel.layers import Divided
 from dtf.strategies.tensor_parallel.slices import slices_of
 from dtf.strategies.trial_numbers import passes_without_trace
 
@@ -126,8 +128,9 @@ class OutputReference:
         raise LayoutError(
             f"{divided} gives other outputs than the whole model, by {error:.1e} of their size: something looks across "
             "what ranks divide, and the recipe's layout does not say so. Name in its splits each layer with weights "
-            "between a column and its row, and each attention by its heads; in its positions only modules that compute "
-            "each position by itself, from no number of it that they count themselves"
+            "between a column and its row, and each attention by its heads, with SplitBy(parts=...) where one layer "
+            "makes queries, keys and values; in its positions only modules that compute each position by itself, from "
+            "no number of it that they count themselves"
         )
 
     def _computed(self, run: Callable[[Any], Any], divided: str) -> Any:
@@ -137,7 +140,7 @@ class OutputReference:
         try:
             return run(self._rows)
         except Exception as error:
-            named = author_error(error)
+            named = author_error(error) or _split_error(error)
             if named is None:
                 raise
             raise LayoutError(
@@ -148,8 +151,9 @@ class OutputReference:
         sizes, remedies = self._dims.sizes, list[str]()
         if sizes.tensor > 1:
             remedies.append(
-                "Where the layout splits layers, a rank has a part of their heads or channels: take their number from "
-                "shapes, as in x.unflatten(-1, (-1, head_width)), or leave them out of the splits"
+                "Behind a layer that the layout splits as column a rank has a part of the heads or channels, up to a "
+                "row: name the row, take numbers of heads from shapes, as in x.unflatten(-1, (-1, head_width)), or "
+                "leave both out of the splits"
             )
         if sizes.context > 1:
             remedies.append(
@@ -211,6 +215,17 @@ class _Numbers(NamedTuple):
                 if name in self.constants:
                     tensor.fill_(self.constants[name])
                 tensor.mul_(1 / self.factors.get(name, 1.0))
+
+
+def _split_error(error: Exception) -> str:
+    """What a divided layer says of an input that does not fit its part; empty where none failed."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    layers = [layer for frame in frames if isinstance(layer := frame.f_locals.get("self"), Divided)]
+    if not layers or not isinstance(error, RuntimeError) or "distributed" in frames[-1].f_code.co_filename:
+        return ""
+    return (
+        f"{layers[-1]._name}, which the layout splits as {layers[-1]._by.split.value}, cannot take its input: {error}"
+    )
 
 
 def _apart(now: Tensor, before: Tensor, divided: str) -> Tensor:

@@ -15,6 +15,8 @@ from dtf.api.registry import lookup
 from dtf.api.task import Task
 from dtf.core.types import Place
 from dtf.distributed.world import World
+from dtf.recipes.gpt.recipe import GptText
+from dtf.strategies.mesh_strategy import MeshStrategy
 from tests.support.toy import Toy
 
 PAGE = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
@@ -128,4 +130,10 @@ def test_commands_pass_all_checks_before_launch() -> None:
     for command in commands:
         if "job=describe" in command:
             continue
-        dtf.compose(shlex.split(command)[3:]).check()
+        composed = dtf.compose(shlex.split(command)[3:])
+        composed.check()
+        settings = composed.settings
+        if isinstance(settings.recipe, GptText) and isinstance(settings.strategy, MeshStrategy):
+            (processes,) = (int(word.partition("=")[2]) for word in command.split() if "launcher.processes=" in word)
+            sizes = settings.strategy.sizes(processes)
+            assert sizes.layer_ranks <= settings.recipe.model.heads and sizes.pipeline <= settings.recipe.model.layers

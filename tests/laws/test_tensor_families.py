@@ -15,7 +15,7 @@ from dtf.core.errors import ConfigError
 from dtf.core.types import Place
 from dtf.distributed.mesh_sizes import MeshSizes
 from dtf.distributed.world import World
-from dtf.strategies.tensor_parallel.families import found_splits, with_splits
+from dtf.strategies.tensor_parallel.families import found_splits, with_found, with_splits
 from tests.laws.test_tensor_layers import pair
 from tests.support.ranks import ranks
 from tests.support.toy import Toy
@@ -164,6 +164,16 @@ def test_a_model_of_no_known_family_is_refused_by_name() -> None:
         with_splits(named, nn.Sequential(nn.Linear(2, 2)), Toy(), "strategy=tensor", MeshSizes(tensor=2)).splits
         == named.splits
     )
+
+
+def test_a_layout_of_the_last_layer_leaves_the_rest_to_be_found() -> None:
+    """As that of the recipes of images, for a ViT."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.TransformerEncoderLayer(12, 3, 8), nn.Linear(12, 4))
+    found = with_found(Layout(splits={"1": Split.classes}), model)
+    assert found.splits == {**found_splits(model), "1": Split.classes} and len(found.splits) == 5
+    more = Layout(splits={"0.self_attn": Split.heads, "1": Split.classes})
+    assert with_found(more, model) is more
 
 
 def test_layers_around_an_attention_are_found_in_order() -> None:

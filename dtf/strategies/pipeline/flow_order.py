@@ -14,7 +14,7 @@ from dtf.core.errors import ConfigError
 from dtf.model.found_blocks import Blocks, FoundLayout, as_code, found_blocks, parts
 from dtf.model.init import construct, layout_of
 from dtf.strategies.pipeline.trace import trace
-from dtf.strategies.tensor_parallel.families import found_positions, found_splits
+from dtf.strategies.tensor_parallel.families import with_found
 
 WHERE = "outside of the blocks that were found in it"
 
@@ -40,10 +40,7 @@ def layout_code(recipe: Recipe) -> str:
     found.
     """
     model = construct(recipe)
-    layout = layout_of(recipe, model)
-    if not layout.splits:
-        splits = found_splits(model)
-        layout = replace(layout, splits=splits, positions=layout.positions or found_positions(model, splits))
+    layout = with_found(layout_of(recipe, model), model)
     try:
         return as_code(replace(layout, blocks=blocks_in_order(model, layout)))
     except ConfigError as error:  # for a pipeline; the others need no order

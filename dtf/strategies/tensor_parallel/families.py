@@ -20,25 +20,36 @@ _MLP = "torchvision.ops.misc.MLP"
 
 
 def with_splits(layout: Layout, model: nn.Module, recipe: Recipe, name: str, sizes: MeshSizes) -> Layout:
-    """The layout, with the splits that are found in its model where it names none and several ranks compute a layer.
-    Found attention with fewer heads than ranks stays whole. `name`: of the strategy. ConfigError where there are none,
-    and no sparse tables either.
+    """The layout, with what `with_found` adds where several ranks compute a layer. Attention that it finds with fewer
+    heads than ranks stays whole. `name`: of the strategy. ConfigError where nothing is divided, tables neither.
     """
     if sizes.layer_ranks == 1:
         return layout
-    found = {} if layout.splits else found_splits(model)
-    splits = layout.splits or {key: by for key, by in found.items() if not _is_small(model, key, by, sizes.tensor)}
+    whole = with_found(layout, model)
+    small = [
+        key for key, by in whole.splits.items() if key not in layout.splits and _is_small(model, key, by, sizes.tensor)
+    ]
+    splits = {key: by for key, by in whole.splits.items() if key not in small}
     if not splits and not recipe.tables():  # tables are divided anyway
         raise ConfigError(
             f"{name}: the layout of {type(recipe).__name__} splits no module, and nothing was found in its model that "
             "dtf knows how to split; name layers in Recipe.layout (docs/strategies.md), or use strategy=fsdp, which "
             "divides any model"
         )
-    if layout.splits:
-        return replace(layout, splits=splits)
     # the positions of attention that stays whole cannot be divided
-    positions = found_positions(model, splits) if len(splits) == len(found) else ()
-    return replace(layout, splits=splits, positions=layout.positions or positions)
+    return replace(layout, splits=splits, positions=layout.positions if small else whole.positions)
+
+
+def with_found(layout: Layout, model: nn.Module) -> Layout:
+    """The layout, with the splits and positions that are found in its model where it names no splits but those of last
+    layers by `classes`, which the loss has to know.
+    """
+    if any(by is not Split.classes for by in layout.splits.values()):
+        return layout
+    found = {key: by for key, by in found_splits(model).items() if key not in layout.splits}
+    return replace(
+        layout, splits={**found, **layout.splits}, positions=layout.positions or found_positions(model, found)
+    )
 
 
 def _is_small(model: nn.Module, key: str, by: Split | SplitBy, ranks: int) -> bool:

@@ -36,8 +36,8 @@ def check_positions(layout: Layout, name: str, sizes: MeshSizes, task: Task) -> 
     if sizes.context > 1 and not layout.positions:
         raise ConfigError(
             f"{name} strategy.context={sizes.context} divides the positions of each row, and the layout of "
-            f"{type(task.recipe).__name__} names no modules that compute position by position (Layout.positions); add "
-            "them, or use strategy.tensor"
+            f"{type(task.recipe).__name__} names no modules that compute position by position: add them, as in "
+            "Layout(positions=('blocks.0', 'blocks.1', 'norm')), see docs/strategies.md, or use strategy.tensor"
         )
     if sizes.context > 1 and not any(_makes_heads(by) or _is_attention(by) for by in layout.splits.values()):
         raise ConfigError(
@@ -257,7 +257,7 @@ class Positions:
             if last - first < size:
                 raise ConfigError(
                     f"{name} has {count_text(last - first, 'head')} on a rank, of which strategy.context={size} leaves "
-                    f"a rank none; use strategy.context={last - first} or less"
+                    f"a rank none; use strategy.context={last - first}{' or less' if last - first > 1 else ''}"
                 )
             begin, end = balanced(last - first, size, self._dims.place["context"])
             module.__dict__[HEADS] = (whole, first + begin, first + end)

@@ -69,8 +69,8 @@ def heads_here(name: str, by: SplitBy, mesh: DeviceMesh) -> tuple[int, int, int]
     if groups < mesh.size():
         of = count_text(groups, "head of keys and values" if by.groups else "head")
         raise ConfigError(
-            f"{name} has {of}, of which a split over {mesh.size()} ranks leaves one none; use {groups} or fewer, see "
-            f"{DEGREE}, or leave this attention out of the layout's splits"
+            f"{name} has {of}, fewer than the {mesh.size()} ranks that divide them; use at most {groups} "
+            f"({DEGREE}), or leave this attention out of the layout's splits"
         )
     first, last = balanced(groups, mesh.size(), mesh.get_local_rank())
     return by.heads, first * (by.heads // groups), last * (by.heads // groups)
