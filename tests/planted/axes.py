@@ -93,12 +93,10 @@ SHARD = [
         (f"{NUMBERS}[stages of slices]",),
     ),
     Fault(
-        "the second stage of ZeRO keeps the gradient of the last micro-batch",
+        "the second stage of ZeRO leaves out the gradient of the last micro-batch",
         SLICES,
-        "                root.set_requires_gradient_sync(last or zero > 1)\n",
-        "                root.set_requires_gradient_sync(last or zero > 1)\n"
-        "                if last and zero == 2:\n"
-        "                    root.zero_grad()\n",
+        "root.set_requires_gradient_sync(last or zero > 1)",
+        "root.set_requires_gradient_sync(last if zero != 2 else not last)",
         (f"{NUMBERS}[slices on three]",),
     ),
     Fault(

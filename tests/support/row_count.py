@@ -21,10 +21,11 @@ def counting_rows(toy: Recipe) -> Recipe:
 
 class _RowCount(Evaluator):
     def __init__(self) -> None:
-        self._count = 0.0
+        self._weights: list[torch.Tensor] = []
 
     def add(self, rows: torch.Tensor) -> None:
-        self._count += float(rows.sum())
+        self._weights.append(rows)
 
     def values(self, peers: Peers) -> dict[str, float]:
-        return {"evaluated": peers.reduce(torch.tensor([self._count], dtype=torch.float64)).item()}
+        count = sum(float(weights.sum()) for weights in self._weights)
+        return {"evaluated": peers.reduce(torch.tensor([count], dtype=torch.float64)).item()}
