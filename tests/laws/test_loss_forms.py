@@ -27,8 +27,14 @@ def test_every_strategy_follows_the_reference(strategy: str, options: dict, form
     assert difference(reference(**case(form)), run) < 1e-10
 
 
-@pytest.mark.parametrize(("strategy", "options"), seldom(meshes(), lambda strategy, options: strategy == "pipeline"))
-def test_combined_with_data_parallelism(strategy: str, options: dict) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    seldom(
+        [*meshes(), ("mesh", {"pipeline": 2, "tensor": 2})],
+        lambda strategy, options: strategy == "pipeline" or {"pipeline", "tensor"} <= options.keys(),
+    ),
+)
+def test_combined_with_each_other(strategy: str, options: dict) -> None:
     assert difference(reference(**case("pair")), spread(strategy, 4, options=options, **case("pair"))) < 1e-10
 
 

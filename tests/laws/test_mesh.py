@@ -82,7 +82,7 @@ USUAL = [
     ("stages of slices", "one micro-batch"),
     ("divided stages", "ema"),
     ("copies of slices", "tables"),
-    ("stages of slices", "tables"),
+    ("stages of slices of divided layers", "tables"),
     ("interleaved", "uneven"),
     ("slices of divided layers", "remat"),
     ("copies of stages", "fill"),

@@ -12,7 +12,8 @@ import torch
 from dtf.config.settings import load_parts
 from dtf.model.fingerprint import _column_sums, fingerprints
 from tests.support.arrays import seldom
-from tests.support.harness import spread
+from tests.support.harness import Case, _Run, spread
+from tests.support.ranks import ranks
 
 load_parts([])
 HOARDING = {
@@ -141,6 +142,18 @@ def test_what_dtf_itself_does_looks_never_astray(
     case = {"folder": str(tmp_path), "save_every": 1, "ema": 0.9, "precision": "fp32"}
     spread(strategy, processes, call="tests.support.unjudged:train_unjudged", options=options, **case)
     assert len(saved(tmp_path)) == 3
+
+
+def astray(rank: int, size: int) -> None:
+    program: Any = _Run(rank, size, Case(strategy="mesh", options={"replicate": 2, "pipeline": 2})).program
+    if rank == 3:
+        next(iter(program.replicated()[0].values())).add_(1)
+    program.check_replicas()
+
+
+def test_a_stage_that_differs_from_its_copy_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"ConfigError: .* of rank 3 is not that of rank 1"):
+        ranks(4, f"{__name__}:astray", shared=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -93,6 +93,28 @@ def test_the_first_parameters_that_are_not_finite_are_kept(on_host: bool) -> Non
     assert (update.skipped(), update.first_skipped()) == (2, (1, ["1.weight"]))
 
 
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"sum_slices": lambda squares: squares + torch.inf},
+        {"all_norms": lambda norms: torch.cat([norms, torch.full((1,), torch.inf)])},
+    ],
+    ids=["slices", "stages"],
+)
+def test_a_gradient_that_is_infinite_on_another_rank_skips_the_step_here(others: Any, clip_norm: float) -> None:
+    """With a norm to clip or without."""
+    model = torch.nn.Linear(2, 1)
+    masters = {name: p.data for name, p in model.named_parameters()}
+    before = {name: p.clone() for name, p in masters.items()}
+    update = LocalUpdate(Sharding(params=full_params(model, masters), **others), Adam(), clip_norm)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    update.apply(0, 0.1)
+    assert update.skipped() == 1
+    assert all(torch.equal(p, before[name]) for name, p in masters.items())
+
+
 def test_an_overflow_lowers_the_loss_scale_and_is_no_divergence() -> None:
     """fp16 at scale 65536 x 24 rows overflows at first in some runs; here it must: the scale starts far too high."""
     result = ranks(2, "tests.laws.test_update:overflow")[0]

@@ -3,12 +3,13 @@
 `python -m tests.planted` plants them all and takes some minutes; see `__main__`.
 """
 
-from tests.planted import adapters, clouds, clusters, data, heads, meshes, models, numbers, pserver, runs, state
+from tests.planted import adapters, axes, clouds, clusters, data, heads, meshes, models, numbers, pserver, runs, state
 
 FAULTS = [
     *data.FAULTS,
     *heads.FAULTS,
     *meshes.FAULTS,
+    *axes.FAULTS,
     *models.FAULTS,
     *numbers.FAULTS,
     *state.FAULTS,

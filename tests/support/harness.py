@@ -51,6 +51,7 @@ from tests.support.known_checks import keep, known
 from tests.support.lossy_network import LossyTransport
 from tests.support.precisions import PRECISIONS
 from tests.support.ranks import ranks
+from tests.support.row_count import counting_rows
 from tests.support.saves import Halt, saves
 from tests.support.shapes_toy import ShapesToy  # noqa: F401 (registers itself)
 from tests.support.sparse_toy import Tabled  # noqa: F401 (registers itself)
@@ -265,7 +266,7 @@ class _Run:
                 "eval", self.program.shard, self.task.step.evaluation_rows, self.program.evaluation_micro_batches
             ),
             evaluation_rows=len(self.evaluation),
-            recipe=self.toy,
+            recipe=counting_rows(self.toy),
             world=self.world,
             saver=saves(self._saver, self.world, case.folder, case.at_once, case.halt),
             see=self._see,
