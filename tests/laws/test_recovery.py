@@ -63,12 +63,25 @@ CALM: dict[tuple[str, ...], Result] = {}
         pytest.param("zero1", 2, marks=pytest.mark.slow),
         pytest.param("dp", 2, marks=pytest.mark.slow),
         pytest.param("fsdp", 3, marks=pytest.mark.slow),
+        ("mesh pipeline=2", 2),
+        pytest.param("mesh pipeline=2 tensor=2", 4, marks=pytest.mark.slow),
+        pytest.param("mesh pipeline=2 shard=2 zero=2", 4, marks=pytest.mark.slow),
+        pytest.param("mesh shard=2 tensor=2", 4, marks=pytest.mark.slow),
+        pytest.param("mesh replicate=2 context=2", 4, marks=pytest.mark.slow),
+        pytest.param("mesh context=2 tensor=2", 4, marks=pytest.mark.slow),
+        pytest.param("mesh replicate=2 pipeline=2 virtual=2 tensor=2", 8, marks=pytest.mark.slow),
+        pytest.param("mesh pipeline=2 shard=2 tensor=2 zero=1", 8, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(
     strategy: str, processes: int, run_dtf: Any, calm: Callable[..., Result], tmp_path: Path
 ) -> None:
-    spread = [f"strategy={strategy}", f"launcher.processes={processes}"]
+    name, *options = strategy.split()
+    spread = [f"strategy={name}", *(f"strategy.{option}" for option in options), f"launcher.processes={processes}"]
+    if "pipeline=2" in options:
+        spread.append("strategy.balance=flops")  # measured times may cut the undisturbed run elsewhere
+    if "context=2" in options:
+        spread.append("recipe=mortal_text")
     marker = tmp_path / "killed"
     whole = calm(*RUN, *spread)
     killed = run_dtf(*RUN, *spread, f"recipe.marker={marker}", "observer=[jsonl,events]")

@@ -1,4 +1,4 @@
-"""Faults in positions that ranks divide."""
+"""Faults in positions that ranks divide, and in what a run on a device mesh goes on from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from tests.planted.fault import Fault
 
 NUMBERS = "tests/laws/test_positions.py::test_a_language_model_has_the_same_numbers"
 CUT = "tests/laws/test_positions.py::test_slices_are_cut_and_joined_with_their_gradients"
+GOES_ON = "tests/laws/test_mesh.py::test_the_same_mesh_goes_on_bit_for_bit"
 REFUSED = "tests/laws/test_corner_case_models.py::test_refused_with_the_reason"
 
 FAULTS = [
@@ -78,5 +79,26 @@ FAULTS = [
         "        return _scattered(gradient, ctx.axis, ctx.group, what), None, None, None, None\n",
         "        return _own(gradient, ctx.axis, ctx.group), None, None, None, None\n",
         (f"{CUT}[2]",),
+    ),
+    Fault(
+        "slices of divided layers are missing in a checkpoint",
+        "dtf/strategies/mesh_sharding.py",
+        'dims.place["replicate"] == dims.place["context"] == 0',
+        'dims.place["replicate"] == dims.place["context"] == dims.place["tensor"] == 0',
+        (f"{GOES_ON}[slices of divided layers]",),
+    ),
+    Fault(
+        "running averages of stages begin anew",
+        "dtf/strategies/pipeline/program.py",
+        "        for stage in self._stages.values():\n            load_buffers(",
+        "        for stage in ():\n            load_buffers(",
+        (f"{GOES_ON}[stages of slices]",),
+    ),
+    Fault(
+        "a run that goes on is cut anew",
+        "dtf/strategies/pipeline/planner.py",
+        "json.loads(known[key]) if key in known else ",
+        "",
+        ("tests/laws/test_pipeline.py::test_a_run_that_goes_on_has_the_plan_of_its_first_start",),
     ),
 ]

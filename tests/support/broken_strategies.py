@@ -1,4 +1,4 @@
-"""Planted faults: strategies that `job=verify` must catch, and a recipe that kills its rank.
+"""Planted faults: strategies that `job=verify` must catch, and recipes that kill their rank.
 
 A plugin: `plugins=[tests.support.broken_strategies]`.
 """
@@ -21,7 +21,8 @@ from dtf.strategies.ddp import Ddp
 from dtf.strategies.fsdp import Fsdp
 from dtf.strategies.pipeline.strategy import Pipeline
 from dtf.strategies.tensor import Tensor
-from tests.support.toy import Rows, Toy
+from tests.support.causal import Causal
+from tests.support.toy import Toy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -257,16 +258,35 @@ class Mortal(Toy):
     marker: str = option(default="", doc="file that says it happened already; empty: never")
 
     def open_data(self, split: str, seed: int) -> Dataset:
-        return DeadlyRows(self, split) if split == "train" and self.marker else super().open_data(split, seed)
+        return _deadly(self, split, super().open_data(split, seed))
 
 
-class DeadlyRows(Rows):
-    def __init__(self, recipe: Mortal, split: str) -> None:
-        super().__init__(recipe.rows, split, -1)
-        self._row, self._marker = recipe.row, Path(recipe.marker)
+@register("recipe", "mortal_text")
+class MortalText(Causal):
+    """The same of a language model."""
+
+    row: int = option(default=40, doc="training row at which the rank dies")
+    marker: str = option(default="", doc="file that says it happened already; empty: never")
+
+    def open_data(self, split: str, seed: int) -> Dataset:
+        return _deadly(self, split, super().open_data(split, seed))
+
+
+def _deadly(recipe: Mortal | MortalText, split: str, data: Dataset) -> Dataset:
+    return DeadlyRows(data, recipe.row, Path(recipe.marker)) if split == "train" and recipe.marker else data
+
+
+class DeadlyRows(Dataset):
+    prefetch = 0
+
+    def __init__(self, data: Dataset, row: int, marker: Path) -> None:
+        self._data, self._row, self._marker = data, row, marker
+
+    def __len__(self) -> int:
+        return len(self._data)
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
         if epoch == 1 and self._row in ids and not self._marker.exists():
             self._marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().fetch(ids, epoch)
+        return self._data.fetch(ids, epoch)
