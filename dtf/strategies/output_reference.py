@@ -25,6 +25,7 @@ from dtf.distributed.sharding import is_dtensor, local, offset
 from dtf.distributed.world import World
 from dtf.model.author_errors import author_error
 from dtf.model.draw_by_name import draws_by_name
+from dtf.model.error_context import name_failing_module
 from dtf.model.forward import cast_floating
 from dtf.optim.sharding import ParamShard, full_params
 from dtf.strategies.mesh_sharding import drop_gathered
@@ -86,7 +87,10 @@ class OutputReference:
         the parameters, by first name. Collective.
         """
         for before, others in zip(self._outputs, self._others, strict=False):
-            with others.put(params):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(others.put(params))
+                for model in models:
+                    stack.enter_context(name_failing_module(model))
                 with passes_without_trace(models, self._task.recipe):
                     outputs = self._computed(run, f"{name}: with {dims.sizes}")
                 drop_gathered(module for model in models for module in model.modules())
@@ -105,7 +109,8 @@ class OutputReference:
                 f"{divided} gives other outputs than the whole model, by {error:.1e} of their size: something looks "
                 "across what ranks divide, and the recipe's layout does not say so. Name in its splits each layer with "
                 "weights between a column and its row, and each attention by its heads; in its positions only modules "
-                "that compute each position by itself, from no number of it that they count themselves"
+                "that compute each position by itself, from no number of it that they count themselves. "
+                "job=describe job.layout=true prints what was found where there is no layout"
             )
 
     def _computed(self, run: Callable[[Any], Any], divided: str) -> Any:
