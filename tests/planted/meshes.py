@@ -6,6 +6,7 @@ from tests.planted.fault import Fault
 
 NUMBERS = "tests/laws/test_positions.py::test_a_language_model_has_the_same_numbers"
 CUT = "tests/laws/test_positions.py::test_slices_are_cut_and_joined_with_their_gradients"
+COUNTED = "tests/laws/test_positions.py::test_positions_that_a_block_counts_itself_are_refused_before_the_first_step"
 REFUSED = "tests/laws/test_corner_case_models.py::test_refused_with_the_reason"
 
 FAULTS = [
@@ -57,6 +58,13 @@ FAULTS = [
         "        if not error <= bound and torch.isfinite(sums[1]):\n",
         "        if False:\n",
         (f"{REFUSED}[penalised-tensor-options6-gives other outputs than the whole model]",),
+    ),
+    Fault(
+        "a model is compared as it starts alone",
+        "dtf/strategies/output_reference.py",
+        "        for others in self._others[1:]:\n",
+        "        for others in ():\n",
+        (COUNTED,),
     ),
     Fault(
         "the gradient of gathered positions is not summed",

@@ -5,7 +5,6 @@ names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -396,23 +395,3 @@ def test_a_block_that_asks_for_values_can_be_cut_around_but_not_inside() -> None
     model, blocks, _ = CASES["towers"]()
     with pytest.raises(ConfigError, match="cannot be followed: .* inside of blocks; cut only between them"):
         GraphSplit(model, blocks, fine=True)
-
-
-@dataclass
-class Answer:
-    scores: Tensor
-    penalty: Tensor
-
-
-class Answering(nn.Sequential):
-    def forward(self, x: Tensor) -> Answer:
-        y = self[1](self[0](x))
-        return Answer(scores=y, penalty=y.square().mean())
-
-
-def test_the_last_stage_makes_an_output_of_fields_with_names() -> None:
-    model, x = Answering(nn.Linear(4, 4), nn.Linear(4, 2)), random(3, 4)
-    split = GraphSplit(model, (("0",), ("1",)), fine=False)
-    found = split.segment(1, 2)(*split.segment(0, 1)(x))
-    assert found.scores.equal(model(x).scores)
-    assert found.penalty.equal(model(x).penalty)
