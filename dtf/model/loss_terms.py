@@ -148,6 +148,11 @@ class Losses:
         rows = len(batch.weight)
         if not self._tried and torch.is_grad_enabled():
             known = self._recipe.loss_mean(not self.undivided)
+            if known is None and any(map(is_dtensor, tensors(outputs))):
+                raise ConfigError(
+                    f"{self._who} returned a scalar, of outputs that ranks divide, so that what it is the mean of "
+                    "cannot be tried; return the loss of each row, (B,), or sums and counts"
+                )
             found = (
                 proved(self._recipe.loss, outputs, batch.targets) if known is None else Mean(known) if known else None
             )

@@ -7,9 +7,8 @@ same.
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -26,10 +25,10 @@ from dtf.distributed.sharding import Slice, is_dtensor, local, offset, slice_of
 from dtf.distributed.world import World
 from dtf.model.author_errors import author_error
 from dtf.model.draw_by_name import draws_by_name
+from dtf.model.error_context import name_failing_module
 from dtf.model.forward import cast_floating
 from dtf.strategies.mesh_sharding import drop_gathered
 from dtf.strategies.start_check import RAISED
-from dtf.strategies.tensor_parallel.layers import Divided
 from dtf.strategies.tensor_parallel.slices import slices_of
 from dtf.strategies.trial_numbers import passes_without_trace
 
@@ -107,7 +106,10 @@ class OutputReference:
             return {"compared": f"no outputs with those of the whole model: {self._skipped}"}
         modules, divided, most = [model for model, _ in models], f"{name}: {self._dims.sizes}", 0.0
         for before, numbers in zip(self._outputs, self._numbers, strict=False):
-            with numbers.put(models):
+            with ExitStack() as stack:
+                stack.enter_context(numbers.put(models))
+                for model in modules:
+                    stack.enter_context(name_failing_module(model))
                 with passes_without_trace(modules, self._task.recipe):
                     outputs = self._computed(run, f"{name}: with {self._dims.sizes}")
                 drop_gathered(module for model in modules for module in model.modules())
@@ -130,7 +132,8 @@ class OutputReference:
             "what ranks divide, and the recipe's layout does not say so. Name in its splits each layer with weights "
             "between a column and its row, and each attention by its heads, with SplitBy(parts=...) where one layer "
             "makes queries, keys and values; in its positions only modules that compute each position by itself, from "
-            "no number of it that they count themselves"
+            "no number of it that they count themselves. job=describe job.layout=true prints what was found where "
+            "there is no layout"
         )
 
     def _computed(self, run: Callable[[Any], Any], divided: str) -> Any:
@@ -140,7 +143,7 @@ class OutputReference:
         try:
             return run(self._rows)
         except Exception as error:
-            named = author_error(error) or _split_error(error)
+            named = author_error(error)
             if named is None:
                 raise
             raise LayoutError(
@@ -215,17 +218,6 @@ class _Numbers(NamedTuple):
                 if name in self.constants:
                     tensor.fill_(self.constants[name])
                 tensor.mul_(1 / self.factors.get(name, 1.0))
-
-
-def _split_error(error: Exception) -> str:
-    """What a divided layer says of an input that does not fit its part; empty where none failed."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    layers = [layer for frame in frames if isinstance(layer := frame.f_locals.get("self"), Divided)]
-    if not layers or not isinstance(error, RuntimeError) or "distributed" in frames[-1].f_code.co_filename:
-        return ""
-    return (
-        f"{layers[-1]._name}, which the layout splits as {layers[-1]._by.split.value}, cannot take its input: {error}"
-    )
 
 
 def _apart(now: Tensor, before: Tensor, divided: str) -> Tensor:

@@ -131,6 +131,13 @@ def test_a_loss_of_torch_is_refused_with_what_to_use() -> None:
         assert "outputs of the model that ranks divide" in said and "in loss; use dtf.cross_entropy" in said
 
 
+@pytest.mark.slow
+def test_the_stage_that_has_the_loss_refuses_one_of_torch() -> None:
+    case = {**CAUSAL, "recipe": {"name": "causal", "torch_loss": True}, "options": {"tensor": 2, "pipeline": 2}}
+    with pytest.raises(AssertionError, match="ConfigError: .* in loss; use dtf.cross_entropy"):
+        spread("mesh", 4, **case)
+
+
 def test_more_ranks_than_heads_are_refused() -> None:
     case = {**CAUSAL, "recipe": {"name": "causal", "heads": 1}, "strategy": "mesh", "options": {"context": 2}}
     for said in ranks(2, REFUSE, shared=True, **case):

@@ -288,6 +288,7 @@ def refused(rank: int, size: int, splits: dict[str, str]) -> str:
     with torch.device("meta"):
         model = Every()
         model.features = nn.Embedding(5, 6)
+        model.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     try:
         divide(
             model,
@@ -307,6 +308,7 @@ def refused(rank: int, size: int, splits: dict[str, str]) -> str:
         ({"grouped": "column"}, "splits grouped as column, which Conv2d cannot be"),
         ({"grouped": "local"}, "grouped has 6 groups of channels, which 4 ranks do not divide"),
         ({"out": "column"}, "out has 5 channels, of which a split over 4 ranks leaves one none"),
+        ({"normed": "row"}, "splits normed, whose weight is no parameter of it but made from others"),
         ({"features": "row"}, "features has 5 rows, of which a split over 4 ranks leaves one none"),
     ],
 )

@@ -36,15 +36,15 @@ FAULTS = [
     Fault(
         "attention with fewer heads than ranks is refused, though nobody has asked for its split",
         "dtf/strategies/tensor_parallel/families.py",
-        "if not _is_small(model, key, by, sizes.tensor)}",
-        "}",
+        "key not in layout.splits and _is_small(model, key, by, sizes.tensor)",
+        "False",
         ("tests/laws/test_tensor_families.py::test_attention_with_fewer_heads_than_ranks_stays_whole",),
     ),
     Fault(
         "positions around whole attention are divided",
         "dtf/strategies/tensor_parallel/families.py",
-        "if len(splits) == len(found) else ()",
-        "",
+        "layout.positions if small else whole.positions",
+        "whole.positions",
         ("tests/laws/test_tensor_families.py::test_attention_with_fewer_heads_than_ranks_stays_whole",),
     ),
     Fault(

@@ -40,7 +40,7 @@ from dtf.model.receive import EVALUATION, Receiver
 from dtf.optim.update import LocalUpdate
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.mesh_options import MeshOptions
-from dtf.strategies.pass_probes import refuse_drawing
+from dtf.strategies.pass_probes import pass_error, refuse_drawing
 from dtf.strategies.pipeline.flow import Flow, MicroBatchHook, nothing
 from dtf.strategies.pipeline.messages import PipelineRanks
 from dtf.strategies.pipeline.shared_tensors import CopiedBuffers, RenamedSource, SharedTensors
@@ -146,7 +146,12 @@ class PipelineProgram(ReadsAhead):
             models, scratch = [stage.model for stage in stages], {name for stage in stages for name in stage.scratch}
             peers, train = self._world, trials.passes(lambda: part(0)).run
             self._unsaved = Unsaved(models, self._task.recipe, scratch, train, compute, peers)
-        trials.make(part(0, 2), lambda: part(0), lambda: part(1), compute, self._world, check)
+        try:
+            trials.make(part(0, 2), lambda: part(0), lambda: part(1), compute, self._world, check)
+        except RuntimeError as error:
+            if (named := pass_error(error)) is None:
+                raise
+            raise named from error
         rows[:] = [few_rows(part) for part in rows]  # not the whole batch
         self._again = trials, lambda: part(0)
         self._trials = trials.measured

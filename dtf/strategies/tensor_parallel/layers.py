@@ -49,6 +49,11 @@ class Divided(nn.Module):
         """Replace the whole tensors, which may be on meta, by this rank's slices. `made`: of parameters that several
         modules have, by identity of the whole one: it, and what was made of it.
         """
+        if "weight" in self._axes and "weight" not in self._parameters:
+            raise LayoutError(
+                f"the recipe's layout splits {name}, whose weight is no parameter of it but made from others in each "
+                "pass, as by weight_norm; leave it out of the splits"
+            )
         table = self.__dict__.setdefault(TABLE, {})
         for tensors in (self._parameters, self._buffers):
             for key, tensor in [*tensors.items()]:
