@@ -15,7 +15,7 @@ from dtf.core.errors import ConfigError
 from dtf.core.types import Place
 from dtf.distributed.mesh_sizes import MeshSizes
 from dtf.distributed.world import World
-from dtf.strategies.tensor_parallel.families import found_splits, with_found, with_splits
+from dtf.strategies.tensor_parallel.families import found_positions, found_splits, with_found, with_splits
 from tests.laws.test_tensor_layers import pair
 from tests.support.ranks import ranks
 from tests.support.toy import Toy
@@ -181,6 +181,17 @@ def test_layers_around_an_attention_are_found_in_order() -> None:
         splits = found_splits(nn.Sequential(nn.TransformerEncoderLayer(12, 3, 8)))
     assert list(splits) == ["0.linear1", "0.dropout", "0.linear2", "0.self_attn"]
     assert not any(isinstance(split, SplitBy) for split in splits.values())
+
+
+def test_positions_are_found_where_one_block_takes_what_another_gives() -> None:
+    """In a ModuleList anything may stand between them."""
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(12, 4, 8, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(12))
+        chain, free = nn.Sequential(nn.Sequential(layer)), nn.Sequential(nn.ModuleList([layer]))
+    assert found_positions(encoder, found_splits(encoder)) == ("layers.0", "layers.1", "norm")
+    assert found_positions(chain, found_splits(chain)) == ("0.0",)
+    assert found_positions(free, found_splits(free)) == ()
 
 
 def test_attention_with_fewer_heads_than_ranks_stays_whole() -> None:

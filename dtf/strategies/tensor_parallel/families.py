@@ -16,6 +16,7 @@ from dtf.strategies.tensor_parallel.layers import is_a
 from dtf.strategies.tensor_parallel.transformers_models import OUTPUTS, transformers_splits
 from dtf.strategies.tensor_parallel.windows import WINDOWS
 
+VIT_ENCODER = "torchvision.models.vision_transformer.Encoder"
 _MLP = "torchvision.ops.misc.MLP"
 
 
@@ -66,12 +67,14 @@ def found_positions(model: nn.Module, splits: Splits) -> tuple[str, ...]:
         for key, blocks in holder.named_children():
             name = f"{prefix}.{key}" if prefix else key
             members = [f"{name}.{member}" for member, _ in blocks.named_children()]
-            known = causal or all(_has_positions(block) for block in blocks.children())
+            whole = causal or type(holder).forward is nn.TransformerEncoder.forward or is_a(holder, VIT_ENCODER)
+            chained = whole or type(blocks).forward is nn.Sequential.forward  # else something may stand between them
+            known = causal or (chained and all(_has_positions(block) for block in blocks.children()))
             if not known or not members or not all(_splits_in(member, splits) for member in members):
                 continue
             siblings = [*holder.named_children()]
             after = siblings[[own for own, _ in siblings].index(key) + 1 :]
-            norms = [f"{prefix}.{own}" if prefix else own for own, part in after[:1] if _is_norm(part)]
+            norms = [f"{prefix}.{own}" if prefix else own for own, part in after[:1] if whole and _is_norm(part)]
             return (*members, *norms)
     return ()
 
