@@ -235,11 +235,6 @@ def pass_error(error: Exception) -> ConfigError | None:
             "a parameter is read outside of the passes of the module that has it, as by a loss through a global "
             "variable, where it is divided over ranks; return from forward() what is needed of it, or use strategy=ddp"
         )
-    if "does not support deepcopy" in str(error):
-        return ConfigError(
-            "the forward pass copies a module whose parameters are divided over ranks; make the copy in the "
-            "constructor, or use strategy=ddp"
-        )
     if "setStorage" in str(error):
         return ConfigError(
             "a parameter is used after its module has given it back, as by gradients of gradients in the loss; the "
