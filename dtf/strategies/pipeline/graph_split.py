@@ -264,7 +264,7 @@ def _is_input(node: Node) -> bool:
     """Whether it is the model's input or, of a nest, a part of it: that belongs to the first block, so that only
     tensors cross cuts.
     """
-    while node.op == "call_function" and isinstance(node.args[0], Node) and _takes_part(node):
+    while node.op == "call_function" and node.args and isinstance(node.args[0], Node) and _takes_part(node):
         node = node.args[0]
     return node.op == "placeholder"
 

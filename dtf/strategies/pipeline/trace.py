@@ -5,6 +5,8 @@ Says nothing about what is cut.
 
 from __future__ import annotations
 
+import builtins
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,9 +32,26 @@ class _Tracer(Tracer):
         self._opened = opened
         self._settings = {part: _settings(part) for part in model.modules()}
         self._modes = _modes()
+        self._known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
     def proxy(self, node: Node) -> Proxy:
         return _Proxy(node, self)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """The model's input, and what else it needs. Arguments with a default have it, as in a call with the input."""
+        first, *more = [*inspect.signature(root_fn).parameters.values()][1:]
+        needed = [each for each in more if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+        return root_fn, [self.root, *(self.create_proxy("placeholder", each.name, (), {}) for each in (first, *needed))]
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor) and id(a) not in self._known and a not in self.tensor_attrs:
+            shape = f"of shape {tuple(a.shape)}"
+            raise ValueError(
+                f"it computes a tensor {shape} from parameters alone, which leaves no trace"
+                if a.requires_grad
+                else f"it uses a tensor {shape}, which is neither a parameter nor a buffer; register it as a buffer"
+            )
+        return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
@@ -42,6 +61,11 @@ class _Tracer(Tracer):
             if self._settings.get(part, _settings(part)) != _settings(part):
                 target = ".".join(filter(None, (self.path_of_module(m), name)))
                 raise ValueError(f"it sets the mode or the momentum of {target}, which leaves no trace")
+        if _computes_again() and any(True for _ in m.buffers()):
+            raise ValueError(
+                f"it calls {self.path_of_module(m)} in torch.utils.checkpoint, which leaves no trace, and which changes "
+                "buffers twice"
+            )
         return super().call_module(m, forward, args, kwargs)
 
     def create_node(
@@ -76,13 +100,16 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _constructors_followed() -> Iterator[None]:
-    """A context in which tensors that are made from the sizes of others are a part of the graph."""
-    plain = {name: getattr(torch, name) for name in ("arange", "zeros", "ones", "full", "empty")}
+def _sizes_followed() -> Iterator[None]:
+    """A context in which sizes of tensors, and tensors that are made of sizes, are a part of the graph."""
+    plain = {(torch, name): getattr(torch, name) for name in ("arange", "zeros", "ones", "full", "empty")}
+    plain[builtins, "len"] = len
 
     def following(function: Any) -> Any:
         def _make(*args: Any, **kwargs: Any) -> Any:
-            proxies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Proxy)]
+            # a tuple of stand-ins has a length
+            values = args if function is plain[builtins, "len"] else tree_leaves((args, kwargs))
+            proxies = [value for value in values if isinstance(value, Proxy)]
             if proxies:
                 return proxies[0].tracer.create_proxy("call_function", function, args, kwargs)
             return function(*args, **kwargs)
@@ -90,16 +117,21 @@ def _constructors_followed() -> Iterator[None]:
         return _make
 
     try:
-        for name, function in plain.items():
-            setattr(torch, name, following(function))
+        for (owner, name), function in plain.items():
+            setattr(owner, name, following(function))
         yield
     finally:
-        for name, function in plain.items():
-            setattr(torch, name, function)
+        for (owner, name), function in plain.items():
+            setattr(owner, name, function)
 
 
 def _modes() -> tuple[bool, ...]:
     return (torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")))
+
+
+def _computes_again() -> bool:
+    """Whether what is called now is computed again in the backward pass, by `torch.utils.checkpoint`."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
@@ -119,7 +151,7 @@ def trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
         for module in model.modules():
             module.training = mode
         try:
-            with without_trace([model]), _constructors_followed():
+            with without_trace([model]), _sizes_followed():
                 graphs.append(_Tracer(opened, model).trace(model))
                 now = dict(model.named_buffers())
                 changed = changed or next(
