@@ -354,21 +354,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Sequence[Sequence[str]], str]]
     ),
     "dropout": (lambda: Made(lambda m, x: m.b(nn.functional.dropout(m.a(x), 0.5))), AB, "draws from a generator"),
     "no_grad": (lambda: Made(without_gradient), AB, "a runs under torch.no_grad"),
-    "constant": (
-        lambda: Made(lambda m, x: m.b(m.a(x)) + m.plain[0]),
-        AB,
-        "which is neither a parameter nor a buffer; register it",
-    ),
-    "parameters alone": (
-        lambda: Made(lambda m, x: m.b(m.a(x)) + sum(p.sum() for p in m.parameters())),
-        AB,
-        "it computes a tensor of shape () from parameters alone",
-    ),
-    "computed again": (
-        lambda: Shifting(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False))),
-        [["a.0"], ["b"]],
-        "it calls a in torch.utils.checkpoint, which leaves no trace, and which changes buffers twice",
-    ),
+    "constant": (lambda: Made(lambda m, x: m.b(m.a(x)) + m.plain[0]), AB, "no buffer and not made of its inputs"),
+    "alone": (lambda: Made(lambda m, x: m.b(x) + next(m.parameters()).sum()), AB, "from parameters alone"),
+    "again": (lambda: Shifting(lambda m, x: checkpoint(m.a, x, use_reentrant=False)), [["a.0"]], "utils.checkpoint"),
     "arguments": (lambda: TwoArguments(straight), AB, "its forward takes 2 arguments (x, y)"),
 }
 

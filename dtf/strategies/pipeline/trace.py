@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +17,9 @@ from torch import nn
 from torch.fx import Node, Proxy, Tracer
 from torch.utils._pytree import tree_leaves
 
+from dtf.core.author_line import author_line
 from dtf.core.errors import ConfigError
 from dtf.model.attributes import without_trace
-from dtf.model.author_errors import line_of
 from dtf.model.seeded_calls import drops
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -49,7 +50,8 @@ class _Tracer(Tracer):
             raise ValueError(
                 f"it computes a tensor {shape} from parameters alone, which leaves no trace"
                 if a.requires_grad
-                else f"it uses a tensor {shape}, which is neither a parameter nor a buffer; register it as a buffer"
+                else f"it uses a tensor {shape} that is no parameter, no buffer and not made of its inputs, so it "
+                "would stay as it is now"
             )
         return super().create_arg(a)
 
@@ -63,8 +65,8 @@ class _Tracer(Tracer):
                 raise ValueError(f"it sets the mode or the momentum of {target}, which leaves no trace")
         if _computes_again() and any(True for _ in m.buffers()):
             raise ValueError(
-                f"it calls {self.path_of_module(m)} in torch.utils.checkpoint, which leaves no trace, and which changes "
-                "buffers twice"
+                f"it calls {self.path_of_module(m)} in torch.utils.checkpoint, which leaves no trace, and which "
+                "changes buffers twice"
             )
         return super().call_module(m, forward, args, kwargs)
 
@@ -131,7 +133,7 @@ def _modes() -> tuple[bool, ...]:
 
 def _computes_again() -> bool:
     """Whether what is called now is computed again in the backward pass, by `torch.utils.checkpoint`."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
 
 
 def trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
@@ -152,14 +154,16 @@ def trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
             module.training = mode
         try:
             with without_trace([model]), _sizes_followed():
-                graphs.append(_Tracer(opened, model).trace(model))
-                now = dict(model.named_buffers())
-                changed = changed or next(
-                    (name for name, (buffer, version) in buffers.items() if _differs(now.get(name), buffer, version)),
-                    "",
-                )
+                try:
+                    graphs.append(_Tracer(opened, model).trace(model))
+                finally:
+                    now = dict(model.named_buffers())
+                    unlike = (name for name, before in buffers.items() if _differs(now.get(name), *before))
+                    changed = changed or next(unlike, "")
         except Exception as error:  # the model's own code, run on stand-ins for tensors, may raise anything
-            line = line_of(error)
+            if changed:
+                break
+            line = author_line([*traceback.walk_tb(error.__traceback__)])
             place = f"at {line}, {where}" if line else where
             raise refusal(model, f"its forward cannot be followed: {error}, {place}") from error
         finally:  # constants that the tracer met, and stand-ins that the forward assigned
