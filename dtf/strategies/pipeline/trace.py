@@ -10,6 +10,7 @@ import inspect
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -53,6 +54,9 @@ class _Tracer(Tracer):
                 else f"it uses a tensor {shape} that is no parameter, no buffer and not made of its inputs, so it "
                 "would stay as it is now"
             )
+        if isinstance(a, dict) and is_dataclass(a):  # outputs of transformers are both
+            values = {each.name: self.create_arg(getattr(a, each.name)) for each in fields(a)}
+            return self.create_node("call_function", type(a), (), values)
         return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
