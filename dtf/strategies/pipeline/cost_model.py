@@ -136,7 +136,7 @@ def _costs(
 
 def _sent(outputs: Sequence[Any], name: str, changed: Sequence[bool]) -> tuple[int, str]:
     """Bytes of what is used after a block, and why it cannot be sent on, or "". `changed`: whether what follows changes
-    it in place.
+    it in place. ConfigError for a view of what is changed.
     """
     why = f"the model cannot be cut after block {name}: "
     kinds = [type(value).__name__ for value in outputs if not isinstance(value, Tensor)]
@@ -147,7 +147,9 @@ def _sent(outputs: Sequence[Any], name: str, changed: Sequence[bool]) -> tuple[i
         )
     places = [value.untyped_storage()._cdata for value in outputs]
     if any(changes and places.count(place) > 1 for changes, place in zip(changed, places, strict=True)):
-        return 0, (f"{why}a tensor is changed in place later, and another that crosses is a view of it; copy one")
+        raise ConfigError(
+            f"{why}a tensor is changed in place later, and another that crosses is a view of it; copy one"
+        )
     return sum(value.nbytes for value in outputs), ""
 
 
