@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from dtf.adapters.made_parts import MadeParts
 from dtf.adapters.transformers_data import ForModel, items_of, splits_of
@@ -240,6 +241,8 @@ def _taking_dicts(model: Any) -> nn.Module:
     def _forward(self: Any, *inputs: Any, **named: Any) -> Any:
         if len(inputs) == 1 and isinstance(inputs[0], dict):
             return cls.forward(self, **inputs[0], **extras).logits
+        if any(isinstance(value, Proxy) for value in inputs):
+            raise TypeError("it takes a dict of tensors, and which ones only rows tell; use strategy=fsdp")
         return cls.forward(self, *inputs, **named)
 
     own = {"forward": _forward, "__qualname__": cls.__qualname__, "__module__": cls.__module__}

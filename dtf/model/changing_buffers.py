@@ -138,8 +138,17 @@ class ChangingBuffers:
         for buffer in self._stepped:
             buffer.rewind(self._overlapping)
 
+    def current(self) -> list[Tensor | None]:
+        """The buffers as the forward pass of a micro-batch left them. Before the backward pass of another one."""
+        return [buffer.current for buffer in self._stepped]
+
+    def put(self, current: list[Tensor | None]) -> None:
+        """Called before the backward pass of a micro-batch: what it computes again changes the buffers of its own."""
+        for buffer, tensor in zip(self._stepped, current, strict=True):
+            buffer.current = tensor
+
     def end_micro_batch(self) -> None:
-        """Called after a pass that counts."""
+        """Called after the forward and the backward pass of a micro-batch that counts."""
         for buffer in self._stepped:
             buffer.add()
 
@@ -210,9 +219,18 @@ class _Stepped:
         self.total = torch.zeros(tensor.shape, dtype=torch.float64, device=tensor.device)
 
     @property
+    def current(self) -> Tensor | None:
+        """What the module has."""
+        return self._module._buffers[self._key]
+
+    @current.setter
+    def current(self, tensor: Tensor | None) -> None:
+        self._module._buffers[self._key] = tensor
+
+    @property
     def value(self) -> Tensor:
         """The buffer as it is between two passes."""
-        current = self._module._buffers[self._key]
+        current = self.current
         if current is not self._tensor and current is not None:  # assigned meanwhile, such as by an evaluation
             self._tensor = current.detach()
         return self._tensor
@@ -225,12 +243,11 @@ class _Stepped:
     @torch.no_grad()
     def rewind(self, overlapping: bool) -> None:
         # a tensor of its own for each micro-batch where the backward pass of another may still need the last one
-        rewound = self._before.clone() if overlapping else self._tensor.copy_(self._before)
-        self._module._buffers[self._key] = rewound
+        self.current = self._before.clone() if overlapping else self._tensor.copy_(self._before)
 
     @torch.no_grad()
     def add(self) -> None:
-        value = self._module._buffers[self._key]
+        value = self.current
         if value is None or value.shape != self._before.shape:
             shape = "None" if value is None else tuple(value.shape)
             raise ConfigError(
@@ -252,7 +269,7 @@ class _Stepped:
         elif not applied:
             new = self._before
         self._tensor.copy_(new)
-        self._module._buffers[self._key] = self._tensor
+        self.current = self._tensor
 
 
 def _refuse_shared(model: nn.Module, rules: Mapping[str, BufferUpdate]) -> None:

@@ -311,8 +311,9 @@ class FindCalls(TorchFunctionMode):
                 continue
             if name or self._root:
                 self._draws[module] = FunctionDraws(module, name, self._masks)
-            before = module.register_forward_pre_hook(self._begin)
-            after = module.register_forward_hook(self._end, always_call=True)
+            # functions: a copy of a module would copy a method's object, and with it the whole model
+            before = module.register_forward_pre_hook(lambda module, inputs: self._begin(module, inputs))
+            after = module.register_forward_hook(lambda *called: self._end(*called), always_call=True)
             self._stack.callback(before.remove)
             self._stack.callback(after.remove)
         self._stack.callback(setattr, self._masks, "computing_again", self._masks.computing_again)

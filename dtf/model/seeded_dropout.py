@@ -6,7 +6,7 @@ import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -50,6 +50,9 @@ class SeededDropout:
                 module.__class__ = _seeded(type(module))
                 self._seeded.append(module)
                 module.__dict__ |= {"_masks": self, "_name": name, "_draws": Draws(self._seeded[-1])}
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a copy that a pass makes of a layer counts its calls with it, and so has masks of its own
 
     @contextmanager
     def record_input_norms(self) -> Iterator[dict[str, Tensor]]:

@@ -5,6 +5,8 @@ other rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -180,6 +182,7 @@ class FullSharding:
         if hasattr(model, SUMS_UNUSED):  # rows of one rank may use what those of another do not
             getattr(model, SUMS_UNUSED)(True)
         _unmark(model, task.compiled)
+        _refuse_copies(model, self._name)
         _prefetch([unit[0] for unit in units if isinstance(unit[0], FSDPModule)], self._options.prefetch)
 
 
@@ -191,6 +194,21 @@ def _unmark(model: nn.Module, compiled: Sequence[str]) -> None:
     for module in model.modules():
         if module not in kept:
             vars(module).pop("_is_fsdp_managed_module", None)
+
+
+def _refuse_copies(model: nn.Module, strategy: str) -> None:
+    """Have a copy of a module in a pass raise ConfigError: torch copies nothing of which it gathers parameters."""
+
+    def refuse(name: str, kind: str, memo: object) -> NoReturn:
+        raise ConfigError(
+            f"{strategy}: the forward pass copies {name or 'the model'} ({kind}) with copy.deepcopy(), and its "
+            "parameters are divided over ranks; pass them to torch.func.functional_call() instead, or use strategy=ddp"
+        )
+
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            kind = type(module).__name__.removeprefix("FSDP")
+            vars(module)["__deepcopy__"] = partial(refuse, name, kind)
 
 
 def _prefetch(heads: Sequence[FSDPModule], count: int) -> None:

@@ -251,13 +251,9 @@ def pass_error(error: Exception) -> ConfigError | None:
                 "classes, or strategy.context"
             )
         return ConfigError(
-            "a parameter is read outside of the passes of the module that has it, as by a loss through a global "
-            "variable, where it is divided over ranks; return from forward() what is needed of it, or use strategy=ddp"
-        )
-    if "does not support deepcopy" in str(error):
-        return ConfigError(
-            "the forward pass copies a module whose parameters are divided over ranks; make the copy in the "
-            "constructor, or use strategy=ddp"
+            "a tensor that is divided over ranks meets a whole one: the loss gets scores divided by classes, which "
+            "take dtf.cross_entropy and dtf.target_rank, or reads a parameter outside of the passes of the module that "
+            "has it, as through a global variable; return from forward() what is needed of it, or use strategy=ddp"
         )
     if "setStorage" in str(error):
         return ConfigError(

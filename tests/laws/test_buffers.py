@@ -42,6 +42,10 @@ def test_two_pipelines(kind: str) -> None:
     assert difference(reference(**case(kind)), run) < 1e-10
 
 
+def test_what_a_backward_pass_computes_again_changes_the_buffers_of_its_micro_batch() -> None:
+    assert difference(reference(**case("again")), spread("pipeline", 2, **case("again"))) < 1e-10
+
+
 @pytest.mark.parametrize("rows", [4, 10])
 def test_a_layer_that_some_ranks_do_not_use(rows: int) -> None:
     """In the only pass of a step, and in one of several: other ranks wait for the gradients of its parameters."""

@@ -76,6 +76,7 @@ def test_a_buffer_that_the_forward_pass_changes_is_refused(
     ("kind", "strategy", "options", "words"),
     [
         ("tied", "tensor", {}, "splits c, and another module has its weight too, which is cut in another way"),
+        ("copying", "fsdp", {}, r"the forward pass copies the model \(Copying\) with copy.deepcopy\(\)"),
         ("stubborn", "pipeline", {}, "has a train\\(\\) of its own"),
         pytest.param(
             "early",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -91,6 +93,13 @@ def test_masks_depend_on_seed_step_micro_batch_and_name_only() -> None:
     assert torch.equal(base, draw(0, 5, 2, "a"))
     for other in ((1, 5, 2, "a"), (0, 6, 2, "a"), (0, 5, 3, "a"), (0, 5, 2, "b")):
         assert not torch.equal(base, draw(*other))
+
+
+def test_a_copy_that_a_pass_makes_of_a_layer_draws_another_mask() -> None:
+    layer, masks = dropout()
+    masks.begin_micro_batch(0, 0)
+    x = torch.ones(64, 8)
+    assert not torch.equal(copy.deepcopy(layer)(x), layer(x))
 
 
 @pytest.mark.parametrize(

@@ -74,17 +74,18 @@ def attention(x: Tensor, slopes: Tensor, first: int, last: int, group: Any) -> f
     """How far attention of divided positions is from that of all, with another mask for each head."""
     whole = x.shape[2]
     mask = slopes.view(-1, 1, 1) * torch.arange(whole) / whole
-    here = SimpleNamespace(_of_context=lambda: (whole, first, last))
-    attend, bound = functional.scaled_dot_product_attention, 0.0
+    here: Any = SimpleNamespace(_of_context=lambda: (whole, first, last))
+    attend: Any = functional.scaled_dot_product_attention
+    bound = 0.0
     for given in (mask, mask[:1], mask[0].expand(2, 1, whole, whole)):
-        with _Exchange(here, "attention", group) as exchange:  # type: ignore[arg-type]
+        with _Exchange(here, "attention", group) as exchange:
             own = attend(*(x[:, :, first:last] / 100,) * 3, given)
         exchange.check()
         bound = max(bound, float((own - attend(*(x / 100,) * 3, given)[:, :, first:last]).abs().max()))
     with (
         _Exchange(here, "attention", group),
         pytest.raises(LayoutError, match="all 7 positions, so"),
-    ):  # type: ignore[arg-type]
+    ):
         attend(*(x[:, :, first:last],) * 3, mask[..., :2])
     return bound
 

@@ -203,3 +203,15 @@ def test_attention_with_fewer_heads_than_ranks_stays_whole() -> None:
     assert two.positions == ("0.0",)
     assert list(three.splits) == ["0.0.linear1", "0.0.dropout", "0.0.linear2"]
     assert three.positions == ()
+    with pytest.raises(ConfigError, match="0, which was found in its model, has fewer heads than 3 ranks; name layers"):
+        attention = nn.Sequential(nn.MultiheadAttention(12, 2))
+        with_splits(Layout(), attention, Toy(), "strategy=tensor", MeshSizes(tensor=3))
+
+
+@needs_transformers
+def test_grouped_queries_with_fewer_groups_than_ranks_stay_whole() -> None:
+    with torch.device("meta"):
+        model = of_transformers(*CAUSAL["qwen3"])
+    splits = with_splits(Layout(), model, Toy(), "strategy=tensor", MeshSizes(tensor=4)).splits
+    kept = {key.split(".layers.0.")[-1] for key in splits if "layers.1" not in key}
+    assert kept == {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "model.embed_tokens", "lm_head"}

@@ -190,8 +190,8 @@ FAULTS = [
     Fault(
         "buffers that passes change get other memory in each pass",
         "dtf/model/changing_buffers.py",
-        "rewound = self._before.clone() if overlapping else self._tensor.copy_(self._before)",
-        "rewound = self._before.clone()",
+        "self.current = self._before.clone() if overlapping else self._tensor.copy_(self._before)",
+        "self.current = self._before.clone()",
         ("tests/laws/test_host_waits.py::test_parameters_and_buffers_stay_in_place[ddp-average]",),
     ),
     Fault(

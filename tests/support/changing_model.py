@@ -6,7 +6,7 @@ counter of rows. `passes`: a counter of passes. `cache`: scratch memory. `spectr
 `skipped`: a normalisation that some batches leave out. `late`: a buffer that only some batches change. Normalisations:
 `own` has a forward pass of its own that counts and reads its averages; `still` is put into evaluation mode and back
 around its call; `momentum` gets another momentum in each pass; `reads` has averages that training reads; `shared` has
-those of another.
+those of another; `again` is computed again in the backward pass, as its author says.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RULES = {
     "own": {"inner.norm": BufferUpdate.mean},
     "reads": {"inner.norm": BufferUpdate.mean},
 }
-NORMS = ("siamese", "skipped", "own", "reads", "still", "momentum", "shared")
+NORMS = ("siamese", "skipped", "own", "reads", "still", "momentum", "shared", "again")
 
 
 @register("recipe", "changing")
@@ -78,6 +78,7 @@ def renorm(channels: int) -> nn.BatchNorm1d:
 def build(kind: str) -> nn.Module:
     import torch
     from torch import nn
+    from torch.utils.checkpoint import checkpoint
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -110,6 +111,8 @@ def build(kind: str) -> nn.Module:
                 y = y - self.norm.running_mean
             if kind == "still":
                 self.norm.eval()
+            if kind == "again":
+                return torch.relu(checkpoint(self.norm, y, use_reentrant=False))
             if kind in NORMS and (kind != "skipped" or bool(x.sum() > 0)):
                 y = self.norm(y)
             if kind == "still":

@@ -12,7 +12,7 @@ from dtf.core.errors import ConfigError
 from dtf.model.init import construct
 from dtf.strategies.pipeline.cost_model import count, measure
 from dtf.strategies.pipeline.graph_split import GraphSplit
-from dtf.strategies.pipeline.partition import Cost
+from dtf.strategies.pipeline.partition import Cost, partition
 from tests.unit.test_graph_split import Resnet
 
 
@@ -125,11 +125,12 @@ def test_integers_and_inputs_by_name(look: Any) -> None:
 @pytest.mark.parametrize("look", [measure, count])
 def test_only_tensors_cross_cuts(look: Any) -> None:
     split = GraphSplit(Words(between=True), [["table"], ["top"]])
-    with pytest.raises(
-        ConfigError,
-        match="cannot be cut after block table: only tensors can be sent on, what is used after it is .*int",
-    ):
-        look(split, WORDS, state_bytes)
+    costs = look(split, WORDS, state_bytes)
+    why = "cannot be cut after block table: only tensors can be sent on, and what is used after it has int"
+    assert why in costs[0].uncut
+    with pytest.raises(ConfigError, match=why):
+        partition(costs, 2, [1, 1])
+    assert partition([*costs, costs[1]], 2, [1, 1]) == [0, 2, 3]
 
 
 class Eager(nn.Module):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
@@ -97,8 +98,10 @@ class Tied(nn.Module):
         self.embed, self.body, self.out = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 4)
         self.register_buffer("shift", torch.full((4,), 0.5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, tokens: bool = True, **more: Any) -> Tensor:
         h = self.embed(x) * self.shift + torch.arange(x.shape[1], device=x.device)[:, None]
+        if tokens and mask is None:
+            h = torch.cat([self.out.bias.expand(len(x), len((x,)), -1), h], 1)
         h = self.body(torch.tanh(self.out(torch.tanh(self.body(h)))))
         return nn.functional.linear(h + self.shift, self.embed.weight)
 
@@ -311,6 +314,7 @@ class Shifting(Made):
     def __init__(self, forward: Callable[[Any, Tensor], Any]) -> None:
         super().__init__(forward)
         self.register_buffer("shift", torch.zeros(3))
+        self.a = nn.Sequential(self.a, nn.BatchNorm1d(3))  # type: ignore
 
 
 def once_more(model: Any, x: Tensor) -> Tensor:
@@ -350,11 +354,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Sequence[Sequence[str]], str]]
     ),
     "dropout": (lambda: Made(lambda m, x: m.b(nn.functional.dropout(m.a(x), 0.5))), AB, "draws from a generator"),
     "no_grad": (lambda: Made(without_gradient), AB, "a runs under torch.no_grad"),
-    "constant": (
-        lambda: Made(lambda m, x: m.b(m.a(x)) + m.plain[0]),
-        AB,
-        "which is neither a parameter nor a buffer; register it",
-    ),
+    "constant": (lambda: Made(lambda m, x: m.b(m.a(x)) + m.plain[0]), AB, "no buffer and not made of its inputs"),
+    "alone": (lambda: Made(lambda m, x: m.b(x) + next(m.parameters()).sum()), AB, "from parameters alone"),
+    "again": (lambda: Shifting(lambda m, x: checkpoint(m.a, x, use_reentrant=False)), [["a.0"]], "utils.checkpoint"),
     "arguments": (lambda: TwoArguments(straight), AB, "its forward takes 2 arguments (x, y)"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -175,6 +176,15 @@ def test_what_draws_nothing_is_left_as_it_is() -> None:
     frozen[1].eval()  # draws in evaluation too, from the global generator
     seeded(frozen, torch.ones(2, 4))
     assert names(frozen) == []
+
+
+def test_a_pass_that_copies_a_module_copies_nothing_else() -> None:
+    class Whole(nn.Sequential):
+        def __deepcopy__(self, memo: object) -> Any:
+            raise AssertionError("the whole model is copied")
+
+    model = Whole(nn.Linear(2, 2), Calling(lambda x, _: copy.deepcopy(model[0])(x) + F.dropout(x)))
+    assert names(model) == [] and seeded(model, torch.ones(3, 2)) and names(model) == ["1"]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

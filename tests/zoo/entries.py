@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -39,6 +39,7 @@ MODULES = (
     "counts",
     "functions",
     "reaches",
+    *(["transformers"] if importlib.util.find_spec("transformers") else []),
 )
 """The files `models_<name>.py`."""
 
@@ -57,7 +58,7 @@ class ZooModel:
     tags: frozenset[str] = field(default_factory=frozenset)
     refused: dict[str, str] = field(default_factory=dict)
     """Must be refused: strategy -> the cause (see `causes.CAUSES`); "*": all, one process too; "divided": all that
-    divide a global batch over replicas. No share of clean ones counts these.
+    divide a global batch over replicas, and others may. No share of clean ones counts these.
     """
     may: dict[str, str] = field(default_factory=dict)
     """As `refused`, for what may be refused and may be trained."""
@@ -79,7 +80,8 @@ class ZooModel:
 
     def must_refuse(self, strategy: str) -> str:
         """The cause for which a strategy has to refuse it; empty where it need not."""
-        return next((self.refused[key] for key in keys(strategy) if key in self.refused), "")
+        asked = [key for key in keys(strategy) if key != "divided" or strategy not in UNDIVIDED]
+        return next((self.refused[key] for key in asked if key in self.refused), "")
 
     def rows(self, rows: int, seed: int) -> tuple[Any, Tensor]:
         """`rows` rows, the same each time."""
@@ -92,6 +94,10 @@ ALIKE = {
     "mesh pipeline=2 tensor=2": ("tensor", "pipeline"),
 }
 """What an entry says of a strategy also holds of a mesh that does the same."""
+
+
+UNDIVIDED = ("tensor", "pipeline", "mesh tensor=2", "mesh pipeline=2 tensor=2")
+"""Strategies under which one replica of the model computes all rows."""
 
 
 def keys(strategy: str) -> tuple[str, ...]:

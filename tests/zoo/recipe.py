@@ -69,6 +69,12 @@ LAYOUTS: dict[str, Layout] = {
     "timm_cait": Layout(splits=_mlps_of_timm("blocks.0.mlp", "blocks.1.mlp", "blocks_token_only.0.mlp")),
     "timm_xcit": Layout(splits=_mlps_of_timm("blocks.0.mlp")),
     "timm_mixer": Layout(splits=_mlps_of_timm("blocks.0.mlp_tokens", "blocks.1.mlp_channels")),
+    **{
+        f"hf_{name}": Layout(
+            _chain(f"{name}.embeddings", *(f"{name}.encoder.layer.{i}" for i in range(3)), "classifier")
+        )
+        for name in ("bert", "roberta")
+    },
     "gru_language_model": Layout((("embed",), ("gru",), ("decoder",))),
     "batch_norm": Layout((("0", "1"), ("3",)), {"0": Split.column, "1": Split.local, "3": Split.row}),
     "deep": Layout(tuple((str(i),) for i in (0, 2, 4, 6, 8)), {"0": Split.column, "2": Split.row}),

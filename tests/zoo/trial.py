@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dtf.api.layout import Layout
+from dtf.api.layout import Layout, SplitBy
 from dtf.api.registry import lookup
 from dtf.config.settings import load_parts
 from dtf.strategies.buffers import SHARE
 from tests.support.harness import _enums
 from tests.support.ranks import MORE, ranks
 from tests.zoo import plain
-from tests.zoo.causes import cause_of
+from tests.zoo.causes import CAUSES, cause_of
 from tests.zoo.entries import ZooModel, keys, load_zoo
 from tests.zoo.recipe import LAYOUTS
 
@@ -290,12 +290,14 @@ def is_allowed(entry: ZooModel, strategy: str, processes: int, outcome: Outcome)
     if name == "pipeline" or "pipeline" in options:
         parts = len(layout.blocks) // options.get("pipeline", processes)
     if name == "tensor" or "tensor" in options:
-        parts = min(parts, len(layout.splits))
-    if not parts and outcome.kind == "refused" and outcome.cause in ("layout", must):
+        heads = [by.groups or by.heads for by in layout.splits.values() if isinstance(by, SplitBy) and by.heads]
+        enough = min(heads, default=processes) >= options.get("tensor", processes)
+        parts = min(parts, len(layout.splits)) if enough else 0
+    if not parts and outcome.kind == "refused" and outcome.cause in CAUSES:
         return True
     if must:
         return (outcome.kind, outcome.cause) == ("refused", must)
-    may = [entry.may[key] for key in keys(strategy) if key in entry.may]
+    may = [causes[key] for causes in (entry.refused, entry.may) for key in keys(strategy) if key in causes]
     return outcome.kind == "same" or (outcome.kind == "refused" and outcome.cause in may)
 
 

@@ -127,27 +127,32 @@ def _costs(
                     "fails there too"
                 ) from error
             last = index == len(split) - 1
-            if not last and not all(isinstance(value, Tensor) for value in outputs):
-                kinds = ", ".join(type(value).__name__ for value in outputs)
-                raise ConfigError(
-                    f"the model cannot be cut after block {name}: only tensors can be sent on, what is used after it "
-                    f"is {kinds}"
-                )
-            places = [value.untyped_storage()._cdata for value in outputs] if not last else []
-            if any(
-                changes and places.count(place) > 1
-                for changes, place in zip(split.changed(index + 1) if places else [], places, strict=True)
-            ):
-                raise ConfigError(
-                    f"the model cannot be cut after block {name}: a tensor is changed in place later, and another "
-                    "that crosses is a view of it; copy one"
-                )
-            yield Cost(name, cost, state, kept, 0 if last else sum(value.nbytes for value in outputs), again, shared)
+            sent, uncut = (0, "") if last else _sent(outputs, name, split.changed(index + 1))
+            yield Cost(name, cost, state, kept, sent, again, shared, uncut)
             values = outputs
             # its graph and it refer to each other, and would stay until they are collected
             for part in block.modules():
                 part._parameters.clear()
                 part._buffers.clear()
+
+
+def _sent(outputs: Sequence[Any], name: str, changed: Sequence[bool]) -> tuple[int, str]:
+    """Bytes of what is used after a block, and why it cannot be sent on, or "". `changed`: whether what follows changes
+    it in place. ConfigError for a view of what is changed.
+    """
+    why = f"the model cannot be cut after block {name}: "
+    kinds = [type(value).__name__ for value in outputs if not isinstance(value, Tensor)]
+    if kinds:
+        return 0, (
+            f"{why}only tensors can be sent on, and what is used after it has {', '.join(kinds)}; read sizes again "
+            "where they are used, or name it and what follows as one block in Recipe.layout"
+        )
+    places = [value.untyped_storage()._cdata for value in outputs]
+    if any(changes and places.count(place) > 1 for changes, place in zip(changed, places, strict=True)):
+        raise ConfigError(
+            f"{why}a tensor is changed in place later, and another that crosses is a view of it; copy one"
+        )
+    return sum(value.nbytes for value in outputs), ""
 
 
 class _Trial:

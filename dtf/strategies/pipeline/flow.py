@@ -103,6 +103,8 @@ class Flow:
                 self._stages[s].sync(j == len(parts) - 1)
                 with section("backward"):
                     self._backward(s, j, held.pop((s, j)), messages)
+                if j not in padding:
+                    self._stages[s].changing.end_micro_batch()
         for channel in (*self._pipeline.forward, *self._pipeline.backward):
             channel.flush()
         return merge_evaluated(measured, self._device)
@@ -113,29 +115,29 @@ class Flow:
         inputs = messages.inputs(s, j) if s else ()
         given = inputs if s else (batch.inputs,)
         outputs = self._passes.forward(self._stages[s].model, *given, cast=not s, narrow=self._seen is None)
-        if train and counts:
-            self._stages[s].changing.end_micro_batch()
+        changed = self._stages[s].changing.current()
         if s < self._pipeline.last:
             messages.send_outputs(s, j, outputs)
-            return Held(inputs, tuple(t for t in outputs if t.requires_grad), None), None
+            return Held(inputs, tuple(t for t in outputs if t.requires_grad), None, changed), None
         if self._seen is not None:
             self._seen.append(outputs)
-            return Held(inputs, (), None), None
+            return Held(inputs, (), None, changed), None
         outputs, loss = self._passes.losses(outputs, batch)
         total, seed = self._passes.seeded(loss, factor)
         if loss.counts is not None:
             self.counts = self.counts + loss.counts
             self.counted = True
         if not counts:
-            return Held(inputs, (total,), seed), None
+            return Held(inputs, (total,), seed, changed), None
         measured = (
             Evaluated(self._passes.measure(outputs, batch, loss), None)
             if train
             else self._passes.evaluated(outputs, batch, loss)
         )
-        return Held(inputs, (total,), seed), measured
+        return Held(inputs, (total,), seed, changed), measured
 
     def _backward(self, s: int, j: int, kept: Held, messages: StageMessages) -> None:
+        self._stages[s].changing.put(kept.changed)
         gradients = (kept.seed,) if kept.seed is not None else messages.gradients(s, j)
         if any(output.requires_grad for output in kept.outputs):
             torch.autograd.backward(kept.outputs, gradients)

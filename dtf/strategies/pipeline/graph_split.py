@@ -46,7 +46,7 @@ class GraphSplit:
         self._block_of = {name: index for index, block in enumerate(blocks) for name in block}
         opened = self._opened(fine)
         for name in sorted({"", *opened}):
-            if type(self._modules[name]).train is not nn.Module.train:
+            if not _only_passes_modes_on(self._modules[name]):
                 raise refusal(
                     model,
                     f"{name or 'it'} has a train() of its own, of which its parts would not hear; freeze parts in "
@@ -258,6 +258,13 @@ def refuse_hooks_of_root(model: nn.Module) -> None:
         raise refusal(
             model, f"the whole model has {found}, and no stage is the whole model; put them on a module in it"
         )
+
+
+def _only_passes_modes_on(module: nn.Module) -> bool:
+    """Whether `train()` tells parts of the mode, and does nothing else."""
+    train = type(module).train
+    of_transformers = train.__module__ == "transformers.modeling_utils"  # it changes kernels where they are asked for
+    return train is nn.Module.train or (of_transformers and not getattr(module, "use_kernels", True))
 
 
 def _is_input(node: Node) -> bool:

@@ -6,6 +6,7 @@ Torch-free, measures nothing.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -44,11 +45,13 @@ class Cost:
     """What its backward pass computes again, to have it once more until it is done."""
     shared: Mapping[str, int] = field(default_factory=dict)
     """Those of `state_bytes` that are of a parameter which other blocks use too, by its name: a stage has it once."""
+    uncut: str = ""
+    """Why no stage can end with the block; empty: one can."""
 
 
 def partition(costs: Sequence[Cost], stages: int, in_flight: InFlight, memory_bytes: int = 0) -> list[int]:
     """Bounds, (stages + 1), of the runs of blocks whose largest work is least, and among those the ones with the least
-    bytes across cuts.
+    bytes across cuts. None ends with a block that is `uncut`.
 
     The memory of each stage, see `memory`, is at most `memory_bytes` (0: no bound). Exact: dynamic programming over
     (stage, first block), O(stages x blocks^2). Raises ConfigError when there is no such cut.
@@ -58,17 +61,19 @@ def partition(costs: Sequence[Cost], stages: int, in_flight: InFlight, memory_by
         raise ConfigError(f"{count} blocks do not make {stages} stages; use {f'1 to {count}' if count > 1 else 1}")
     works, held = _work_of_runs(costs), _held(in_flight, stages)
 
-    def need(stage: int, first: int, last: int) -> int:
-        return memory(costs, first, last, held[stage])
+    def need(stage: int, first: int, last: int) -> float:
+        return math.inf if last < count and costs[last - 1].uncut else memory(costs, first, last, held[stage])
 
     @cache
     def work(stage: int, first: int, last: int) -> float:
-        fits = not memory_bytes or need(stage, first, last) <= memory_bytes
+        fits = need(stage, first, last) <= (memory_bytes or sys.maxsize)
         return works[first][last - first - 1] if fits else math.inf
 
     least, _ = _best(count, stages, work, max)
     if least == math.inf:
         smallest, _ = _best(count, stages, need, max)
+        if smallest == math.inf:
+            raise ConfigError(next(cost.uncut for cost in costs if cost.uncut))
         raise TooLarge(
             f"no cut of {count} blocks into {stages} stages fits into {human(memory_bytes)} per stage; the least that "
             f"one needs is {human(smallest)}: "

@@ -174,6 +174,8 @@ def _bounds(
                 f"{key}={spec.memory_bytes / 2**30:.4g}: {error}{more}; the least is {key}={needed}"
             ) from error
     bounds = _named(blocks, spec.begins)
+    if uncut := next((costs[first - 1].uncut for first in bounds[1:-1] if costs[first - 1].uncut), ""):
+        raise ConfigError(uncut)
     needs = [partition.memory(costs, bounds[s], bounds[s + 1], spec.in_flight[s]) for s in range(stages)]
     if most and max(needs) > most:
         given, needed = f"strategy.memory_gb={spec.memory_bytes / 2**30:.4g}", _gib(max(needs) * spec.virtual)

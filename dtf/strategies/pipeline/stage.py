@@ -25,6 +25,7 @@ class Held(NamedTuple):
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]  # of the last stage: what is differentiated
     seed: Tensor | None
+    changed: list[Tensor | None]  # the buffers that its passes change
 
 
 class Stage:

@@ -5,8 +5,12 @@ Says nothing about what is cut.
 
 from __future__ import annotations
 
+import builtins
+import inspect
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -14,9 +18,9 @@ from torch import nn
 from torch.fx import Node, Proxy, Tracer
 from torch.utils._pytree import tree_leaves
 
+from dtf.core.author_line import author_line
 from dtf.core.errors import ConfigError
 from dtf.model.attributes import without_trace
-from dtf.model.author_errors import line_of
 from dtf.model.seeded_calls import drops
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -30,9 +34,30 @@ class _Tracer(Tracer):
         self._opened = opened
         self._settings = {part: _settings(part) for part in model.modules()}
         self._modes = _modes()
+        self._known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
     def proxy(self, node: Node) -> Proxy:
         return _Proxy(node, self)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """The model's input, and what else it needs. Arguments with a default have it, as in a call with the input."""
+        first, *more = [*inspect.signature(root_fn).parameters.values()][1:]
+        needed = [each for each in more if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+        return root_fn, [self.root, *(self.create_proxy("placeholder", each.name, (), {}) for each in (first, *needed))]
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor) and id(a) not in self._known and a not in self.tensor_attrs:
+            shape = f"of shape {tuple(a.shape)}"
+            raise ValueError(
+                f"it computes a tensor {shape} from parameters alone, which leaves no trace"
+                if a.requires_grad
+                else f"it uses a tensor {shape} that is no parameter, no buffer and not made of its inputs, so it "
+                "would stay as it is now"
+            )
+        if isinstance(a, dict) and is_dataclass(a):  # outputs of transformers are both
+            values = {each.name: self.create_arg(getattr(a, each.name)) for each in fields(a)}
+            return self.create_node("call_function", type(a), (), values)
+        return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
@@ -42,6 +67,11 @@ class _Tracer(Tracer):
             if self._settings.get(part, _settings(part)) != _settings(part):
                 target = ".".join(filter(None, (self.path_of_module(m), name)))
                 raise ValueError(f"it sets the mode or the momentum of {target}, which leaves no trace")
+        if _computes_again() and any(True for _ in m.buffers()):
+            raise ValueError(
+                f"it calls {self.path_of_module(m)} in torch.utils.checkpoint, which leaves no trace, and which "
+                "changes buffers twice"
+            )
         return super().call_module(m, forward, args, kwargs)
 
     def create_node(
@@ -76,13 +106,16 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _constructors_followed() -> Iterator[None]:
-    """A context in which tensors that are made from the sizes of others are a part of the graph."""
-    plain = {name: getattr(torch, name) for name in ("arange", "zeros", "ones", "full", "empty")}
+def _sizes_followed() -> Iterator[None]:
+    """A context in which sizes of tensors, and tensors that are made of sizes, are a part of the graph."""
+    plain = {(torch, name): getattr(torch, name) for name in ("arange", "zeros", "ones", "full", "empty")}
+    plain[builtins, "len"] = len
 
     def following(function: Any) -> Any:
         def _make(*args: Any, **kwargs: Any) -> Any:
-            proxies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Proxy)]
+            # a tuple of stand-ins has a length
+            values = args if function is plain[builtins, "len"] else tree_leaves((args, kwargs))
+            proxies = [value for value in values if isinstance(value, Proxy)]
             if proxies:
                 return proxies[0].tracer.create_proxy("call_function", function, args, kwargs)
             return function(*args, **kwargs)
@@ -90,16 +123,21 @@ def _constructors_followed() -> Iterator[None]:
         return _make
 
     try:
-        for name, function in plain.items():
-            setattr(torch, name, following(function))
+        for (owner, name), function in plain.items():
+            setattr(owner, name, following(function))
         yield
     finally:
-        for name, function in plain.items():
-            setattr(torch, name, function)
+        for (owner, name), function in plain.items():
+            setattr(owner, name, function)
 
 
 def _modes() -> tuple[bool, ...]:
     return (torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")))
+
+
+def _computes_again() -> bool:
+    """Whether what is called now is computed again in the backward pass, by `torch.utils.checkpoint`."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
 
 
 def trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
@@ -119,15 +157,17 @@ def trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
         for module in model.modules():
             module.training = mode
         try:
-            with without_trace([model]), _constructors_followed():
-                graphs.append(_Tracer(opened, model).trace(model))
-                now = dict(model.named_buffers())
-                changed = changed or next(
-                    (name for name, (buffer, version) in buffers.items() if _differs(now.get(name), buffer, version)),
-                    "",
-                )
+            with without_trace([model]), _sizes_followed():
+                try:
+                    graphs.append(_Tracer(opened, model).trace(model))
+                finally:
+                    now = dict(model.named_buffers())
+                    unlike = (name for name, before in buffers.items() if _differs(now.get(name), *before))
+                    changed = changed or next(unlike, "")
         except Exception as error:  # the model's own code, run on stand-ins for tensors, may raise anything
-            line = line_of(error)
+            if changed:
+                break
+            line = author_line([*traceback.walk_tb(error.__traceback__)])
             place = f"at {line}, {where}" if line else where
             raise refusal(model, f"its forward cannot be followed: {error}, {place}") from error
         finally:  # constants that the tracer met, and stand-ins that the forward assigned

@@ -13,6 +13,7 @@ from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.distributed.mesh_sizes import MeshSizes
 from dtf.strategies.tensor_parallel.layers import is_a
+from dtf.strategies.tensor_parallel.slices import DEGREE
 from dtf.strategies.tensor_parallel.transformers_models import OUTPUTS, transformers_splits
 from dtf.strategies.tensor_parallel.windows import WINDOWS
 
@@ -27,14 +28,15 @@ def with_splits(layout: Layout, model: nn.Module, recipe: Recipe, name: str, siz
     if sizes.layer_ranks == 1:
         return layout
     whole = with_found(layout, model)
-    small = [
-        key for key, by in whole.splits.items() if key not in layout.splits and _is_small(model, key, by, sizes.tensor)
-    ]
+    small = _few_heads(model, {key: by for key, by in whole.splits.items() if key not in layout.splits}, sizes.tensor)
     splits = {key: by for key, by in whole.splits.items() if key not in small}
     if not splits and not recipe.tables():  # tables are divided anyway
+        what = "nothing was found in its model that dtf knows how to split"
+        if small:
+            what = f"{min(small)}, which was found in its model, has fewer heads than {sizes.tensor} ranks"
         raise ConfigError(
-            f"{name}: the layout of {type(recipe).__name__} splits no module, and nothing was found in its model that "
-            "dtf knows how to split; name layers in Recipe.layout (docs/strategies.md), or use strategy=fsdp, which "
+            f"{name}: the layout of {type(recipe).__name__} splits no module, and {what}; name layers in Recipe.layout "
+            f"(docs/strategies.md), {f'use fewer ranks, see {DEGREE}, ' if small else ''}or use strategy=fsdp, which "
             "divides any model"
         )
     # the positions of attention that stays whole cannot be divided
@@ -53,9 +55,15 @@ def with_found(layout: Layout, model: nn.Module) -> Layout:
     )
 
 
-def _is_small(model: nn.Module, key: str, by: Split | SplitBy, ranks: int) -> bool:
-    """Whether this is attention with fewer heads than ranks."""
-    return by is Split.heads and cast(int, model.get_submodule(key).num_heads) < ranks
+def _few_heads(model: nn.Module, found: Splits, ranks: int) -> set[str]:
+    """The found splits of attention with fewer heads, or groups of them, than ranks."""
+    small = set[str]()
+    for key, by in found.items():
+        heads = cast(int, model.get_submodule(key).num_heads) if by is Split.heads else 0
+        if 0 < (by.groups or by.heads if isinstance(by, SplitBy) else heads) < ranks:
+            small.add(key)
+    within = {key.rpartition(".")[0] for key in small if isinstance(found[key], SplitBy)}
+    return small | {key for key, by in found.items() if by is Split.whole and key.rpartition(".")[0] in within}
 
 
 def found_positions(model: nn.Module, splits: Splits) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ def heads_here(name: str, by: SplitBy, mesh: DeviceMesh) -> tuple[int, int, int]
             f"the recipe's layout gives {name} {by.heads} heads in {groups} groups, which do not divide them"
         )
     if groups < mesh.size():
-        of = f"{count_text(groups, 'head')}{' of keys and values' if by.groups else ''}"
+        of = count_text(groups, "key-value head" if by.groups else "head")
         raise ConfigError(
             f"{name} has {of}, fewer than the {mesh.size()} ranks that divide them; use at most {groups} "
             f"({DEGREE}), or leave this attention out of the layout's splits"
