@@ -22,11 +22,15 @@ class StateSlices(NamedTuple):
     layers: tuple[tuple[str, float], ...] = ()  # modules that ranks divide, and the share of the rank that has most
 
     def here(self, name: str, numbers: int) -> tuple[int, int, int]:
-        """How many numbers of a parameter, its gradient and each of its optimizer's tensors a rank has at most."""
+        """How many numbers of a parameter, its gradient and each of its optimizer's tensors a rank has at most. What is
+        gathered is there beside the slices.
+        """
         share = next((share for module, share in self.layers if name.startswith(f"{module}.")), 1.0)
         here = math.ceil(share * numbers)
+        if self.shard == 1:
+            return here, here, here
         sliced = -(-here // self.shard)
-        return sliced if self.zero > 2 else here, sliced if self.zero > 1 else here, sliced
+        return sliced + here * (self.zero < 3), sliced + here * (self.zero < 2), sliced
 
 
 WHOLE = StateSlices()

@@ -53,6 +53,11 @@ class Mesh(PipelineOptions, ShardOptions, TableOptions, MeshStrategy):
                         f"strategy.{field.name}={said} is of the axis {axis}, which has one rank here; use "
                         f"strategy.{axis}=2 or more, or leave strategy.{field.name} out"
                     )
+        if self.context > 1 and task.recipe.tables():
+            raise ConfigError(
+                f"strategy.context={self.context} divides the positions of a row, and {type(task.recipe).__name__} has "
+                "sparse tables, whose rows are those of all of them; use strategy.tensor or strategy.shard"
+            )
         super().check(task, processes, devices)
 
     def sizes(self, processes: int) -> MeshSizes:

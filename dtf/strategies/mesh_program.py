@@ -62,6 +62,7 @@ def mesh_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task,
         sum_gradients([model])
         sync = sharding.gradient_sync([model])
     replica = Replica(model, task, world.device, sync=sync, layout=layout)
+    replica.instead = strategy.one_share
     if positions is not None:
         replica.take_positions(positions)
     partial_names = () if positions is None else positions.partial

@@ -39,8 +39,8 @@ class MeshStrategy(MeshOptions, Strategy):
             )
         if self.zero < 3 and sizes.shard == 1 and processes > 1:
             raise ConfigError(
-                f"strategy.zero={self.zero} says what ranks of strategy.shard have in slices, and there is one such "
-                "rank; use strategy.shard=2 or more, or strategy.zero=3"
+                f"strategy.zero={self.zero} says what ranks have in slices, and {sizes} leaves one rank to each; use "
+                "more processes, another size of the other axes, or strategy.zero=3"
             )
         if self.zero < 3 and not self.reshard_after_forward:
             raise ConfigError(

@@ -7,6 +7,7 @@ same.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import MappingProxyType
@@ -43,6 +44,9 @@ neither with autocast.
 TF32 = 2e-2
 """The same, where a GPU rounds factors to TF32."""
 
+LONG_S = 30.0
+"""A whole model that takes longer for the first comparison makes no second one."""
+
 Part = tuple[nn.Module, Mapping[str, str]]
 """A model or a part of one, and what the model calls the parameters that are called otherwise there."""
 
@@ -64,23 +68,26 @@ class OutputReference:
             return
         assert task.sample is not None
         self._rows = task.sample(ROWS)
-        self._skipped = self._compute(model)
-        if not self._skipped and self._format in (Format.fp64, Format.fp32) and not precision.tf32:
+        self._skipped, quick = self._compute(model)
+        if quick and not self._skipped and self._format in (Format.fp64, Format.fp32) and not precision.tf32:
             self._numbers.append(_Numbers.others(model))  # formats with fewer bits would make more of rounding
             with suppress(*RAISED), self._numbers[1].put([(model, {})]):  # it may not take all numbers
                 self._outputs.append(self._whole(model))
 
-    def _compute(self, model: nn.Module) -> str:
-        """The outputs, or why there are none, alike on all ranks: a model for GPUs may need one."""
-        why = ""
+    def _compute(self, model: nn.Module) -> tuple[str, bool]:
+        """The outputs. Returns why there are none, as a model for GPUs may need one, and whether they took little time,
+        alike on all ranks.
+        """
+        why, began = "", time.monotonic()
         try:
             self._outputs.append(self._whole(model))
         except Exception as error:
             if self._world.device.type == "cpu":
                 raise
             why = f"the whole model does not run on CPU ({type(error).__name__}: {' '.join(str(error).split())})"
-        everyone = self._world.gather(why)
-        return self._world.broadcast(everyone and next(filter(None, everyone), ""))
+        everyone = self._world.gather((why, time.monotonic() - began < LONG_S))
+        told = everyone and (next(filter(None, (why for why, _ in everyone)), ""), all(quick for _, quick in everyone))
+        return self._world.broadcast(told)
 
     def _whole(self, model: nn.Module) -> list[Tensor]:
         dtype = next(model.parameters()).dtype
@@ -104,7 +111,7 @@ class OutputReference:
             return {}
         if self._skipped:
             return {"compared": f"no outputs with those of the whole model: {self._skipped}"}
-        modules, divided, most = [model for model, _ in models], f"{name}: {self._dims.sizes}", 0.0
+        modules, divided, errors = [model for model, _ in models], f"{name}: {self._dims.sizes}", list[float]()
         for before, numbers in zip(self._outputs, self._numbers, strict=False):
             with ExitStack() as stack:
                 stack.enter_context(numbers.put(models))
@@ -117,14 +124,20 @@ class OutputReference:
             for now, whole in zip(_floating(outputs), before if outputs is not None else (), strict=True):
                 sums += _apart(now, whole, f"{name}: with {self._dims.sizes}")
             self._world.reduce(sums)
-            most = max(most, self._checked(sums, divided))
-        return {"compared": f"outputs for {ROWS} rows with those of the whole model: {most:.0e} of their size apart"}
+            errors.append(self._checked(sums, divided))
+        if all(map(math.isnan, errors)):
+            return {"compared": "no outputs with those of the whole model: they are not finite"}
+        most = max(error for error in errors if not math.isnan(error))
+        once = "" if len(errors) > 1 else ", as the model starts alone"
+        return {
+            "compared": f"outputs for {ROWS} rows with those of the whole model{once}: {most:.0e} of their size apart"
+        }
 
     def _checked(self, sums: Tensor, divided: str) -> float:
         """The difference beside the outputs. LayoutError where it is more than rounding."""
         error = (sums[0] / sums[1].clamp(min=1e-300)).sqrt().item()
         if not torch.isfinite(sums[1]):
-            return 0.0
+            return math.nan
         if error <= (TF32 if self._task.precision.tf32 else BOUNDS[self._format]):
             return error
         raise LayoutError(

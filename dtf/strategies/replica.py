@@ -104,23 +104,19 @@ class Replica:
         kept = partial(passes_without_trace, [model], task.recipe)
         train = partial(self._trial, micro_batch=0, last=False, compiled=True)
         self.compile_trial = CompileTrial(self._compiled, train, self._trial_evaluation, kept, task)
-        self.clipped = ""
-        """A gradient that does not grow with the loss, as `warmup` found; empty: all do."""
+        self.clipped = ""  # a gradient that does not grow with the loss, as `warmup` found; empty: all do
         self._padded = ""  # a gradient that is not zero for padding rows
-        self.start_numbers: Numbers = {}
-        """Of a trial pass of `warmup`."""
+        self.start_numbers: Numbers = {}  # of a trial pass of `warmup`
         self.shared_changes: list[str] = []  # by `warmup`, see `SharedState.changed`
         self.pads = False  # whether a full batch has a pass over padding on some rank
         self.counts: Tensor | None = None
         """Of this replica's micro-batches: what the sum of losses is divided by in place of rows, ()."""
-        self._cut: frozenset[str] | None = frozenset()  # see `Positions.cut`
-        self.partial = frozenset[str]()  # parameters with gradients that ranks computing a layer together sum up
+        self.positions: Positions | None = None
         model.train()
 
     def take_positions(self, positions: Positions) -> None:
         """The positions of its rows are divided."""
-        positions.masks, self._passes.carry = self.masks, positions.carry
-        self.partial, self._cut = positions.partial_of(self.model), positions.cut
+        positions.masks, self._passes.carry, self.positions = self.masks, positions.carry, positions
 
     @property
     def equal_passes(self) -> bool:
@@ -257,6 +253,8 @@ class Replica:
                 self.start_numbers = self._trial(rows[1], 0)
                 outside.refuse()
                 drew = self.masks.draws_elsewhere or self.masks.drew(seeded)
+                if self.positions is not None:
+                    self.positions.refuse_changed(changed(), self.scratch)
                 written = self._written(rows[0]) if self.divided or self._cuts else []
                 if self.divided:
                     refuse_hooks_on_sums(self.model, self.instead)
@@ -355,7 +353,8 @@ class Replica:
         self.changing.begin()
         self._begin_random(0, micro_batch)
         footprint = Footprint() if len(self.trials) < 2 and not compiled else None
-        with counted(footprint, {self.model: self._cut}), nullcontext() if compiled else uncompiled(self._compiled):
+        cut = () if self.positions is None else self.positions.cut
+        with counted(footprint, {self.model: cut}), nullcontext() if compiled else uncompiled(self._compiled):
             start = torch.full((), factor, device=self._device)
             sums = self._pass(part, start, last or self._sync is not None)
         numbers, undivided = pass_numbers(self.model, sums, self.changing.norms())

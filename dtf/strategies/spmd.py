@@ -155,11 +155,9 @@ class Spmd(ReadsAhead):
         if drew:
             raise global_rng_error(_ALIKE, drawing[0] if drawing else "")
         self.row_flops = row_flops(self._replica.trials, self._dims.total, self._dims.total_of_segments)
-        seen |= {
-            f"gradients of {name}": norm
-            for name, norm in self._replica.undivided.items()
-            if name not in self._replica.partial
-        }
+        positions = self._replica.positions
+        partial = () if positions is None else positions.partial_of(model)
+        seen |= {f"gradients of {name}": norm for name, norm in self._replica.undivided.items() if name not in partial}
         sums = {
             name: torch.tensor(n).abs() for name, n in self._replica.start_numbers.items() if name.startswith("sum ")
         }

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
@@ -82,6 +83,17 @@ def attention(x: Tensor, slopes: Tensor, first: int, last: int, group: Any) -> f
             own = attend(*(x[:, :, first:last] / 100,) * 3, given)
         exchange.check()
         bound = max(bound, float((own - attend(*(x / 100,) * 3, given)[:, :, first:last]).abs().max()))
+    longer = torch.cat([x, x], 2) / 100
+    exchange = _Exchange(here, "attention", group)
+    for count in (2 * whole, 3):  # rows that leave a rank one position or none
+        here._of_context = lambda count=count: (count, *bounds(count, group.size(), dist.get_rank(group)))
+        part = longer[:, :, slice(*here._of_context()[1:])]
+        with exchange:
+            own = attend(part, part, part, is_causal=part.shape[2] > 1)
+        exchange.check()
+        expected = attend(*(longer[:, :, :count],) * 3, is_causal=True)[:, :, slice(*here._of_context()[1:])]
+        bound = max(bound, float((own - expected).abs().max()) if own.numel() else 0.0)
+    here._of_context = lambda: (whole, first, last)
     with (
         _Exchange(here, "attention", group),
         pytest.raises(LayoutError, match="all 7 positions, so"),
@@ -137,6 +149,12 @@ def test_the_stage_that_has_the_loss_refuses_one_of_torch() -> None:
     case = {**CAUSAL, "recipe": {"name": "causal", "torch_loss": True}, "options": {"tensor": 2, "pipeline": 2}}
     with pytest.raises(AssertionError, match="ConfigError: .* in loss; use dtf.cross_entropy"):
         spread("mesh", 4, **case)
+
+
+def test_a_buffer_of_some_positions_is_refused() -> None:
+    case = {**CAUSAL, "recipe": {"name": "causal", "scaled": True}}
+    for said in ranks(2, REFUSE, shared=True, **case, strategy="tensor"):
+        assert "blocks.0.norm2 changes its buffer blocks.0.norm2.scale in the forward pass, and the layout" in said
 
 
 def test_more_ranks_than_heads_are_refused() -> None:

@@ -30,6 +30,10 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         (*SINGLE, "strategy=tensor", "strategy.tables=tables", "launcher.processes=2"),
         "strategy.tables=table_wise puts whole tables on ranks, and GeneratedClicks has one",
     ),
+    (
+        (*SINGLE, "strategy=mesh", "strategy.context=2", "launcher.processes=2"),
+        "strategy.context=2 divides the positions of a row, and GeneratedClicks has sparse tables",
+    ),
     ((*SINGLE, "strategy=pipeline", "strategy.tables=tables", "launcher.processes=2"), "use strategy.tables=row_wise"),
     (
         ("recipe=resnet_shapes", *BY_SERVERS),

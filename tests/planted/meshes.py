@@ -47,6 +47,20 @@ FAULTS = [
         (f"{NUMBERS}[2-options0]",),
     ),
     Fault(
+        "each rank keeps a buffer of its own positions",
+        "dtf/strategies/replica.py",
+        "                    self.positions.refuse_changed(changed(), self.scratch)\n",
+        "                    pass\n",
+        ("tests/laws/test_positions.py::test_a_buffer_of_some_positions_is_refused",),
+    ),
+    Fault(
+        "a rank with one position has attention without a causal mask",
+        "dtf/strategies/tensor_parallel/positions.py",
+        "        elif width > 1:",
+        "        elif False:",
+        (f"{CUT}[2]",),
+    ),
+    Fault(
         "each rank adds the masks of the first heads",
         "dtf/strategies/tensor_parallel/positions.py",
         "        return mask.narrow(-3, first, last - first)\n",
@@ -67,7 +81,7 @@ FAULTS = [
         "            self._numbers.append(_Numbers())",
         (
             COUNTED,
-            f"{REFUSED}[penalised-tensor-options6-gives other outputs than the whole model]",
+            f"{REFUSED}[penalised-tensor-options7-gives other outputs than the whole model]",
         ),
     ),
     Fault(
@@ -75,7 +89,7 @@ FAULTS = [
         "dtf/strategies/output_reference.py",
         "        if error <= (TF32 if",
         "        if True or error <= (TF32 if",
-        (f"{REFUSED}[penalised-tensor-options6-gives other outputs than the whole model]",),
+        (f"{REFUSED}[penalised-tensor-options7-gives other outputs than the whole model]",),
     ),
     Fault(
         "the gradient of gathered positions is not summed",

@@ -29,6 +29,7 @@ class Causal(GptText):
     heads: int = option(default=4, doc="heads of attention")
     plain: bool = option(default=False, doc="whether attention is written out")
     counted: bool = option(default=False, doc="whether attention counts positions itself")
+    scaled: bool = option(default=False, doc="whether a norm keeps a running scale, a buffer")
     torch_loss: bool = option(default=False, doc="whether the loss is a function of torch")
 
     def __post_init__(self) -> None:
@@ -37,6 +38,8 @@ class Causal(GptText):
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
+        if self.scaled:
+            model.blocks[0].norm2 = _scaled(model.blocks[0].norm2)  # type: ignore[union-attr,index]
         if self.plain or self.counted:
             make = _plain if self.plain else _counted
             for block in model.blocks:  # type: ignore[union-attr]
@@ -73,6 +76,23 @@ class Words(Dataset):
 
         rows = self._tokens[torch.from_numpy(ids)]
         return rows[:, :-1], rows[:, 1:]
+
+
+def _scaled(norm: nn.Module) -> nn.Module:
+    from torch import nn
+
+    class Scaled(nn.Sequential):
+        scale: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if self.training:
+                self.scale.mul_(0.9).add_(0.1 * y.detach().abs().amax())
+            return y
+
+    module = Scaled(norm)
+    module.register_buffer("scale", norm.weight.detach().sum() * 0)  # type: ignore[operator,union-attr]
+    return module
 
 
 def _plain(attention: Any) -> None:

@@ -18,8 +18,8 @@ WEIGHT, BIAS = 12 * 8, 12
     ("slices", "numbers"),
     [
         (StateSlices(), 3 * (WEIGHT + BIAS)),
-        (StateSlices(2, 1), 2.5 * (WEIGHT + BIAS)),
-        (StateSlices(2, 2), 2 * (WEIGHT + BIAS)),
+        (StateSlices(2, 1), 3.5 * (WEIGHT + BIAS)),
+        (StateSlices(2, 2), 2.5 * (WEIGHT + BIAS)),
         (StateSlices(2, 3), 1.5 * (WEIGHT + BIAS)),
         (StateSlices(layers=(("0", 0.5),)), 1.5 * (WEIGHT + BIAS)),
         (StateSlices(2, 3, (("0", 0.5),)), 0.75 * (WEIGHT + BIAS)),

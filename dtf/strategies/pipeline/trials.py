@@ -103,6 +103,8 @@ class StartTrials:
             def check_buffers() -> None:
                 for stage, names in zip(self._stages, changed, strict=True):
                     self._shared.refuse_changed(stage.index, names())
+                    if stage.positions is not None:
+                        stage.positions.refuse_changed(names(), stage.scratch)
                     if self._divided:
                         stage.changing.refuse(names(), self._instead)
 

@@ -10,7 +10,7 @@ what they have. Sources: Korthikanti et al. 2022 (arXiv:2205.05198); Jacobs et a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class Positions:
         modules = dict(model.named_modules())
         names = [name for name in names if name in modules]
         inside = [name for name in modules if any(f"{name}.".startswith(f"{one}.") for one in names)]
+        self._inside = frozenset(inside)
         self.partial = self._partial(model, inside)
         """Names of the parameters whose gradients are to be summed over the axis `tensor`."""
         for name in inside:
@@ -116,6 +117,17 @@ class Positions:
                     "positions, which are on axis 1; use batch_first=True, or leave it out of the positions"
                 )
             module.__dict__["_positions"] = self
+
+    def refuse_changed(self, buffers: Iterable[str], scratch: Collection[str]) -> None:
+        """Raise LayoutError for a buffer that a pass changes from some positions. `scratch`: no part of the run."""
+        for name in buffers:
+            module = name.rpartition(".")[0]
+            if module in self._inside and name not in scratch:
+                raise LayoutError(
+                    f"{module} changes its buffer {name} in the forward pass, and the layout names it in positions, of "
+                    "which each rank has some; leave it out of the positions, or give the buffer the rule "
+                    "BufferUpdate.local"
+                )
 
     def partial_of(self, model: nn.Module) -> frozenset[str]:
         """Names of the parameters whose gradients are to be summed over ranks that compute a layer together."""
@@ -286,6 +298,7 @@ class _Exchange(TorchFunctionMode):
         super().__init__()
         self._positions, self._name, self._group = positions, name, group
         self._calls = 0
+        self._causal: dict[int, bool] = {}  # number of the call -> whether it is causal
 
     def check(self) -> None:
         """Raise LayoutError where the module has not computed attention by torch's function."""
@@ -304,6 +317,10 @@ class _Exchange(TorchFunctionMode):
         query, key, value = (kwargs.pop(name, None) for name in ("query", "key", "value"))
         (width, first, last), heads = self._positions._of_context(), query.shape[-3]
         self._calls += 1
+        if last - first > 1:
+            self._causal[self._calls] = bool(kwargs.get("is_causal"))
+        elif width > 1:  # the module may ask whether there is more than one: on this rank there is not
+            kwargs["is_causal"] = self._causal.get(self._calls, bool(kwargs.get("is_causal")))
         grouped = bool(kwargs.get("enable_gqa"))
         known = all(x.dim() == 4 and x.shape[-2] == last - first for x in (query, key, value))
         if not known or not (grouped or heads == key.shape[-3] == value.shape[-3]):
