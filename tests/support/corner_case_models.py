@@ -81,7 +81,8 @@ class Undropped(Chain):
 
 class Draws(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        return nn.functional.dropout(super().forward(input), 0.5, self.training)
+        y = super().forward(input)
+        return y * torch.rand_like(y) if self.training else y
 
 
 class Early(Chain):
