@@ -68,4 +68,6 @@ def mesh_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: Task,
     partial_names = () if positions is None else positions.partial
     compared = reference.compare(partial(replica.evaluated_outputs, narrow=False), [(model, {})], name)
     sharded = mesh_sharding([model], params, dims, tables, partial_names)
-    return Spmd(replica, sharded, task, world, dims, exchange, zero=strategy.zero, about=compared)
+    program = Spmd(replica, sharded, task, world, dims, exchange, zero=strategy.zero)
+    program.tell(compared)
+    return program

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -56,7 +56,7 @@ class Spmd(ReadsAhead):
 
     `dims`: given where ranks form a device mesh. Then gradients arrive summed over those that compute other rows,
     otherwise averaged over ranks, as torch's wrappers do. `exchange`: bytes in flight between ranks, see Memory.
-    `zero`: the stage of ZeRO of what is in slices. `about`: lines for the start-up table.
+    `zero`: the stage of ZeRO of what is in slices.
     `to_sum`: makes the wrapper sum gradients in place of averaging them.
 
     To make one is collective. ConfigError on all ranks when `sharding` is not that of the replica's model.
@@ -74,7 +74,6 @@ class Spmd(ReadsAhead):
         exchange: int = 0,
         to_sum: Callable[[], None] | None = None,
         zero: int = 3,
-        about: Mapping[str, str] | None = None,
     ) -> None:
         for given, kind in ((replica, Replica), (task, Task), (world, World)):
             if not isinstance(given, kind):
@@ -99,7 +98,7 @@ class Spmd(ReadsAhead):
         self._replica, self._task, self._world, self._dims = replica, task, world, dims
         self._average = dims.average if dims else world.average
         self._synced, self._exchange, self._zero = True, exchange, zero
-        self._about = dict(about or {})
+        self._about: dict[str, str] = {}
         self._few: Batch | None = None  # for passes of all replicas over the same rows
         self._unsaved: Unsaved | None = None
         self._compared: list[str] | None = None  # names of parts that several replicas hold
@@ -124,6 +123,10 @@ class Spmd(ReadsAhead):
 
     def about(self) -> dict[str, str]:
         return self._about
+
+    def tell(self, about: dict[str, str]) -> None:
+        """Add lines to the start-up table, see `about`."""
+        self._about |= about
 
     def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
