@@ -196,7 +196,8 @@ def _summed(x: Tensor, group: dist.ProcessGroup, name: str) -> Tensor:
 
 def _own(x: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
     first, last = bounds(x.shape[axis], dist.get_world_size(group), dist.get_rank(group))
-    return x.narrow(axis, first, last - first).contiguous()
+    # a view of an input is refused where the next module changes it in place
+    return x.narrow(axis, first, last - first).clone(memory_format=torch.contiguous_format)
 
 
 def _scattered(x: Tensor, axis: int, group: dist.ProcessGroup, what: str) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import torch.distributed as dist
 
@@ -14,17 +16,18 @@ from dtf.distributed.world import World
 TOLERANCE = 1e-3
 """Largest relative difference of norms that are bitwise equal unless kernels are not deterministic."""
 
-SHARE, LAYER, ROWS, SLICES, COPIES, SEGMENTS = (
-    ("pipeline", "context", "tensor"),
-    ("context", "tensor"),
-    ("replicate", "shard"),
-    ("shard", "context", "tensor"),
-    ("replicate", "context"),
-    ("pipeline", "context"),
-)
-"""Axes of: the ranks that compute one share of the rows; of these, those that compute a layer together; the ranks that
-hold the same part of the model and compute other rows; the ranks that have all slices of a stage; those that have the
-same slice, and compute other rows or positions; those of a share that compute other layers or positions."""
+SHARE = ("pipeline", "context", "tensor")
+"""Axes of the ranks that compute one share of the rows."""
+LAYER = ("context", "tensor")
+"""Of these, those that compute a layer together."""
+ROWS = ("replicate", "shard")
+"""The ranks that hold the same part of the model and compute other rows."""
+SLICES = ("shard", "context", "tensor")
+"""The ranks that have all slices of a stage."""
+COPIES = ("replicate", "context")
+"""Those that have the same slice, and compute other rows or positions."""
+SEGMENTS = ("pipeline", "context")
+"""Those of a share that compute other layers or positions."""
 
 
 class ParallelDims:
@@ -46,17 +49,16 @@ class ParallelDims:
         self._made: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.summed: list[tuple[tuple[str, ...], list[torch.Tensor]]] = []
         """What is summed after the passes of a step: axes, and tensors like the gradients."""
-        made = [
-            self.group(*axes) for axes in (SHARE, LAYER, ROWS, SLICES, COPIES, SEGMENTS)
-        ]  # all of them, on all ranks alike
-        share, self._layer, self._rows, self.slices = made[:4]
-        self._share = share
+        for axes in (SHARE, LAYER, ROWS, SLICES, COPIES, SEGMENTS):  # all ranks make all groups, in one order
+            self.group(*axes)
+        self._share, self._layer = self.group(*SHARE), self.group(*LAYER)
+        self._rows, self.slices = self.group(*ROWS), self.group(*SLICES)
         self.mesh_rows = self.rank_lists(*SHARE)
         """The ranks of each share of the rows, in order of the shares."""
         self.dp_shard = Shard(self.place["replicate"] * sizes.shard + self.place["shard"], sizes.shares)
         self.layer_rank = self.place["context"] * sizes.tensor + self.place["tensor"]
         """This rank's place among those that compute a layer together."""
-        self.broadcast = BatchBroadcast(share, world.device, inputs) if share is not None else None
+        self.broadcast = BatchBroadcast(self._share, world.device, inputs) if self._share is not None else None
 
     def place_of(self, rank: int) -> dict[str, int]:
         """The place of a rank along each axis."""
@@ -66,8 +68,7 @@ class ParallelDims:
         """The groups of ranks that differ along these axes alone, of the whole mesh."""
         kept = [number for number, axis in enumerate(AXES) if axis not in axes]
         inside = [number for number, axis in enumerate(AXES) if axis in axes]
-        grid = self._grid.permute(*kept, *inside)
-        return grid.reshape(-1, self._grid[tuple(slice(None) if n in inside else 0 for n in range(5))].numel()).tolist()
+        return self._grid.permute(*kept, *inside).reshape(-1, prod(self._grid.shape[n] for n in inside)).tolist()
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one along these axes alone; None: there are no others. Collective over all

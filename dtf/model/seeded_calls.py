@@ -26,6 +26,9 @@ from dtf.model.contents import FUNCTION_DRAWS
 from dtf.model.drawn_masks import Draws, DrawsByName, draw_factor, draw_in_compiled
 from dtf.model.seeded_dropout import SeededDropout, in_backward
 
+HEADS = "_dtf_heads"
+"""The attribute of a module that makes the weights of attention: number of heads, first and last + 1 of this rank's."""
+
 
 class _Kind(NamedTuple):
     """What a dropout function does by default. `batched`: axes of an input that has rows; 0: each has."""
@@ -159,7 +162,7 @@ class FunctionDraws(DrawsByName):
     def __init__(self, module: nn.Module, name: str, masks: SeededDropout) -> None:
         self._name, self._masks, self._draws = name, masks, Draws(self)
         # where ranks divide its heads: how many there are, this rank's first and last + 1
-        self._heads: tuple[int, int, int] | None = vars(module).get("_dtf_heads")
+        self._heads: tuple[int, int, int] | None = vars(module).get(HEADS)
 
     def begin(self) -> int:
         """The number of a call of the module that begins."""

@@ -72,17 +72,17 @@ class Mesh(PipelineOptions, ShardOptions, TableOptions, MeshStrategy):
             return replace(sizes, shard=processes // sizes.total)
         if sizes.total != processes:
             said = " x ".join(
-                f"strategy.{axis}={size}" for axis, size in sizes.by_axis().items() if size > 1 or axis == "shard"
+                f"strategy.{axis}={size}"
+                for axis, size in sizes.by_axis().items()
+                if size > 1 or (axis == "shard" and self.shard)
             )
             if self.shard:
                 raise ConfigError(
                     f"{said} makes {sizes.total} ranks, and launcher.processes={processes}; make the two equal, or use "
                     "strategy.shard=0, which takes what is left"
                 )
-            others = replace(sizes, shard=1)
             raise ConfigError(
-                f"{said.replace(' x strategy.shard=1', '').replace('strategy.shard=1 x ', '')} makes groups of "
-                f"{others.total} ranks, which do not divide launcher.processes={processes}; use "
-                f"{others.total * max(1, processes // others.total)} processes, or other sizes"
+                f"{said} makes groups of {sizes.total} ranks, which do not divide launcher.processes={processes}; use "
+                f"{sizes.total * max(1, processes // sizes.total)} processes, or other sizes"
             )
         return sizes

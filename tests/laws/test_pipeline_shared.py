@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from dtf.config.settings import load_parts
+from dtf.core.errors import ConfigError
 from dtf.strategies.pipeline import partition
 from dtf.strategies.pipeline.partition import Cost
+from dtf.strategies.pipeline.shared_tensors import refuse_gathered_twice
 from tests.support.harness import difference, reference, spread
 from tests.support.ranks import ranks
+from tests.support.tied_models import Again
 
 load_parts([])
 TIED: dict[str, Any] = {"plugin": "tests.support.tied", "recipe": {"name": "tied", "kind": "function", "rows": 42}}
@@ -114,6 +117,22 @@ def test_the_table_counts_each_copy_and_none_twice() -> None:
     costs = [Cost(name, 1.0, 100, 0, 0, shared={"w": 60} if name != "b" else {}) for name in "abc"]
     assert partition.memory(costs, 0, 1, 1) == partition.memory(costs, 2, 3, 1) == 100
     assert partition.memory(costs, 0, 3, 1) == 240
+
+
+def test_slices_of_what_two_stages_of_a_rank_use_are_refused() -> None:
+    """Stages 1 and 3 of two ranks; on three ranks each has one of them."""
+    model, uses = Again(), {name: [0] for name, _ in Again().named_parameters()} | {"first.mlp.weight": [1, 3]}
+    with pytest.raises(ConfigError, match=r"the stages 1 and 3 are on one rank and both use first\.mlp\.weight"):
+        refuse_gathered_twice(model, uses, [0, 1, 2, 3, 5], 2, 2)
+    refuse_gathered_twice(model, uses, [0, 1, 2, 3, 5], 2, 1)
+    refuse_gathered_twice(model, uses, [0, 1, 2, 3, 5], 3, 2)
+    refuse_gathered_twice(model, uses, [0, 1, 5], 2, 2)
+
+
+@pytest.mark.slow
+def test_so_they_are_before_the_first_step() -> None:
+    with pytest.raises(AssertionError, match="the stages 1 and 3 are on one rank and both use first"):
+        spread("mesh", 4, options={"pipeline": 2, "shard": 2, "virtual": 2, **BLOCKS}, **tied("again"))
 
 
 def test_what_a_model_remembers_is_found_where_rows_are_divided() -> None:

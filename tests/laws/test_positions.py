@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from dtf.api.layout import Layout
 from dtf.config.settings import load_parts
 from dtf.core.errors import LayoutError
 from dtf.core.types import Place
+from dtf.distributed.device_mesh import ParallelDims
+from dtf.distributed.mesh_sizes import MeshSizes
 from dtf.distributed.sharding import balanced, bounds
 from dtf.distributed.world import World
-from dtf.strategies.tensor_parallel.positions import _Exchange
+from dtf.strategies.pipeline.setup import _positions
+from dtf.strategies.tensor_parallel.positions import Positions, _Exchange, partial_parameters
 from tests.support.harness import difference, reference, spread
 from tests.support.ranks import ranks
 
@@ -59,6 +63,9 @@ def collectives(rank: int, size: int) -> dict[str, float]:
     made = c.own_slice(whole, 1, group)
     (made * alike[:, first:last]).sum().backward()
     found["own_slice"] = apart(made, x[:, first:last], whole.grad, alike)
+    one = x[:1].clone().requires_grad_()  # a slice of one row is contiguous
+    c.own_slice(one, 1, group).mul_(alike[:1, first:last]).sum().backward()
+    found["own_slice in place"] = apart(one, x[:1], one.grad, alike[:1])
     y = torch.arange(2 * heads * 7 * 3, dtype=torch.float64).view(2, heads, 7, 3)
     own = y[:, :, first:last].clone().requires_grad_()
     made = c.exchanged(own, (1, balanced), (2, bounds), 7, group)
@@ -96,7 +103,7 @@ def attention(x: Tensor, slopes: Tensor, first: int, last: int, group: Any) -> f
     here._of_context = lambda: (whole, first, last)
     with (
         _Exchange(here, "attention", group),
-        pytest.raises(LayoutError, match="all 7 positions, so"),
+        pytest.raises(LayoutError, match=r"all 7 positions, so .* give it as bool, as integers \(B, T\) are cut"),
     ):
         attend(*(x[:, :, first:last],) * 3, mask[..., :2])
     return bound
@@ -144,6 +151,34 @@ def test_a_loss_of_torch_is_refused_with_what_to_use() -> None:
         assert "outputs of the model that ranks divide" in said and "in loss; use dtf.cross_entropy" in said
 
 
+def test_of_what_blocks_get_beside_their_input_numbers_of_positions_are_cut_and_masks_are_not() -> None:
+    here: Any = SimpleNamespace(_of_context=lambda: (7, 4, 7))
+    numbers, mask = torch.arange(7).expand(2, 7), torch.ones(2, 7, dtype=torch.bool)
+    assert torch.equal(Positions._beside(here, numbers), numbers[:, 4:]) and Positions._beside(here, mask) is mask
+
+
+def test_a_parameter_of_some_positions_and_of_all_is_refused_whichever_stages_use_it() -> None:
+    """A module in two blocks is none: both have some positions."""
+    norm = nn.LayerNorm(4)
+    model = nn.ModuleDict({"first": nn.LayerNorm(4), "block": nn.Sequential(norm), "last": norm})
+    names, dims = ("block", "last"), ParallelDims.__new__(ParallelDims)
+    assert partial_parameters(model, names) == {"block.0.weight", "block.0.bias"}
+    dims.sizes, model["first"].weight = MeshSizes(pipeline=2, tensor=2), norm.weight
+    world: Any = None
+    with pytest.raises(
+        LayoutError, match=r"^block\.0\.weight is used for some .* and as first\.weight for all of them"
+    ):
+        _positions(model, {1: model["block"]}, Layout(positions=names), dims, 2, world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_so_it_is_before_the_first_step(virtual: int) -> None:
+    case = {**CAUSAL, "recipe": {"name": "causal", "early": True}, "strategy": "mesh"}
+    for said in ranks(4, REFUSE, shared=True, options={"pipeline": 2, "tensor": 2, "virtual": virtual}, **case):
+        assert said.startswith("blocks.1.norm1.weight is used for some positions of a row")
+
+
 @pytest.mark.slow
 def test_the_stage_that_has_the_loss_refuses_one_of_torch() -> None:
     case = {**CAUSAL, "recipe": {"name": "causal", "torch_loss": True}, "options": {"tensor": 2, "pipeline": 2}}
@@ -165,7 +200,6 @@ def test_more_ranks_than_heads_are_refused() -> None:
 
 def activations(rank: int, size: int, **case: Any) -> list[list[int]]:
     """Shapes of what the first norm and the first layer of the MLP get in training."""
-    from torch import nn
 
     from tests.support.harness import Case, _Run
 

@@ -77,6 +77,8 @@ def test_units_follow_the_layout() -> None:
         (Fsdp(replicate=2, zero=2), 2, "strategy.zero=2 says what ranks have in slices, and replicate 2 leaves one"),
         (Fsdp(zero=1, reshard_after_forward=False), 2, "strategy.reshard_after_forward=false keeps what strategy.zero"),
         (Mesh(shard=2, tensor=2), 2, "strategy.shard=2 x strategy.tensor=2 makes 4 ranks, and launcher.processes=2"),
+        (Mesh(replicate=2, tensor=2), 6, "strategy.replicate=2 x strategy.tensor=2 makes groups of 4 ranks, which do"),
+        (Mesh(shard=1, tensor=2), 4, "strategy.shard=1 x strategy.tensor=2 makes 2 ranks, and launcher.processes=4"),
         (Mesh(tensor=2), 3, "strategy.tensor=2 makes groups of 2 ranks, which do not divide launcher.processes=3"),
         (Fsdp(offload=True), 2, "strategy.offload=true moves parameters from GPUs to the host, this run is on cpu"),
     ],

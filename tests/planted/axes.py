@@ -64,8 +64,8 @@ REPLICATE = [
     Fault(
         "the gradient norm counts every copy",
         DIMS,
-        '    ("shard", "context", "tensor"),\n',
-        '    ("replicate", "shard", "context", "tensor"),\n',
+        'SLICES = ("shard", "context", "tensor")\n',
+        'SLICES = ("replicate", "shard", "context", "tensor")\n',
         (f"{NUMBERS}[copies of divided layers]",),
     ),
     Fault(
@@ -123,8 +123,8 @@ SHARD = [
     Fault(
         "the gradient norm is that of one slice of each parameter",
         DIMS,
-        '    ("shard", "context", "tensor"),\n',
-        '    ("context", "tensor"),\n',
+        'SLICES = ("shard", "context", "tensor")\n',
+        'SLICES = ("context", "tensor")\n',
         (f"{NUMBERS}[slices of divided layers]",),
     ),
     Fault(

@@ -8,6 +8,9 @@ NUMBERS = "tests/laws/test_positions.py::test_a_language_model_has_the_same_numb
 CUT = "tests/laws/test_positions.py::test_slices_are_cut_and_joined_with_their_gradients"
 GOES_ON = "tests/laws/test_mesh.py::test_the_same_mesh_goes_on_bit_for_bit"
 COUNTED = "tests/laws/test_positions.py::test_positions_that_a_block_counts_itself_are_refused_before_the_first_step"
+SOME_AND_ALL = (
+    "tests/laws/test_positions.py::test_a_parameter_of_some_positions_and_of_all_is_refused_whichever_stages_use_it"
+)
 REFUSED = "tests/laws/test_corner_case_models.py::test_refused_with_the_reason"
 
 FAULTS = [
@@ -97,6 +100,20 @@ FAULTS = [
         "        return _scattered(gradient, ctx.axis, ctx.group, what), None, None, None, None\n",
         "        return _own(gradient, ctx.axis, ctx.group), None, None, None, None\n",
         (f"{CUT}[2]",),
+    ),
+    Fault(
+        "a slice of one row is a view of the whole",
+        "dtf/distributed/collectives.py",
+        "last - first).clone(memory_format=torch.contiguous_format)\n",
+        "last - first).contiguous()\n",
+        (f"{CUT}[2]",),
+    ),
+    Fault(
+        "stages are asked one by one which parameters are of some positions and of all",
+        "dtf/strategies/pipeline/setup.py",
+        "        partial_parameters(model, layout.positions)  # so",
+        "        pass  # so",
+        (SOME_AND_ALL,),
     ),
     Fault(
         "slices of divided layers are missing in a checkpoint",

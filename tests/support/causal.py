@@ -23,6 +23,7 @@ LENGTH, EVAL_ROWS = 7, 20
 class Causal(GptText):
     """gpt_text over few rows. `plain`: attention by products and a softmax, of which dtf knows nothing. `counted`: it
     adds to the positions it gets what belongs to the first ones, which starts at zero. `torch_loss`: that of torch.
+    `early`: the first norm of the last block is also before the blocks.
     """
 
     rows: int = option(default=42, doc="training rows", unit="rows")
@@ -31,6 +32,7 @@ class Causal(GptText):
     counted: bool = option(default=False, doc="whether attention counts positions itself")
     scaled: bool = option(default=False, doc="whether a norm keeps a running scale, a buffer")
     torch_loss: bool = option(default=False, doc="whether the loss is a function of torch")
+    early: bool = option(default=False, doc="whether a norm of all positions is also one of some")
 
     def __post_init__(self) -> None:
         self.model = ModelOptions(layers=2, heads=self.heads, width=16, mlp_ratio=2, dropout=0.2)
@@ -40,6 +42,8 @@ class Causal(GptText):
         model = super().build_model()
         if self.scaled:
             model.blocks[0].norm2 = _scaled(model.blocks[0].norm2)  # type: ignore[union-attr,index]
+        if self.early:
+            _normalise_early(model)
         if self.plain or self.counted:
             make = _plain if self.plain else _counted
             for block in model.blocks:  # type: ignore[union-attr]
@@ -104,6 +108,14 @@ def _plain(attention: Any) -> None:
             return self.out((weights @ value).transpose(1, 2).flatten(2))
 
     attention.__class__ = Plain
+
+
+def _normalise_early(model: Any) -> None:
+    import torch
+
+    norm = torch.nn.LayerNorm(16)
+    norm.weight = model.blocks[1].norm1.weight
+    model.dropout = torch.nn.Sequential(norm, model.dropout)
 
 
 def _counted(attention: Any) -> None:

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from dtf.model.contents import FUNCTION_DRAWS
-from dtf.model.seeded_calls import FindCalls, attention, seed_calls
+from dtf.model.seeded_calls import HEADS, FindCalls, attention, seed_calls
 from dtf.model.seeded_dropout import SeededDropout
 
 CPU = torch.device("cpu")
@@ -158,7 +158,7 @@ def test_ranks_that_divide_heads_drop_what_one_drops() -> None:
         found = []
         for first, last in ((0, 4), (0, 1), (1, 4)):
             model = nn.ModuleDict({"attention": make()})
-            model["attention"].__dict__["_dtf_heads"] = (4, first, last)
+            model["attention"].__dict__[HEADS] = (4, first, last)
             masks = SeededDropout(model, 0, CPU)
             seed_calls(model, masks, {forward_of(model["attention"])})
             masks.begin_micro_batch(0, 0)

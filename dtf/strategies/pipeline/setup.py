@@ -44,13 +44,14 @@ from dtf.strategies.pipeline.shared_tensors import (
     check_formats,
     first_names,
     holders,
+    refuse_gathered_twice,
     renamed,
 )
 from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
 from dtf.strategies.tensor_parallel.divide import divide, largest_shares
 from dtf.strategies.tensor_parallel.families import with_splits
-from dtf.strategies.tensor_parallel.positions import Positions, check_positions
+from dtf.strategies.tensor_parallel.positions import Positions, check_positions, partial_parameters
 
 PER_RANK = 4
 """Micro-batches of a global batch for each rank of a pipeline, unless step.micro_batch_rows says otherwise: the bubble
@@ -69,6 +70,7 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
     checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
     reference = OutputReference(model, task, dims, world)
     split, bounds, table = broadcast_plan(model, spec, task, world)
+    refuse_gathered_twice(model, split.uses, bounds, spec.ranks, sizes.shard)
     names = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
     sharding = FullSharding(model, layout, strategy, name, task) if sizes.shard > 1 else None
     by_name, place = draws_by_name(task.recipe), dims.place["pipeline"]
@@ -79,7 +81,7 @@ def pipeline_program(strategy: MeshOptions, name: str, sizes: MeshSizes, task: T
         divide(model, layout.splits, dims.mesh["tensor"])
     segments = {s: split.segment(bounds[s], bounds[s + 1]) for s in range(place, stages, spec.ranks)}
     copies = holders(split.uses, bounds, spec.ranks)
-    positions = _positions(segments, layout, dims, stages, world)
+    positions = _positions(model, segments, layout, dims, stages, world)
     exchange = sharding.exchange(segments.values(), spec.micro_batches) if sharding is not None else 0
     tensors = _StageTensors(model, segments, task)
     masters = tensors.fill(sharding, dims, world, by_name)
@@ -137,13 +139,20 @@ def _pipeline_ranks(dims: ParallelDims, stages: int, world: World) -> PipelineRa
 
 
 def _positions(
-    segments: Mapping[int, nn.Module], layout: Layout, dims: ParallelDims, stages: int, world: World
+    model: nn.Module,
+    segments: Mapping[int, nn.Module],
+    layout: Layout,
+    dims: ParallelDims,
+    stages: int,
+    world: World,
 ) -> dict[int, Positions]:
-    """Divide the positions in each stage; all of them cross the cuts. Collective. ConfigError on all ranks where the
-    last stage has none of the layout's modules.
+    """Divide the positions in each stage of the model; all of them cross the cuts. Collective. ConfigError on all ranks
+    where the last stage has none of the layout's modules, LayoutError for a parameter of some positions and of all.
     """
     if dims.sizes.layer_ranks == 1 or not layout.positions:
         return {}
+    if dims.sizes.tensor > 1:
+        partial_parameters(model, layout.positions)  # so that the cut does not say what is refused
     last = segments.get(stages - 1)
     lacks = last is not None and not {name for name, _ in last.named_modules()} & {*layout.positions}
     everyone = world.gather(lacks and dims.sizes.context > 1)

@@ -31,11 +31,32 @@ def holders(uses: Mapping[str, Sequence[int]], bounds: Sequence[int], ranks: int
     """
     found = {}
     for name, blocks in uses.items():
-        stages = [s for s in range(len(bounds) - 1) if any(bounds[s] <= block < bounds[s + 1] for block in blocks)]
-        places = list(dict.fromkeys(s % ranks for s in stages))
+        places = list(dict.fromkeys(s % ranks for s in _stages(blocks, bounds)))
         if len(places) > 1:
             found[name] = places
     return found
+
+
+def refuse_gathered_twice(
+    model: nn.Module, uses: Mapping[str, Sequence[int]], bounds: Sequence[int], ranks: int, shards: int
+) -> None:
+    """ConfigError, on all ranks alike, for a parameter that two stages of a rank use, where ranks have slices of it:
+    torch gathers what is in one root. `shards`: how many; the others as of `holders`.
+    """
+    for name, _ in model.named_parameters() if shards > 1 else ():
+        stages = _stages(uses[name], bounds)
+        for place in range(ranks):
+            first, second, *_ = [s for s in stages if s % ranks == place] + [-1, -1]
+            if second >= 0:
+                raise ConfigError(
+                    f"strategy.shard={shards}: the stages {first} and {second} are on one rank and both use {name}, "
+                    "whose slices are gathered for one stage; use strategy.virtual=1, or strategy.shard=1"
+                )
+
+
+def _stages(blocks: Iterable[int], bounds: Sequence[int]) -> list[int]:
+    """The stages of some blocks."""
+    return [s for s in range(len(bounds) - 1) if any(bounds[s] <= block < bounds[s + 1] for block in blocks)]
 
 
 def first_names(model: nn.Module) -> dict[int, str]:

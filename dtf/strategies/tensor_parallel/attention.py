@@ -14,8 +14,9 @@ from torch.nn import functional
 from dtf.api.layout import Split, SplitBy
 from dtf.core.errors import LayoutError
 from dtf.distributed.collectives import total
+from dtf.model.seeded_calls import HEADS
 from dtf.strategies.tensor_parallel.layers import Divided
-from dtf.strategies.tensor_parallel.slices import HEADS, ranges
+from dtf.strategies.tensor_parallel.slices import ranges
 from dtf.strategies.tensor_parallel.windows import WINDOWS, DividedWindows
 
 

@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtf.api.layout import Split, SplitBy, Splits
 from dtf.core.errors import LayoutError
+from dtf.model.seeded_calls import HEADS
 from dtf.model.seeded_dropout import DROPOUTS
 from dtf.strategies.pass_probes import has_hook_on_sums
 from dtf.strategies.tensor_parallel.attention import attention_kind, leave_fast_paths
 from dtf.strategies.tensor_parallel.layers import CONVOLUTIONS, NORMS, Divided, Grouped, kind_of, outputs
-from dtf.strategies.tensor_parallel.slices import HEADS, heads_here, ranges
+from dtf.strategies.tensor_parallel.slices import heads_here, ranges
 from dtf.strategies.tensor_parallel.transformers_models import adjust
 
 

@@ -27,8 +27,9 @@ from dtf.distributed.collectives import exchanged, gathered, joined, own_slice
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.mesh_sizes import MeshSizes
 from dtf.distributed.sharding import balanced, bounds, is_dtensor
+from dtf.model.seeded_calls import HEADS
 from dtf.model.seeded_dropout import MOST_IN_FLIGHT, SeededDropout, is_seeded
-from dtf.strategies.tensor_parallel.slices import EXCHANGE, HEADS, slices_of
+from dtf.strategies.tensor_parallel.slices import EXCHANGE, slices_of
 
 
 def check_positions(layout: Layout, name: str, sizes: MeshSizes, task: Task) -> None:
@@ -47,6 +48,31 @@ def check_positions(layout: Layout, name: str, sizes: MeshSizes, task: Task) -> 
         )
 
 
+def partial_parameters(model: nn.Module, names: Sequence[str]) -> frozenset[str]:
+    """Names of the parameters that ranks along `tensor` use for some positions each, of a model after its layers were
+    divided, or of a stage of one. `names`: the layout's.
+
+    LayoutError for one that is also used for all positions, which a stage shows of its own uses alone.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    summed = {name for name, module in modules.items() if getattr(module, "sums_gradients", False)}
+    divided, within = slices_of(model), {*_inside(modules, names)} - summed
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(parameter, []).append(name)
+    found = set()
+    for used in users.values():
+        parts = [name for name in used if name.rpartition(".")[0] in within and name not in divided]
+        if parts and len(parts) < len(used):
+            raise LayoutError(
+                f"{parts[0]} is used for some positions of a row, as the layout's positions say, and as "
+                f"{next(name for name in used if name not in parts)} for all of them; split both by the layout, "
+                "or leave its module out of the positions"
+            )
+        found.update(used[:1] if parts else ())
+    return frozenset(found)
+
+
 class Positions:
     """The positions that this rank has in a model or a stage of one, which it changes in place: `model`, after its
     layers were divided. `names`: the layout's. `ends`: whether the last of them is in this stage, so that positions
@@ -63,9 +89,9 @@ class Positions:
         self._widths: dict[int, int] = {}  # key of a micro-batch -> its positions
         modules = dict(model.named_modules())
         names = [name for name in names if name in modules]
-        inside = [name for name in modules if any(f"{name}.".startswith(f"{one}.") for one in names)]
+        inside = _inside(modules, names)
         self._inside = frozenset(inside)
-        self.partial = self._partial(model, inside)
+        self.partial = partial_parameters(model, names) if self._tensor is not None else frozenset[str]()
         """Names of the parameters whose gradients are to be summed over the axis `tensor`."""
         for name in inside:
             self._tell(name, modules[name], splits.get(name))
@@ -78,26 +104,6 @@ class Positions:
             modules[name].register_forward_pre_hook(self._enter(modules[name] is modules[names[0]]), with_kwargs=True)
         if names and (self._tensor is not None or not ends):
             modules[names[-1]].register_forward_hook(lambda module, inputs, outputs: self._leave(outputs, ends))
-
-    def _partial(self, model: nn.Module, inside: Iterable[str]) -> frozenset[str]:
-        if self._tensor is None:
-            return frozenset()
-        divided, within = slices_of(model), set(inside)
-        summed = {name for name, module in model.named_modules() if getattr(module, "sums_gradients", False)}
-        users: dict[nn.Parameter, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            users.setdefault(parameter, []).append(name)
-        found = set()
-        for names in users.values():
-            parts = [name for name in names if name.rpartition(".")[0] in within - summed and name not in divided]
-            if parts and len(parts) < len(names):
-                raise LayoutError(
-                    f"{parts[0]} is used for some positions of a row, as the layout's positions say, and as "
-                    f"{next(name for name in names if name not in parts)} for all of them; split both by the layout, "
-                    "or leave its module out of the positions"
-                )
-            found.update(parts[:1])
-        return frozenset(found)
 
     def _tell(self, name: str, module: nn.Module, by: Split | SplitBy | None) -> None:
         """Let a module know of the positions: a divided layer, a dropout. LayoutError for one that mixes positions."""
@@ -345,13 +351,18 @@ class _Exchange(TorchFunctionMode):
         if any(n not in (1, width) for n in mask.shape[-2:]):
             raise LayoutError(
                 f"{self._name} attends with a mask of shape {tuple(mask.shape)}; strategy.context gives attention "
-                f"all {width} positions, so its mask must have them: make it outside of the layout's positions, or use "
-                "is_causal=True"
+                f"all {width} positions, so its mask must have them: make it outside of the layout's positions and "
+                "give it as bool, as integers (B, T) are cut like numbers of positions; or use is_causal=True"
             )
         if mask.dim() < 3 or mask.shape[-3] == 1:
             return mask
         first, last = balanced(heads, self._group.size(), dist.get_rank(self._group))
         return mask.narrow(-3, first, last - first)
+
+
+def _inside(modules: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Of the names of modules those of `names`, and of what is in these."""
+    return [name for name in modules if any(f"{name}.".startswith(f"{one}.") for one in names)]
 
 
 def _makes_heads(by: Split | SplitBy | None) -> bool:

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 TABLE = "_slices"
 """The attribute of a divided module: key of a parameter or buffer -> Slice."""
 
-HEADS = "_dtf_heads"
-"""The attribute of a module that makes the weights of attention: number of heads, first and last + 1 of this rank's."""
-
 EXCHANGE = "_dtf_exchange"
 """The attribute of a module that exchanges heads and positions with other ranks."""
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dtf.api.layout import Split, SplitBy
+from dtf.model.seeded_calls import HEADS
 from dtf.strategies.tensor_parallel.layers import Divided
-from dtf.strategies.tensor_parallel.slices import HEADS
 
 
 def _inside(module: Any) -> dict[str, SplitBy]:
