@@ -47,8 +47,8 @@ MESHES: dict[str, Way] = {
 }
 """Processes and options."""
 
-FAR = {name for name, (processes, _) in MESHES.items() if processes > 4} - {"stages of slices of divided layers"}
-"""Slow: they take more ranks."""
+FAR = {name for name, (processes, _) in MESHES.items() if processes > 4} | {"gpipe", "kept"}
+"""Slow: they take more ranks, or are much as others. One of eight ranks is among the usual cases below."""
 
 
 def seldom(names: set[str]) -> list[Any]:
@@ -103,7 +103,7 @@ def test_meshes_with_what_reaches_across_axes(name: str, case: str) -> None:
     assert difference(reference(**values), on(name, **values)) <= 1e-10
 
 
-@pytest.mark.parametrize("name", seldom(MESHES.keys() - {"stages of slices", "slices of divided layers"}))
+@pytest.mark.parametrize("name", seldom(MESHES.keys() - {"slices of divided layers"}))
 def test_loss_scale_on_a_mesh(name: str) -> None:
     """fp16: a rank that meets an infinite gradient makes all of them skip the step."""
     case: dict[str, Any] = {"precision": "fp16", **SHORT}
@@ -123,13 +123,19 @@ TIED: dict[str, Any] = {"plugin": "tests.support.tied", **SHORT}
 
 @pytest.mark.parametrize("recipe", ["tied", pytest.param("tied_by_name", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["function", "modules"])
-@pytest.mark.parametrize("options", [{"pipeline": 2}, {"pipeline": 2, "zero": 1, "virtual": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"pipeline": 2}, pytest.param({"pipeline": 2, "zero": 1, "virtual": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_tied_weights_in_slices_of_stages(options: dict, kind: str, recipe: str) -> None:
     case = {"recipe": {"name": recipe, "kind": kind}, **TIED}
     assert difference(reference(**case), spread("mesh", 4, options=options, **case)) <= 1e-10
 
 
-@pytest.mark.parametrize("options", [{"tensor": 2, "pipeline": 2}, {"tensor": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"tensor": 2, "pipeline": 2}, pytest.param({"tensor": 2, "shard": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_a_layer_that_works_on_slices_without_being_divided_is_refused(options: dict) -> None:
     odd = {"plugin": "tests.support.corner_cases", "recipe": {"name": "odd", "kind": "prelu"}}
     with pytest.raises(AssertionError, match="ranks that should agree have different gradients of act.weight"):
@@ -146,7 +152,7 @@ OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 PLAN: dict[str, Any] = {"steps": 6, "log_every": 1, "eval_every": 3}
 TRAVELS = {("stages of slices", "tensor"), ("slices of divided layers", "pipeline"), ("divided stages", "fsdp")}
-BACK = {("fsdp", "divided stages"), ("tensor", "interleaved"), ("stages of slices", "slices of divided layers")}
+BACK = {("fsdp", "divided stages")}
 
 
 def way(name: str) -> tuple[str, int, dict[str, Any]]:
@@ -173,9 +179,7 @@ def test_a_checkpoint_goes_on_under_another_mesh(first: str, second: str, tmp_pa
     assert difference(whole, found) <= 1e-10
 
 
-@pytest.mark.parametrize(
-    "name", seldom(MESHES.keys() - {"stages of slices", "slices of divided layers", "divided stages"})
-)
+@pytest.mark.parametrize("name", seldom(MESHES.keys() - {"slices of divided layers", "divided stages"}))
 def test_the_same_mesh_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     case = PLAN | {"precision": "fp32", "optimizer": "adamw"}
     whole = on(name, folder=str(tmp_path), save_every=3, **case)
