@@ -107,9 +107,9 @@ MESHES = [
 
 @pytest.mark.parametrize(("processes", "options"), MESHES)
 def test_a_language_model_has_the_same_numbers(processes: int, options: dict[str, Any]) -> None:
-    """Seven positions, dropout in attention and between layers, tied embeddings."""
-    case = {**CAUSAL, "options": options}
-    assert difference(reference(**CAUSAL), spread("mesh", processes, **case)) < 1e-10
+    """Seven positions, dropout in attention, between layers, by functions and behind the positions, tied embeddings."""
+    drops = {**CAUSAL, "recipe": {"name": "causal", "drops": "rows"}}
+    assert difference(reference(**drops), spread("mesh", processes, **drops, options=options)) < 1e-10
 
 
 def test_attention_that_nobody_knows_is_refused_before_the_first_step() -> None:
@@ -124,6 +124,13 @@ def test_positions_that_a_block_counts_itself_are_refused_before_the_first_step(
     case = {**CAUSAL, "recipe": {"name": "causal", "counted": True}, "precision": "bf16"}
     for said in ranks(2, REFUSE, shared=True, **case, strategy="mesh", options={"context": 2}):
         assert "context 2 gives other outputs than the whole model" in said
+
+
+def test_dropout_of_unknown_positions_is_refused_before_the_first_step() -> None:
+    """Each rank would draw the same mask for other positions, which all have the same norm."""
+    case = {**CAUSAL, "recipe": {"name": "causal", "drops": "flat"}, "strategy": "mesh", "options": {"context": 2}}
+    for said in ranks(2, REFUSE, shared=True, **case):
+        assert "ranks that should agree have different inputs of the dropout in blocks.0" in said
 
 
 def test_a_loss_of_torch_is_refused_with_what_to_use() -> None:

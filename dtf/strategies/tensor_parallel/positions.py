@@ -27,7 +27,7 @@ from dtf.distributed.collectives import exchanged, gathered, joined, own_slice
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.mesh_sizes import MeshSizes
 from dtf.distributed.sharding import balanced, bounds, is_dtensor
-from dtf.model.seeded_dropout import MOST_IN_FLIGHT, SeededDropout, is_seeded
+from dtf.model.seeded_dropout import MOST_IN_FLIGHT, Part, SeededDropout, in_backward, is_seeded
 from dtf.strategies.tensor_parallel.slices import EXCHANGE, HEADS, slices_of
 
 
@@ -56,18 +56,21 @@ class Positions:
     """
 
     masks: SeededDropout
-    """Says which micro-batch computes. To be set before the first pass."""
+    """Says which micro-batch computes. See `follow`."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], splits: Splits, dims: ParallelDims, ends: bool) -> None:
         self._tensor, self._context, self._dims = dims.group("tensor"), dims.group("context"), dims
         self._widths: dict[int, int] = {}  # key of a micro-batch -> its positions
+        self._divided = False  # at this place of a forward pass
+        self._dropped = set[str]()  # names of modules that drop from divided positions
         modules = dict(model.named_modules())
+        model.register_forward_pre_hook(lambda module, inputs: self._begin())
         names = [name for name in names if name in modules]
         inside = [name for name in modules if any(f"{name}.".startswith(f"{one}.") for one in names)]
         self.partial = self._partial(model, inside)
         """Names of the parameters whose gradients are to be summed over the axis `tensor`."""
         for name in inside:
-            self._tell(name, modules[name], splits.get(name))
+            self._tell(name, modules[name])
         around = {name.rpartition(".")[0] for name, by in splits.items() if _makes_heads(by)} & set(inside)
         for name in around if self._tensor is not None else ():
             self._gather_around(name, modules[name], splits)
@@ -77,6 +80,27 @@ class Positions:
             modules[name].register_forward_pre_hook(self._enter(modules[name] is modules[names[0]]), with_kwargs=True)
         if names and (self._tensor is not None or not ends):
             modules[names[-1]].register_forward_hook(lambda module, inputs, outputs: self._leave(outputs, ends))
+
+    def follow(self, masks: SeededDropout) -> None:
+        """Take what says which micro-batch computes, and tell it of the positions. Before the first pass."""
+        self.masks, masks.part_of = masks, self._part_of
+
+    def _part_of(self, name: str, shape: Sequence[int]) -> Part | None:
+        """Which positions there are of (B, t, ...), which the module of this name drops from: between the first and the
+        last module of the layout's positions, and up to the outputs where they stay divided. By their number; None:
+        another one, as in front of them.
+        """
+        again = in_backward() or self.masks.computes_again  # in no order
+        if len(shape) < 3 or not (name in self._dropped if again else self._divided):
+            return None
+        if not again:
+            self._dropped.add(name)
+        places = ((self._between(), True), (self._of_context(), False))
+        return next((Part(*at, own=own) for at, own in places if shape[1] == at[2] - at[1]), None)
+
+    def _begin(self) -> None:
+        """Before a forward pass."""
+        self._divided = False
 
     def _partial(self, model: nn.Module, inside: Iterable[str]) -> frozenset[str]:
         if self._tensor is None:
@@ -98,17 +122,15 @@ class Positions:
             found.update(parts[:1])
         return frozenset(found)
 
-    def _tell(self, name: str, module: nn.Module, by: Split | SplitBy | None) -> None:
+    def _tell(self, name: str, module: nn.Module) -> None:
         """Let a module know of the positions: a divided layer, a dropout. LayoutError for one that mixes positions."""
         if isinstance(module, nn.modules.batchnorm._NormBase):
             raise LayoutError(
                 f"{name} ({type(module).__name__}) has statistics of all positions, and the layout names it in "
                 "positions, of which each rank has some; use a norm of each position, or leave it out of the positions"
             )
-        if isinstance(by, SplitBy) and by.heads and is_seeded(module):
-            return  # attention weights, of all positions
         if is_seeded(module):
-            module.__dict__["_positions_here"] = self._of_context if module.__dict__.get("_slice") else self._between
+            module.__dict__["_in_positions"] = True
         elif hasattr(module, "_positions") and self._tensor is not None:
             if not getattr(module, "batch_first", True):
                 raise ConfigError(
@@ -170,6 +192,7 @@ class Positions:
             hidden = _hidden(args, kwargs)
             if first:
                 self._note(hidden.shape[1])
+                self._divided = True
 
             def moved(value: Any) -> Any:
                 if value is hidden:
@@ -207,6 +230,7 @@ class Positions:
 
     def _leave(self, outputs: Any, ends: bool) -> Any:
         """After the last module."""
+        self._divided = ends and self._context is not None
         if isinstance(outputs, tuple):
             return (self._leave(outputs[0], ends), *outputs[1:])
         width, first, last = self._of_context()
