@@ -40,10 +40,10 @@ FAULTS = [
         (f"{NUMBERS}[2-options1]",),
     ),
     Fault(
-        "dropout by functions draws for the first positions",
+        "dropout by functions draws for the positions of its rank alone",
         "dtf/model/seeded_calls.py",
-        "mask.narrow(1, part.first, ",
-        "mask.narrow(1, 0, ",
+        "        return self._masks.part_of(self._name, shape)\n",
+        "        return None\n",
         (f"{NUMBERS}[2-options0]",),
     ),
     Fault(
