@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 import torch
@@ -12,9 +13,6 @@ from dtf.core.types import Shard
 from dtf.distributed.batch_broadcast import BatchBroadcast
 from dtf.distributed.mesh_sizes import AXES, MeshSizes
 from dtf.distributed.world import World
-
-TOLERANCE = 1e-3
-"""Largest relative difference of norms that are bitwise equal unless kernels are not deterministic."""
 
 SHARE = ("pipeline", "context", "tensor")
 """Axes of the ranks that compute one share of the rows."""
@@ -126,32 +124,35 @@ class ParallelDims:
         """Sum of a tensor over the ranks that have all slices of a stage, in place. Collective over them."""
         return _add(sums, self.slices)
 
-    def check_alike(self, norms: dict[str, torch.Tensor]) -> None:
-        """Raise ConfigError on all ranks when norms, (), by name, that all ranks which compute a layer together compute
-        alike, differ between them. See `unlike`.
+    def unlike(self, everywhere: Mapping[str, torch.Tensor], by_layer: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names of the tensors that differ between the ranks which compute a layer together, or of `by_layer` between
+        those of them which divide layers; the same on all of these. Given are projections, (N + 1,), of which the last
+        is by how much the others may differ. Collective over them. Waits for the device.
         """
-        if unequal := self.unlike(norms):
-            raise self.unlike_error(unequal[0])
-
-    def unlike(self, norms: dict[str, torch.Tensor]) -> list[str]:
-        """Names of the norms, (), that differ between the ranks which compute a layer together; the same on all of
-        these. Collective over them. Waits for the device.
-        """
-        if not norms or self._layer is None:
+        if self._layer is None:
             return []
-        values = torch.stack([norm.double() for norm in norms.values()])
-        least, most = values.clone(), values.clone()
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._layer)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._layer)
-        unequal = (most - least > TOLERANCE * most).tolist()
-        return [name for name, differs in zip(norms, unequal, strict=True) if differs]
+        found, names = list[torch.Tensor](), [*everywhere, *by_layer]
+        for prints, group in ((everywhere, self._layer), (by_layer, self.group("tensor"))):
+            if not prints:
+                continue
+            most = torch.stack([each.to(self._world.device) for each in prints.values()])
+            least = most.clone()
+            if group is not None:
+                dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+            found.append(((most - least)[:, :-1].amax(1) > most[:, -1]).int())
+        if not found:
+            return []
+        differs = torch.cat(found)
+        dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=self._layer)  # others have other positions
+        return [name for name, one in zip(names, differs.tolist(), strict=True) if one]
 
     def unlike_error(self, name: str) -> LayoutError:
         """For a name that `unlike` found."""
         return LayoutError(
             f"{self.sizes}: ranks that should agree have different {name}: it works on slices, or on what was made of "
             "them; name its module, and dropouts beside it, in the splits of the recipe's layout; modules of its "
-            "positions must compute each position by itself, and dropout there has to be a module, such as nn.Dropout"
+            "positions must compute each position by itself, and what is dropped there has to be (B, T, ...)"
         )
 
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from dtf.model.contents import FUNCTION_DRAWS
 from dtf.model.drawn_masks import Draws, DrawsByName, draw_factor, draw_in_compiled
-from dtf.model.seeded_dropout import SeededDropout, in_backward
+from dtf.model.seeded_dropout import Part, SeededDropout, in_backward
 
 HEADS = "_dtf_heads"
 """The attribute of a module that makes the weights of attention: number of heads, first and last + 1 of this rank's."""
@@ -180,26 +180,25 @@ class FunctionDraws(DrawsByName):
         """The mask of a call, as a factor, for `x`. `index`: how many were drawn in this call before."""
         if torch.compiler.is_dynamo_compiling():
             return draw_in_compiled(self._draws.layer, number, index, p, shape, x.dtype, x.device)
-        seen = self._masks.input_norms
-        if seen is not None and not self._divided(shape):
-            name = f"inputs of the dropout in {self._name}"
-            seen[name] = seen.get(name, 0.0) + x.detach().double().norm()
+        self._masks.note(f"inputs of the dropout in {self._name}", x, self._part(shape))
         return self.draw(number, index, p, shape, x.dtype, x.device)
 
     def draw(
         self, number: int, index: int, p: float, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """The mask `index` of a call of this micro-batch, as a factor."""
-        if not self._divided(shape):
+        part = self._part(shape)
+        if part is None:
             return draw_factor(self._masks.key, self._name, number, index, p, shape, dtype, device)
-        assert self._heads is not None
-        whole, first, last = self._heads
-        mask = draw_factor(self._masks.key, self._name, number, index, p, [shape[0], whole, *shape[2:]], dtype, device)
-        return mask.narrow(1, first, last - first)
+        whole = [shape[0], part.width, *shape[2:]]
+        mask = draw_factor(self._masks.key, self._name, number, index, p, whole, dtype, device)
+        return mask.narrow(1, part.first, part.last - part.first)
 
-    def _divided(self, shape: Sequence[int]) -> bool:
-        """Whether a mask is of the heads of this rank: (B, heads, T, S)."""
-        return self._heads is not None and len(shape) == 4 and shape[1] == self._heads[2] - self._heads[1]
+    def _part(self, shape: Sequence[int]) -> Part | None:
+        """What this rank has of a mask: some of the heads of (B, heads, T, S), or of the positions of (B, T, ...)."""
+        if self._heads is not None and len(shape) == 4 and shape[1] == self._heads[2] - self._heads[1]:
+            return Part(*self._heads, own=True)
+        return self._masks.part_of(self._name, shape)
 
 
 class _SeededFunctions(TorchFunctionMode):

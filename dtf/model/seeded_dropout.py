@@ -6,7 +6,7 @@ import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -15,11 +15,33 @@ from torch import Tensor, nn
 from dtf.core.errors import ConfigError, LayoutError
 from dtf.core.seeding import seed_of
 from dtf.model.drawn_masks import Draws, DrawsByName, draw_factor, draw_in_compiled
+from dtf.model.fingerprint import projections
 
 MOST_IN_FLIGHT = 4096
 """Micro-batches of which the calls of layers are remembered: more than any schedule holds between forward and
 backward.
 """
+
+
+class Part(NamedTuple):
+    """What a rank has along axis 1 of something that ranks divide."""
+
+    width: int  # of the whole
+    first: int
+    last: int  # + 1
+    own: bool  # whether each rank has another part; else those that divide layers have it together
+
+
+class Inputs(NamedTuple):
+    """Projections of what dropouts get that draw their mask for all channels, and so must get all of them. By name,
+    the same names on all ranks.
+    """
+
+    everywhere: dict[str, Tensor]
+    """What all ranks that compute a layer together must have alike."""
+    by_layer: dict[str, Tensor]
+    """The same of the ranks that divide layers, where others have other positions."""
+    tolerance: float
 
 
 class SeededDropout:
@@ -36,8 +58,9 @@ class SeededDropout:
         """The forwards that were found to call dropout functions, see `seeded_calls`."""
         self.computing_again: Callable[[nn.Module], AbstractContextManager[None]] = lambda module: nullcontext()
         """A context in which dtf computes the forward of a module again, past its hooks."""
-        self.input_norms: dict[str, Tensor] | None = None
-        """Gets what `record_input_norms` yields."""
+        self.part_of: Callable[[str, Sequence[int]], Part | None] = lambda name, shape: None
+        """Of what the module of a name drops from, by its shape: which positions; None: ranks do not divide them."""
+        self._inputs: Inputs | None = None
         # on CUDA a model may draw on the CPU too, such as which layers it skips
         self._generators = [torch.default_generator]
         if device.type == "cuda":
@@ -55,26 +78,29 @@ class SeededDropout:
         return self  # a copy that a pass makes of a layer counts its calls with it, and so has masks of its own
 
     @contextmanager
-    def record_input_norms(self) -> Iterator[dict[str, Tensor]]:
-        """A context. The dict that it yields gets the norm () of the input of each dropout that draws its mask for all
-        channels, and so must get all channels.
-        """
-        self.input_norms = seen = {}
+    def record_inputs(self, tolerance: float) -> Iterator[Inputs]:
+        """A context. What it yields gets those of all dropouts in it. `tolerance`: see `projections`."""
+        self._inputs = Inputs({}, {}, tolerance)
 
-        def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            seen[f"inputs of {module._name}"] = inputs[0].detach().norm()
+        def note(module: Any, inputs: tuple[Tensor, ...]) -> None:
+            self.note(f"inputs of {module._name}", inputs[0], self.part_of(module._name, inputs[0].shape))
 
-        hooks = [
-            module.register_forward_pre_hook(note)
-            for module in self._seeded
-            if not (module._slice or module._positions_here)
-        ]
+        hooks = [module.register_forward_pre_hook(note) for module in self._seeded if not module._slice]
         try:
-            yield seen
+            yield self._inputs
         finally:
-            self.input_norms = None
+            self._inputs = None
             for hook in hooks:
                 hook.remove()
+
+    def note(self, name: str, x: Tensor, part: Part | None) -> None:
+        """What a dropout gets, and which part it is, see `record_inputs`."""
+        if self._inputs is None or torch.compiler.is_dynamo_compiling():
+            return
+        alike, (everywhere, by_layer, tolerance) = part is None, self._inputs
+        found = projections(x, tolerance)
+        for seen, counts in ((everywhere, alike), (by_layer, not alike and not part.own)):  # type: ignore[union-attr]
+            seen[name] = seen.get(name, 0.0) + (found if counts else torch.zeros_like(found))
 
     def rng_state(self) -> Tensor:
         """The state of torch's global generators, from which everything but the seeded layers draws."""
@@ -202,8 +228,7 @@ class Seeded(DrawsByName):
     _channels = True  # whether whole channels are dropped
     # axis, its whole width, this rank's first and last + 1: the mask is drawn whole, then cut
     _slice: tuple[int, int, int, int] | None = None
-    # of axis 1, where ranks divide positions: how many there are, this rank's first and last + 1
-    _positions_here: Callable[[], tuple[int, int, int]] | None = None
+    _in_positions = False  # whether ranks are known to divide the positions of its input
     p: float
     training: bool
 
@@ -219,7 +244,7 @@ class Seeded(DrawsByName):
         return x * self.draw(self._masks.call(self._name), 0, self.p, shape, x.dtype, x.device)
 
     def _shape(self, x: Tensor) -> list[int]:
-        """Of the mask of `x`, with all channels."""
+        """Of the mask of `x`."""
         shape = [*x.shape]
         if self._slice:
             axis, width, first, last = self._slice
@@ -229,30 +254,35 @@ class Seeded(DrawsByName):
                     f"elements and not the {last - first} that are this rank's of the {width} channels divided before "
                     "it; put it where channels are as the divided layer makes them"
                 )
-            shape[axis] = width
-        if self._positions_here is not None:
-            shape[1] = self._positions_here()[0]
         if self._channels:
             shape[2:] = [1] * len(shape[2:])
         return shape
+
+    def _cuts(self, shape: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        """Where the whole mask is cut to this shape: axis, its whole width, this rank's first and last + 1."""
+        cuts = []
+        if self._slice and not (self._channels and self._slice[0] % len(shape) > 1):  # else it drops all channels
+            cuts.append(self._slice)
+        if self._slice is None or self._slice[0] != 1:
+            part = self._masks.part_of(self._name, shape)
+            cuts += [(1, *part[:3])] if part is not None else []
+        return cuts
 
     def draw(
         self, number: int, index: int, p: float, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """The mask of a call of this micro-batch, as a factor. `index` is 0: a call draws once."""
-        mask = draw_factor(self._masks.key, self._name, number, index, p, shape, dtype, device)
-        # else what it drops at once spans all channels
-        if self._slice and mask.shape[self._slice[0]] == self._slice[1]:
-            axis, _, first, last = self._slice
+        whole, cuts = [*shape], self._cuts(shape)
+        for axis, width, _, _ in cuts:
+            whole[axis] = width
+        mask = draw_factor(self._masks.key, self._name, number, index, p, whole, dtype, device)
+        for axis, _, first, last in cuts:
             mask = mask.narrow(axis, first, last - first)
-        if self._positions_here is not None and mask.shape[1] > 1:
-            _, first, last = self._positions_here()
-            mask = mask.narrow(1, first, last - first)
         return mask
 
     def ready_for_compilation(self) -> str:
         """Why the layer cannot be in a compiled module; empty: it can, from now on."""
-        if self._slice or self._positions_here is not None:
+        if self._slice or self._in_positions:
             return "ranks divide what it drops"
         self._draws.compiled = True
         return ""
@@ -265,6 +295,9 @@ class SeededRows(Seeded):
 
     def _shape(self, x: Tensor) -> list[int]:
         return [x.shape[0] if self.mode == "row" else 1, *[1] * (x.dim() - 1)]
+
+    def _cuts(self, shape: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        return []
 
 
 @contextmanager

@@ -94,13 +94,12 @@ class Replica:
             model, modules_to_checkpoint(task.recipe, model, layout, task.step.remat), task.step.remat, self.masks
         )
         self._reach, self._warming = Reach(model, forward if reach else None), False
-        self._looked_up = task.looked_up
         self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=device, dtype=loss_dtype(task))
         self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
         self.trials: list[tuple[int, Footprint]] = []  # of the passes of `warmup`, with their rows
-        self.undivided: dict[str, Tensor] = {}  # norms of its gradients of parameters that this rank holds in whole
+        self.undivided: dict[str, Tensor] = {}  # `projections` of gradients of what this rank holds in whole
         self._cuts = 0 < task.step.micro_batch_rows < task.step.batch_size
-        self._task = task
+        self._task, self._looked_up = task, task.looked_up
         kept = partial(passes_without_trace, [model], task.recipe)
         train = partial(self._trial, micro_batch=0, last=False, compiled=True)
         self.compile_trial = CompileTrial(self._compiled, train, self._trial_evaluation, kept, task)
@@ -116,7 +115,8 @@ class Replica:
 
     def take_positions(self, positions: Positions) -> None:
         """The positions of its rows are divided."""
-        positions.masks, self._passes.carry, self.positions = self.masks, positions.carry, positions
+        positions.follow(self.masks)
+        self._passes.carry, self.positions = positions.carry, positions
 
     @property
     def equal_passes(self) -> bool:
@@ -357,7 +357,8 @@ class Replica:
         with counted(footprint, {self.model: cut}), nullcontext() if compiled else uncompiled(self._compiled):
             start = torch.full((), factor, device=self._device)
             sums = self._pass(part, start, last or self._sync is not None)
-        numbers, undivided = pass_numbers(self.model, sums, self.changing.norms())
+        compute = None if footprint is None else self._task.precision.compute
+        numbers, undivided = pass_numbers(self.model, sums, self.changing.norms(), compute)
         if compiled:
             numbers |= {name: size.item() for name, size in row_sizes(part, self._looked_up).items()}
         self.changing.begin_micro_batch()

@@ -20,6 +20,7 @@ from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.world import World
 from dtf.model.annotate import section
 from dtf.model.error_context import name_failing_module
+from dtf.model.fingerprint import projections
 from dtf.model.forward import (
     copy_of,
     few_rows,
@@ -42,7 +43,7 @@ from dtf.strategies.reading_ahead import ReadsAhead
 from dtf.strategies.replica import Replica
 from dtf.strategies.replica_digests import compare_replicas, exchange_of, part_of, shared_parts, whole_and_slices
 from dtf.strategies.sharding_check import check_sharding
-from dtf.strategies.start_check import Collectives, check_evaluation, differing_module
+from dtf.strategies.start_check import ALIKE, Collectives, alike_within, check_evaluation, differing_module
 from dtf.strategies.start_padding import pads
 from dtf.strategies.step_traffic import mesh_rows, step_passes, step_traffic
 from dtf.strategies.trial_numbers import trial
@@ -153,18 +154,21 @@ class Spmd(ReadsAhead):
             return
         model, masks = self._replica.model, self._replica.masks
         drawing_modules = find_drawing_modules(model.named_modules())
-        with name_failing_module(model), masks.record_input_norms() as seen, drawing_modules as drawing:
+        within = alike_within(self._task.precision.compute)
+        with name_failing_module(model), masks.record_inputs(within) as seen, drawing_modules as drawing:
             drew = self._replica.warmup(batch, peers)
         if drew:
             raise global_rng_error(_ALIKE, drawing[0] if drawing else "")
         self.row_flops = row_flops(self._replica.trials, self._dims.total, self._dims.total_of_segments)
         positions = self._replica.positions
         partial = () if positions is None else positions.partial_of(model)
-        seen |= {f"gradients of {name}": norm for name, norm in self._replica.undivided.items() if name not in partial}
-        sums = {
-            name: torch.tensor(n).abs() for name, n in self._replica.start_numbers.items() if name.startswith("sum ")
+        gradients = {
+            f"gradients of {name}": found for name, found in self._replica.undivided.items() if name not in partial
         }
-        self._dims.check_alike(seen | sums)
+        numbers = self._replica.start_numbers.items()
+        sums = {name: projections(torch.tensor(n), ALIKE) for name, n in numbers if name.startswith("sum ")}
+        if unlike := self._dims.unlike(seen.everywhere | gradients | sums, seen.by_layer):
+            raise self._dims.unlike_error(unlike[0])
 
     def _sum_gradients(self) -> None:
         """From now on sum gradients over ranks in place of averaging them: those that flow through the model are then

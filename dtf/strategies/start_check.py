@@ -33,6 +33,9 @@ BUFFER, GRADIENT = "buffer ", "gradient of "
 TOLERANCES = {Format.fp64: 1e-9, Format.fp32: 2e-5, Format.bf16: 3e-2, Format.fp16: 1e-2}
 """Relative differences that rounding may make: kernels of GPUs need not sum in the same order twice."""
 
+ALIKE = 1e-3
+"""Largest relative difference of what is bitwise equal unless kernels are not deterministic, but for `TOLERANCES`."""
+
 
 class Trials(NamedTuple):
     """The passes that a check makes. Each is collective where passes are."""
@@ -63,6 +66,11 @@ class Collectives:
 
     def broadcast(self, value: Any) -> Any:
         return self._broadcast(value)
+
+
+def alike_within(compute: Format) -> float:
+    """By how much of its norm a tensor may differ between ranks that compute it alike."""
+    return max(ALIKE, TOLERANCES[compute])
 
 
 def take_size(gradient: Tensor) -> Tensor:

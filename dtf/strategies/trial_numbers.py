@@ -12,26 +12,31 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dtf.api.layout import Split
+from dtf.api.precision import Format
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
 from dtf.distributed.sharding import is_dtensor, local, slice_of
 from dtf.model.attributes import without_trace
+from dtf.model.fingerprint import projections
 from dtf.model.forward import leaf_gradients
 from dtf.model.init import init_model
 from dtf.model.memory import Footprint
 from dtf.model.module_outputs import unrecorded
 from dtf.model.shared_state import SharedState
 from dtf.strategies.pass_probes import WrittenParameters, pass_error
-from dtf.strategies.start_check import BUFFER, GRADIENT, Numbers, take_size
+from dtf.strategies.start_check import BUFFER, GRADIENT, Numbers, alike_within, take_size
 from dtf.strategies.tensor_parallel.slices import slices_of
 
 SLICED_INPUTS = (Split.row, Split.row_scatter, Split.local)
 
 
-def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) -> tuple[Numbers, dict[str, Tensor]]:
-    """The metric sums (M,), the sizes of gradients and the norms `buffers` of a pass; and norms of gradients of
-    undivided layers. The gradients are dropped. ConfigError for a sparse one.
+def pass_numbers(
+    model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor], compute: Format | None
+) -> tuple[Numbers, dict[str, Tensor]]:
+    """The metric sums (M,), the sizes of gradients and the norms `buffers` of a pass; and the `projections` of
+    gradients of undivided layers, where `compute` says in which format they were made. The gradients are dropped.
+    ConfigError for a sparse one.
     """
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     sparse = [name for name, gradient in gradients.items() if gradient.layout is not torch.strided]
@@ -41,7 +46,8 @@ def pass_numbers(model: nn.Module, sums: Tensor, buffers: Mapping[str, Tensor]) 
             "table of the recipe"
         )
     divided = slices_of(model)
-    whole = {n: local(gradient).norm() for n, gradient in gradients.items() if n not in divided}
+    compared = {} if compute is None else {n: g for n, g in gradients.items() if n not in divided}
+    whole = {n: projections(g, alike_within(compute)) for n, g in compared.items() if compute is not None}
     norms = [take_size(local(gradient)) for gradient in gradients.values()]
     for parameter in model.parameters():
         parameter.grad = None

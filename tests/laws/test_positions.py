@@ -20,7 +20,8 @@ from dtf.distributed.mesh_sizes import MeshSizes
 from dtf.distributed.sharding import balanced, bounds
 from dtf.distributed.world import World
 from dtf.strategies.pipeline.setup import _positions
-from dtf.strategies.tensor_parallel.positions import Positions, _Exchange, partial_parameters
+from dtf.strategies.tensor_parallel.exchanged_attention import Exchange
+from dtf.strategies.tensor_parallel.positions import Positions, partial_parameters
 from tests.support.harness import difference, reference, spread
 from tests.support.ranks import ranks
 
@@ -82,27 +83,27 @@ def attention(x: Tensor, slopes: Tensor, first: int, last: int, group: Any) -> f
     """How far attention of divided positions is from that of all, with another mask for each head."""
     whole = x.shape[2]
     mask = slopes.view(-1, 1, 1) * torch.arange(whole) / whole
-    here: Any = SimpleNamespace(_of_context=lambda: (whole, first, last))
+    here = whole, first, last
     attend: Any = functional.scaled_dot_product_attention
     bound = 0.0
     for given in (mask, mask[:1], mask[0].expand(2, 1, whole, whole)):
-        with _Exchange(here, "attention", group) as exchange:
+        with Exchange(lambda: here, "attention", group) as exchange:
             own = attend(*(x[:, :, first:last] / 100,) * 3, given)
         exchange.check()
         bound = max(bound, float((own - attend(*(x / 100,) * 3, given)[:, :, first:last]).abs().max()))
     longer = torch.cat([x, x], 2) / 100
-    exchange = _Exchange(here, "attention", group)
+    exchange = Exchange(lambda: here, "attention", group)
     for count in (2 * whole, 3):  # rows that leave a rank one position or none
-        here._of_context = lambda count=count: (count, *bounds(count, group.size(), dist.get_rank(group)))
-        part = longer[:, :, slice(*here._of_context()[1:])]
+        here = count, *bounds(count, group.size(), dist.get_rank(group))
+        part = longer[:, :, slice(*here[1:])]
         with exchange:
             own = attend(part, part, part, is_causal=part.shape[2] > 1)
         exchange.check()
-        expected = attend(*(longer[:, :, :count],) * 3, is_causal=True)[:, :, slice(*here._of_context()[1:])]
+        expected = attend(*(longer[:, :, :count],) * 3, is_causal=True)[:, :, slice(*here[1:])]
         bound = max(bound, float((own - expected).abs().max()) if own.numel() else 0.0)
-    here._of_context = lambda: (whole, first, last)
+    here = whole, first, last
     with (
-        _Exchange(here, "attention", group),
+        Exchange(lambda: here, "attention", group),
         pytest.raises(LayoutError, match=r"all 7 positions, so .* give it as bool, as integers \(B, T\) are cut"),
     ):
         attend(*(x[:, :, first:last],) * 3, mask[..., :2])
@@ -126,9 +127,9 @@ MESHES = [
 
 @pytest.mark.parametrize(("processes", "options"), MESHES)
 def test_a_language_model_has_the_same_numbers(processes: int, options: dict[str, Any]) -> None:
-    """Seven positions, dropout in attention and between layers, tied embeddings."""
-    case = {**CAUSAL, "options": options}
-    assert difference(reference(**CAUSAL), spread("mesh", processes, **case)) < 1e-10
+    """Seven positions, dropout in attention, between layers, by functions and behind the positions, tied embeddings."""
+    drops = {**CAUSAL, "recipe": {"name": "causal", "drops": "rows"}}
+    assert difference(reference(**drops), spread("mesh", processes, **drops, options=options)) < 1e-10
 
 
 def test_attention_that_nobody_knows_is_refused_before_the_first_step() -> None:
@@ -143,6 +144,13 @@ def test_positions_that_a_block_counts_itself_are_refused_before_the_first_step(
     case = {**CAUSAL, "recipe": {"name": "causal", "counted": True}, "precision": "bf16"}
     for said in ranks(2, REFUSE, shared=True, **case, strategy="mesh", options={"context": 2}):
         assert "context 2 gives other outputs than the whole model" in said
+
+
+def test_dropout_of_unknown_positions_is_refused_before_the_first_step() -> None:
+    """Each rank would draw the same mask for other positions, which all have the same norm."""
+    case = {**CAUSAL, "recipe": {"name": "causal", "drops": "flat"}, "strategy": "mesh", "options": {"context": 2}}
+    for said in ranks(2, REFUSE, shared=True, **case):
+        assert "ranks that should agree have different inputs of the dropout in blocks.0" in said
 
 
 def test_a_loss_of_torch_is_refused_with_what_to_use() -> None:

@@ -64,8 +64,8 @@ FAULTS = [
     Fault(
         "stages let a dropout on slices draw its own mask",
         "dtf/strategies/pipeline/trials.py",
-        "unlike = self._dims.unlike(self._alike)",
-        "unlike = []",
+        "_refuse_found(drew, learning, asks.found, unlike, self._dims, world)",
+        "_refuse_found(drew, learning, asks.found, [], self._dims, world)",
         (f"{ZOO}[dropout_unnamed-mesh pipeline=2 tensor=2-4]",),
     ),
     Fault(

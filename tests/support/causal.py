@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dtf.api.layout import Layout
 from dtf.api.recipe import Dataset
 from dtf.api.registry import option, register
 from dtf.recipes.gpt.recipe import GptText, ModelOptions, TextOptions
@@ -24,6 +25,8 @@ class Causal(GptText):
     """gpt_text over few rows. `plain`: attention by products and a softmax, of which dtf knows nothing. `counted`: it
     adds to the positions it gets what belongs to the first ones, which starts at zero. `torch_loss`: that of torch.
     `early`: the first norm of the last block is also before the blocks.
+    `drops`: dropout as well by a function at the end of each block, and behind the positions, where all positions have
+    one norm: "rows" of (B, T, D), or "flat", of (B * T, D).
     """
 
     rows: int = option(default=42, doc="training rows", unit="rows")
@@ -33,6 +36,7 @@ class Causal(GptText):
     scaled: bool = option(default=False, doc="whether a norm keeps a running scale, a buffer")
     torch_loss: bool = option(default=False, doc="whether the loss is a function of torch")
     early: bool = option(default=False, doc="whether a norm of all positions is also one of some")
+    drops: str = option(default="", doc="what is dropped behind norms: rows, flat, or nothing")
 
     def __post_init__(self) -> None:
         self.model = ModelOptions(layers=2, heads=self.heads, width=16, mlp_ratio=2, dropout=0.2)
@@ -48,7 +52,16 @@ class Causal(GptText):
             make = _plain if self.plain else _counted
             for block in model.blocks:  # type: ignore[union-attr]
                 make(block.attention)  # type: ignore[union-attr]
+        if self.drops:
+            _dropping(model, self.drops == "flat")
         return model
+
+    def layout(self, model: nn.Module) -> Layout:
+        found = super().layout(model)
+        if not self.drops:
+            return found
+        blocks = (*found.blocks[:-1], ("norm", "drop", "head"))
+        return Layout(blocks, found.splits, positions=found.positions[:-1])
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Any:
         from torch.nn import functional
@@ -126,6 +139,30 @@ def _counted(attention: Any) -> None:
             return super().forward(x + self.places[: x.shape[1]])
 
     attention.__class__, attention.places = Counted, torch.nn.Parameter(torch.zeros(LENGTH, 16))
+
+
+def _dropping(model: Any, flat: bool) -> None:
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    class Block(type(model.blocks[0])):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.after(super().forward(x))
+            dropped = functional.dropout(x.flatten(0, 1) if flat else x, 0.3, self.training)
+            return dropped.view_as(x)
+
+    class Model(type(model)):
+        def forward(self, tokens: Tensor) -> Tensor:
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+            x = self.dropout(self.embedding(tokens) + self.positions(places))
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.drop(self.norm(x)))
+
+    model.__class__, model.drop = Model, nn.Dropout(0.3)
+    for block in model.blocks:
+        block.__class__, block.after = Block, nn.LayerNorm(16)
 
 
 def refuse(rank: int, size: int, **case: Any) -> str:

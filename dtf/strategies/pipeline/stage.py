@@ -52,7 +52,7 @@ class Stage:
         """Called before each backward pass, with whether it is the last of a step."""
         self.positions = positions
         if positions is not None:
-            positions.masks = self.masks
+            positions.follow(self.masks)
         model.train()
 
     @property

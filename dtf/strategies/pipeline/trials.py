@@ -26,19 +26,31 @@ from dtf.model.changing_buffers import buffers_restored
 from dtf.model.communication import AsksForOthers, others_error
 from dtf.model.compiled_forward import uncompiled
 from dtf.model.counters import Counters
+from dtf.model.fingerprint import projections
 from dtf.model.forward import ForwardPass, as_padding, batch_norm_error, global_rng_error
 from dtf.model.known_parameters import KnownParameters
 from dtf.model.memory import Footprint
 from dtf.model.outside_tensors import OutsideTensors, outside_error
 from dtf.model.seeded_calls import FindCalls, seed_calls
-from dtf.model.seeded_dropout import find_drawing_modules
+from dtf.model.seeded_dropout import Inputs, find_drawing_modules
 from dtf.model.shared_state import SharedState
 from dtf.strategies.compile_trial import CompileTrial
 from dtf.strategies.pass_probes import WrittenParameters, count_calls
 from dtf.strategies.pipeline.shared_tensors import SharedTensors
 from dtf.strategies.pipeline.stage import Stage
 from dtf.strategies.replica_start import PADDED
-from dtf.strategies.start_check import BUFFER, GRADIENT, Collectives, Numbers, Passes, Trials, check_passes, take_size
+from dtf.strategies.start_check import (
+    ALIKE,
+    BUFFER,
+    GRADIENT,
+    Collectives,
+    Numbers,
+    Passes,
+    Trials,
+    alike_within,
+    check_passes,
+    take_size,
+)
 from dtf.strategies.start_padding import agree, not_zero, padding_error
 from dtf.strategies.tensor_parallel.slices import slices_of
 from dtf.strategies.trial_numbers import counted, passes_without_trace, row_sizes
@@ -76,7 +88,9 @@ class StartTrials:
         forwards = [forward for stage in stages for forward in stage.compiled]
         train = partial(self._trial, micro_batch=0, compiled=True)
         self.compiled = CompileTrial(forwards, train, self._evaluate, self._without_trace, task)
-        self._alike: dict[str, Tensor] = {}  # norms of a pass that ranks computing its layers together have alike
+        self._within = alike_within(task.precision.compute)
+        self._alike: dict[str, Tensor] = {}  # `projections` of what ranks computing the layers of a pass together share
+        self._inputs: list[Inputs] = []  # of dropouts, for each stage
         self.measured: list[tuple[int, Footprint]] = []
         """The first two passes, with their rows."""
 
@@ -115,13 +129,14 @@ class StartTrials:
             written = [WrittenParameters(stage.model) for stage in self._stages]
             asks = AsksForOthers("the model or its loss")  # others do not come to the loss
             drew = self._drew(few, a, written, asks, world)
-            unlike = self._dims.unlike(self._alike)
+            everywhere = {name: found for seen in self._inputs for name, found in seen.everywhere.items()}
+            by_layer = {name: found for seen in self._inputs for name, found in seen.by_layer.items()}
+            unlike = self._dims.unlike(self._alike | everywhere, by_layer)
             learning = [name for held in outside for name in held.learning()]
             _refuse_found(drew, learning, asks.found, unlike, self._dims, world)
             for known, found in zip(parameters, written, strict=True):
-                known.refuse_changed(
-                    self._instead if self._divided else "strategy=ddp launcher.processes=1", found.found
-                )
+                instead = self._instead if self._divided else "strategy=ddp launcher.processes=1"
+                known.refuse_changed(instead, found.found)
             check_buffers()
             for attribute in attributes:
                 attribute.refuse_read()
@@ -206,9 +221,8 @@ class StartTrials:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for watch in written:
                 stack.enter_context(watch)
-            inputs = [stack.enter_context(stage.masks.record_input_norms()) for stage in self._stages]
+            self._inputs = [stack.enter_context(stage.masks.record_inputs(self._within)) for stage in self._stages]
             self._trial(rows, 0, enter)
-            self._alike |= {name: norm for seen in inputs for name, norm in seen.items()}
         if any(drew) or first.draws_elsewhere or not torch.equal(seeded[0], first.rng_state()):
             return drawing[:1] or [""]
         return []
@@ -264,7 +278,7 @@ class StartTrials:
         if footprint is not None:
             footprint.saved_bytes -= received  # there when backward began, but not kept since forward
             self.measured.append((len(rows.ids), footprint))
-        names, norms, self._alike = [], [], {f"sum {i}": value.abs() for i, value in enumerate(sums)}
+        names, norms, self._alike = [], [], {f"sum {i}": projections(value, ALIKE) for i, value in enumerate(sums)}
         for stage in self._stages:
             apart = {*slices_of(stage.model), *stage.partial_gradients}
             for name, norm in stage.changing.norms().items():
@@ -275,7 +289,7 @@ class StartTrials:
                 if parameter.grad is not None:
                     names.append(f"{GRADIENT}{name} in stage {stage.index}")
                     if name not in apart:
-                        self._alike[f"gradients of {name}"] = local(parameter.grad).norm()
+                        self._alike[f"gradients of {name}"] = projections(parameter.grad, self._within)
                     norms.append(take_size(local(parameter.grad)).reshape(1))
         for stage in self._stages:
             for parameter in stage.model.parameters():

@@ -14,21 +14,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from dtf.api.layout import Layout, Split, SplitBy, Splits
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError, LayoutError
 from dtf.core.text import count_text
-from dtf.distributed.collectives import exchanged, gathered, joined, own_slice
+from dtf.distributed.collectives import gathered, joined, own_slice
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.mesh_sizes import MeshSizes
 from dtf.distributed.sharding import balanced, bounds, is_dtensor
 from dtf.model.seeded_calls import HEADS
-from dtf.model.seeded_dropout import MOST_IN_FLIGHT, SeededDropout, is_seeded
+from dtf.model.seeded_dropout import MOST_IN_FLIGHT, Part, SeededDropout, in_backward, is_seeded
+from dtf.strategies.tensor_parallel.exchanged_attention import Exchange, Exchanging
 from dtf.strategies.tensor_parallel.slices import EXCHANGE, slices_of
 
 
@@ -82,19 +80,22 @@ class Positions:
     """
 
     masks: SeededDropout
-    """Says which micro-batch computes. To be set before the first pass."""
+    """Says which micro-batch computes. See `follow`."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], splits: Splits, dims: ParallelDims, ends: bool) -> None:
         self._tensor, self._context, self._dims = dims.group("tensor"), dims.group("context"), dims
         self._widths: dict[int, int] = {}  # key of a micro-batch -> its positions
+        self._divided = False  # at this place of a forward pass
+        self._dropped = set[str]()  # names of modules that drop from divided positions
         modules = dict(model.named_modules())
+        model.register_forward_pre_hook(lambda module, inputs: self._begin())
         names = [name for name in names if name in modules]
         inside = _inside(modules, names)
         self._inside = frozenset(inside)
         self.partial = partial_parameters(model, names) if self._tensor is not None else frozenset[str]()
         """Names of the parameters whose gradients are to be summed over the axis `tensor`."""
         for name in inside:
-            self._tell(name, modules[name], splits.get(name))
+            self._tell(name, modules[name])
         around = {name.rpartition(".")[0] for name, by in splits.items() if _makes_heads(by)} & set(inside)
         for name in around if self._tensor is not None else ():
             self._gather_around(name, modules[name], splits)
@@ -105,17 +106,36 @@ class Positions:
         if names and (self._tensor is not None or not ends):
             modules[names[-1]].register_forward_hook(lambda module, inputs, outputs: self._leave(outputs, ends))
 
-    def _tell(self, name: str, module: nn.Module, by: Split | SplitBy | None) -> None:
+    def follow(self, masks: SeededDropout) -> None:
+        """Take what says which micro-batch computes, and tell it of the positions. Before the first pass."""
+        self.masks, masks.part_of = masks, self._part_of
+
+    def _part_of(self, name: str, shape: Sequence[int]) -> Part | None:
+        """Which positions there are of (B, t, ...), which the module of this name drops from: between the first and the
+        last module of the layout's positions, and up to the outputs where they stay divided. By their number; None:
+        another one, as in front of them.
+        """
+        again = in_backward() or self.masks.computes_again  # in no order
+        if len(shape) < 3 or not (name in self._dropped if again else self._divided):
+            return None
+        if not again:
+            self._dropped.add(name)
+        places = ((self._between(), True), (self._of_context(), False))
+        return next((Part(*at, own=own) for at, own in places if shape[1] == at[2] - at[1]), None)
+
+    def _begin(self) -> None:
+        """Before a forward pass."""
+        self._divided = False
+
+    def _tell(self, name: str, module: nn.Module) -> None:
         """Let a module know of the positions: a divided layer, a dropout. LayoutError for one that mixes positions."""
         if isinstance(module, nn.modules.batchnorm._NormBase):
             raise LayoutError(
                 f"{name} ({type(module).__name__}) has statistics of all positions, and the layout names it in "
                 "positions, of which each rank has some; use a norm of each position, or leave it out of the positions"
             )
-        if isinstance(by, SplitBy) and by.heads and is_seeded(module):
-            return  # attention weights, of all positions
         if is_seeded(module):
-            module.__dict__["_positions_here"] = self._of_context if module.__dict__.get("_slice") else self._between
+            module.__dict__["_in_positions"] = True
         elif hasattr(module, "_positions") and self._tensor is not None:
             if not getattr(module, "batch_first", True):
                 raise ConfigError(
@@ -188,6 +208,7 @@ class Positions:
             hidden = _hidden(args, kwargs)
             if first:
                 self._note(hidden.shape[1])
+                self._divided = True
 
             def moved(value: Any) -> Any:
                 if value is hidden:
@@ -225,6 +246,7 @@ class Positions:
 
     def _leave(self, outputs: Any, ends: bool) -> Any:
         """After the last module."""
+        self._divided = ends and self._context is not None
         if isinstance(outputs, tuple):
             return (self._leave(outputs[0], ends), *outputs[1:])
         width, first, last = self._of_context()
@@ -279,85 +301,8 @@ class Positions:
                 )
             begin, end = balanced(last - first, size, self._dims.place["context"])
             module.__dict__[HEADS] = (whole, first + begin, first + end)
-            module.__dict__[EXCHANGE] = _Exchange(self, name, self._context)
-            module.__class__ = type(type(module).__name__, (_Exchanging, type(module)), {})
-
-
-class _Exchanging:
-    """A module that computes attention by torch's function, from this rank's positions."""
-
-    _dtf_exchange: _Exchange
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._dtf_exchange as exchange:
-            outputs = super().forward(*args, **kwargs)  # type: ignore[misc]
-        exchange.check()
-        return outputs
-
-    forward = _forward
-
-
-class _Exchange(TorchFunctionMode):
-    """A context in which attention has all positions of some of the heads, and gives these positions back."""
-
-    def __init__(self, positions: Positions, name: str, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self._positions, self._name, self._group = positions, name, group
-        self._calls = 0
-        self._causal: dict[int, bool] = {}  # number of the call -> whether it is causal
-
-    def check(self) -> None:
-        """Raise LayoutError where the module has not computed attention by torch's function."""
-        calls, self._calls = self._calls, 0
-        if not calls:
-            raise LayoutError(
-                f"{self._name} computes attention without F.scaled_dot_product_attention, and so from the positions of "
-                "one rank alone; use that function, or strategy.context=1"
-            )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        kwargs |= zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)
-        query, key, value = (kwargs.pop(name, None) for name in ("query", "key", "value"))
-        (width, first, last), heads = self._positions._of_context(), query.shape[-3]
-        self._calls += 1
-        if last - first > 1:
-            self._causal[self._calls] = bool(kwargs.get("is_causal"))
-        elif width > 1:  # the module may ask whether there is more than one: on this rank there is not
-            kwargs["is_causal"] = self._causal.get(self._calls, bool(kwargs.get("is_causal")))
-        grouped = bool(kwargs.get("enable_gqa"))
-        known = all(x.dim() == 4 and x.shape[-2] == last - first for x in (query, key, value))
-        if not known or not (grouped or heads == key.shape[-3] == value.shape[-3]):
-            raise LayoutError(
-                f"{self._name} attends with queries, keys and values of shapes {tuple(query.shape)}, "
-                f"{tuple(key.shape)} and {tuple(value.shape)}; strategy.context divides attention of the "
-                f"{last - first} positions of a rank among themselves, with as many heads (B, heads, positions, width)"
-            )
-        if kwargs.get("enable_gqa"):  # keys and values of a group may be needed by several ranks
-            key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
-            kwargs["enable_gqa"] = False
-        by_heads = [
-            exchanged(x, (1, balanced), (2, bounds), width, self._group, self._name) for x in (query, key, value)
-        ]
-        if kwargs.get("attn_mask") is not None:
-            kwargs["attn_mask"] = self._mask(kwargs["attn_mask"], width, heads)
-        taken = func(*by_heads, **kwargs)
-        return exchanged(taken, (2, bounds), (1, balanced), heads, self._group, self._name)
-
-    def _mask(self, mask: Tensor, width: int, heads: int) -> Tensor:
-        """What is added to the scores of this rank's heads, of a mask (..., T, T) or (..., heads, T, T)."""
-        if any(n not in (1, width) for n in mask.shape[-2:]):
-            raise LayoutError(
-                f"{self._name} attends with a mask of shape {tuple(mask.shape)}; strategy.context gives attention "
-                f"all {width} positions, so its mask must have them: make it outside of the layout's positions and "
-                "give it as bool, as integers (B, T) are cut like numbers of positions; or use is_causal=True"
-            )
-        if mask.dim() < 3 or mask.shape[-3] == 1:
-            return mask
-        first, last = balanced(heads, self._group.size(), dist.get_rank(self._group))
-        return mask.narrow(-3, first, last - first)
+            module.__dict__[EXCHANGE] = Exchange(self._of_context, name, self._context)
+            module.__class__ = type(type(module).__name__, (Exchanging, type(module)), {})
 
 
 def _inside(modules: Iterable[str], names: Sequence[str]) -> list[str]:
