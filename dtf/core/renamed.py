@@ -67,6 +67,7 @@ MODULES = {
             "Piece": "dtf.optim.sharding:ParamShard",
             "made": "LocalUpdate",
             "rehearsed": "trial_update",
+            "state_bytes": "dtf.optim.state_bytes:state_bytes",
             "whole": "dtf.optim.sharding:full_params",
         },
     ),

@@ -121,7 +121,7 @@ MESHES = [
     (2, {"tensor": 2}),
     (4, {"context": 2, "tensor": 2}),
     (4, {"context": 2, "pipeline": 2}),
-    (4, {"context": 2, "shard": 2, "zero": 2}),
+    pytest.param(4, {"context": 2, "shard": 2, "zero": 2}, marks=pytest.mark.slow),
 ]
 
 

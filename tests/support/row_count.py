@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 
 from dtf.api.evaluator import Evaluator, Peers
@@ -9,14 +11,15 @@ from dtf.api.recipe import Recipe
 
 
 def counting_rows(toy: Recipe) -> Recipe:
-    """The recipe, changed in place to report also how many rows its metrics are of, and how many an evaluator gets.
-    Means stay what they are where every row counts twice.
+    """A copy of the recipe that reports also how many rows its metrics are of, and how many an evaluator gets. Means
+    stay what they are where every row counts twice. A copy: other threads may put back what the recipe was.
     """
-    vars(toy)["summarise"] = lambda sums: type(toy).summarise(toy, sums) | {"rows": sums[0]}
+    counting = copy(toy)
+    vars(counting)["summarise"] = lambda sums: type(toy).summarise(toy, sums) | {"rows": sums[0]}
     if type(toy).evaluator is Recipe.evaluator:
-        vars(toy)["eval_outputs"] = lambda outputs, batch: batch.weight[:, None]
-        vars(toy)["evaluator"] = lambda rows: _RowCount()
-    return toy
+        vars(counting)["eval_outputs"] = lambda outputs, batch: batch.weight[:, None]
+        vars(counting)["evaluator"] = lambda rows: _RowCount()
+    return counting
 
 
 class _RowCount(Evaluator):

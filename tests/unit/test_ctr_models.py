@@ -226,7 +226,7 @@ def test_every_strategy_follows_the_reference(strategy: str, chosen: dict, kind:
     """100 rows, batches of 24, five micro-batches, two ranks; loss, calibration and AUC among the numbers."""
     case = CASE | {"recipe": {"name": "ctr_toy", "rows": ROWS, "kind": kind}}
     expected = reference(**case)
-    assert set(expected["eval"]["4"]) == {"loss", "calibration", "auc"} and 0 < expected["eval"]["4"]["auc"] < 1
+    assert set(expected["eval"]["4"]) == {"loss", "calibration", "auc", "rows"} and 0 < expected["eval"]["4"]["auc"] < 1
     assert difference(expected, spread(strategy, 2, options=chosen, **case)) <= 1e-10
 
 
