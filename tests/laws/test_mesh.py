@@ -69,7 +69,7 @@ def test_every_mesh_follows_the_reference_in_fp64(name: str) -> None:
 CASES: dict[str, dict[str, Any]] = {
     "lars": {"optimizer": "lars"},
     "ema": {"ema": 0.5, "optimizer": "adamw"},
-    "uneven": {"micro_batch_rows": 3},
+    "uneven": {"micro_batch_rows": 6},
     "one micro-batch": {"micro_batch_rows": 19},
     "fill": {"tail": "fill"},
     "remat": {"remat": "blocks", "plugin": "tests.support.residual_toy", "recipe": {"name": "residual"}},
