@@ -201,7 +201,8 @@ class _Numbers(NamedTuple):
 
     @classmethod
     def others(cls, model: nn.Module) -> _Numbers:
-        real = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point() and p.numel()}
+        usual = (torch.float64, torch.float32)
+        real = {name: p.detach() for name, p in model.named_parameters() if p.dtype in usual and p.numel()}
         constants = {name: p.flatten()[0].item() for name, p in real.items() if bool((p == p.flatten()[0]).all())}
         matrices = {name: p for name, p in real.items() if p.dim() > 1 and name not in constants}
         sizes = {name: float(p.norm(dtype=torch.float64)) / len(p) ** 0.5 for name, p in matrices.items()}
@@ -214,23 +215,26 @@ class _Numbers(NamedTuple):
         for model, names in models if self.constants or self.factors else ():
             divided = slices_of(model)
             for name, parameter in model.named_parameters():
-                place = slice_of(parameter, divided.get(name))
-                tensor = local(parameter.detach())
-                here[tensor.data_ptr()] = names.get(name, name), tensor, place
+                first = names.get(name, name)
+                if first in self.constants or first in self.factors:
+                    tensor = local(parameter.detach())
+                    here[tensor.data_ptr()] = first, tensor, slice_of(parameter, divided.get(name))
         for name, tensor, place in here.values():
-            if name in self.constants:
-                generator = torch.Generator().manual_seed(seed_of("other", name))
-                numbers = torch.empty(place.shape).uniform_(-1, 3, generator=generator) + self.constants[name]
-                for piece in place.pieces:
-                    piece.here(tensor).copy_(piece.of(numbers))
-            tensor.mul_(self.factors.get(name, 1.0))
+            if name in self.factors:
+                tensor.mul_(self.factors[name])
+                continue
+            generator = torch.Generator().manual_seed(seed_of("other", name))
+            numbers = torch.empty(place.shape).uniform_(-1, 3, generator=generator) + self.constants[name]
+            for piece in place.pieces:
+                piece.here(tensor).copy_(piece.of(numbers))
         try:
             yield
         finally:
             for name, tensor, _ in here.values():
-                if name in self.constants:
+                if name in self.factors:
+                    tensor.mul_(1 / self.factors[name])
+                else:
                     tensor.fill_(self.constants[name])
-                tensor.mul_(1 / self.factors.get(name, 1.0))
 
 
 def _apart(now: Tensor, before: Tensor, divided: str) -> Tensor:
